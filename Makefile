@@ -1,0 +1,47 @@
+# Every target sets up all it needs in .venv, from nothing but python3 (>= 3.10) with venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo bench lint format setup clean
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: lint ## lint, type check and all tests; benchmarks in their smoke form
+	@echo "test: all tests; benchmarks run once, untimed"
+	@CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
+	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"
+	@$(BIN)/python recipes/demo.py
+
+bench: $(INSTALLED) ## the benchmarks in full; figures are ratios, printed as a table
+	@echo "bench: the benchmarks in full; keep the machine otherwise idle"
+	@CROSSOVER_BENCH=full $(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## ruff (rules and format) and mypy
+	@echo "lint: ruff check, ruff format --check, mypy"
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/mypy --no-error-summary
+
+format: $(INSTALLED) ## let ruff sort imports and format all files
+	@$(BIN)/ruff check --quiet --select I --fix
+	@$(BIN)/ruff format --quiet
+
+setup: $(INSTALLED) ## create or update .venv
+
+clean: ## remove what tools and runs have left behind, .venv too
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip leaves alone what already satisfies pyproject.toml, so an up-to-date .venv costs seconds.
+$(INSTALLED): pyproject.toml
+	@echo "setup: installing into $(VENV) (the first time this downloads PyTorch, several GB)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
