@@ -1,0 +1,209 @@
+"""The data that the recipes train on: real, bundled with a dependency, the same on every machine.
+
+Digits are scikit-learn's (1,797 scans of handwritten digits), the text is the language reference that
+ships inside Python as ``pydoc``'s help topics, and ``ImageFolder`` reads a directory of your own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+TEST_EVERY = 5  # every fifth digit is a test image: the split never depends on a seed
+TEXT_TEST_SHARE = 0.1  # the end of the text is held out
+
+
+class Samples(Protocol):
+    """What every data set here offers; ``epoch`` lets random augmentation differ between epochs."""
+
+    epoch: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor | int]: ...
+
+
+class Data(NamedTuple):
+    """A training set, a test set, and how many classes (or words) a model has to tell apart."""
+
+    train: Samples
+    test: Samples
+    classes: int
+
+
+class Digits:
+    """Scanned digits of 8 by 8 pixels, enlarged to what the model wants to see."""
+
+    def __init__(self, *, train: bool, image_size: int, channels: int) -> None:
+        from sklearn.datasets import load_digits
+
+        bundled = load_digits()
+        is_test = torch.arange(len(bundled.target)) % TEST_EVERY == 0
+        chosen = ~is_test if train else is_test
+        self.images = torch.from_numpy(bundled.images).float()[chosen].div_(8.0).sub_(1.0)
+        self.labels = torch.from_numpy(bundled.target).long()[chosen]
+        self.image_size = image_size
+        self.channels = channels
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Batch:
+        # Enlarged here, one at a time: 1,797 images of 224 by 224 would take a gigabyte.
+        image = functional.interpolate(
+            self.images[index][None, None], size=self.image_size, mode="bilinear", align_corners=False
+        )
+        return image[0].expand(self.channels, -1, -1), self.labels[index]
+
+
+class Folder:
+    """``ImageFolder`` whose random crops depend on (seed, epoch, image) alone.
+
+    So neither the number of loader workers nor a resume in the middle of an epoch changes them.
+    """
+
+    def __init__(self, root: Path, *, train: bool, image_size: int, channels: int, seed: int) -> None:
+        from torchvision import datasets, transforms
+
+        if not root.is_dir():
+            raise ValueError(
+                f"expected a directory DATA_DIR/train and DATA_DIR/val with one folder per class, "
+                f"got {root}; pass their parent as --data-dir"
+            )
+        size = [transforms.RandomResizedCrop(image_size, antialias=True), transforms.RandomHorizontalFlip()]
+        if not train:
+            size = [transforms.Resize(image_size, antialias=True), transforms.CenterCrop(image_size)]
+        spread = (0.5,) * channels
+        self.folder = datasets.ImageFolder(
+            root,
+            transforms.Compose(
+                [
+                    *([transforms.Grayscale()] if channels == 1 else []),
+                    *size,
+                    transforms.ToTensor(),
+                    transforms.Normalize(spread, spread),
+                ]
+            ),
+        )
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed((self.seed * 10_007 + self.epoch) * len(self) + index)
+            image, label = self.folder[index]
+        return image, label
+
+
+class Text:
+    """Next-word prediction over Python's help topics, cut into windows of ``context`` words."""
+
+    def __init__(self, *, train: bool, context: int, vocabulary: int) -> None:
+        tokens = _tokens(vocabulary)
+        held_out = int(len(tokens) * TEXT_TEST_SHARE)
+        self.tokens = tokens[:-held_out] if train else tokens[-held_out:]
+        self.context = context
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Batch:
+        begin = index * self.context
+        window = self.tokens[begin : begin + self.context + 1]
+        return window[:-1], window[1:]
+
+
+def _tokens(vocabulary: int) -> torch.Tensor:
+    """Number the words by how often they occur; number 0 stands for all the rare ones."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    words = re.findall(r"\w+|[^\w\s]|\n|  +", text)
+    # Sorted by the word as well, so that words that occur equally often keep one order everywhere.
+    ranked = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))
+    numbers = {word: number for number, (word, _) in enumerate(ranked[: vocabulary - 1], start=1)}
+    return torch.tensor([numbers.get(word, 0) for word in words])
+
+
+def load_digits(*, image_size: int, channels: int) -> Data:
+    """Load scikit-learn's digits, four fifths for training and one fifth for testing."""
+    train = Digits(train=True, image_size=image_size, channels=channels)
+    return Data(train, Digits(train=False, image_size=image_size, channels=channels), 10)
+
+
+def load_folder(directory: Path, *, image_size: int, channels: int, seed: int) -> Data:
+    """Load ``directory/train`` and ``directory/val``, one folder of images per class."""
+    train, test = (
+        Folder(directory / part, train=part == "train", image_size=image_size, channels=channels, seed=seed)
+        for part in ("train", "val")
+    )
+    if train.folder.classes != test.folder.classes:
+        raise ValueError(
+            f"expected the same classes in train and val, got train={train.folder.classes}, "
+            f"val={test.folder.classes}; complete the folders under {directory}"
+        )
+    return Data(train, test, len(train.folder.classes))
+
+
+def load_text(*, context: int, vocabulary: int) -> Data:
+    """Load Python's help topics as sequences of words."""
+    train = Text(train=True, context=context, vocabulary=vocabulary)
+    return Data(train, Text(train=False, context=context, vocabulary=vocabulary), vocabulary)
+
+
+def epoch_batches(
+    samples: Samples,
+    sampler: DistributedSampler[Any],
+    *,
+    epoch: int,
+    batch_size: int,
+    skip: int = 0,
+    workers: int = 0,
+    pin: bool = False,
+) -> Iterator[Batch]:
+    """Iterate over this rank's batches of one epoch, from batch number ``skip`` on.
+
+    A resumed run skips what it has seen by slicing the order of the epoch: nothing is loaded in vain.
+    """
+    samples.epoch = epoch
+    sampler.set_epoch(epoch)
+    order = list(sampler)[skip * batch_size :]
+    loader: DataLoader[Any] = DataLoader(
+        samples,  # type: ignore[arg-type]  # a Dataset by its methods, not by inheritance
+        batch_size,
+        sampler=order,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=pin,
+    )
+    return iter(loader)
+
+
+def test_batches(samples: Samples, *, batch_size: int, workers: int = 0) -> Iterator[Batch]:
+    """Iterate over this rank's share of the test set, without the padding of a ``DistributedSampler``.
+
+    Padding would count some samples twice; ranks may have one batch more or less instead.
+    """
+    share = range(dist.get_rank(), len(samples), dist.get_world_size())
+    loader: DataLoader[Any] = DataLoader(
+        samples,  # type: ignore[arg-type]  # a Dataset by its methods, not by inheritance
+        batch_size,
+        sampler=share,
+        num_workers=workers,
+    )
+    return iter(loader)

@@ -1,0 +1,155 @@
+"""What each training step took: time, processor, wire; one JSON object per line.
+
+Records wait in memory and are written some hundreds at a time, so that measuring a step does not
+disturb it. A loss may be given as a tensor: it is read when the record is written, so that on a GPU
+the host need not wait for the step (``begin_s`` and ``end_s`` are then the host's times, too).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+RECORDS_PER_WRITE = 256
+_BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal: all but idle and iowait
+
+
+class _Reading(NamedTuple):
+    """The counters at one moment."""
+
+    at_s: float
+    cpu_s: float
+    core_busy_s: float | None
+    wire_bytes: int | None
+
+
+class StepMeter:
+    """Write the log of one rank: a start record, one record per step, evaluations, an end record.
+
+    Args:
+        path: the file to write; None makes every method do nothing.
+        core: the core whose total load counts as ``core_busy_s``; by default the one that this
+            process is pinned to, and none if it may run on several.
+    """
+
+    def __init__(self, path: Path | None, *, core: int | None = None) -> None:
+        self._path = path
+        self._core = core if core is not None else pinned_core()
+        self._waiting: list[dict[str, Any]] = []
+        self._began: _Reading | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+
+    def start(self, **configuration: Any) -> None:
+        """Record what runs here; written at once, so that even a run that dies has left it."""
+        self._add({"event": "start", "at_s": time.monotonic(), "core": self._core, **configuration})
+        self.flush()
+
+    def begin_step(self) -> None:
+        """Read the counters before a step."""
+        if self._path is not None:
+            self._began = self._read()
+
+    def end_step(self, step: int, loss: float | torch.Tensor, lr: float) -> None:
+        """Read the counters after a step and record the difference."""
+        if self._path is None or self._began is None:
+            return
+        began, ended = self._began, self._read()
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+        self._add(
+            {
+                "event": "step",
+                "step": step,
+                "loss": loss,
+                "lr": lr,
+                "begin_s": began.at_s,
+                "end_s": ended.at_s,
+                "cpu_s": round(ended.cpu_s - began.cpu_s, 6),
+                "core_busy_s": _difference(began.core_busy_s, ended.core_busy_s),
+                "wire_bytes": _difference(began.wire_bytes, ended.wire_bytes),
+            }
+        )
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record anything else: ``event("eval", epoch=3, accuracy=0.97, loss=0.1)``."""
+        self._add({"event": name, "at_s": time.monotonic(), **fields})
+
+    def close(self) -> None:
+        """Write what still waits."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Append the waiting records to the file."""
+        if self._path is None or not self._waiting:
+            return
+        lines = [json.dumps(record, default=_as_json) + "\n" for record in self._waiting]
+        self._waiting.clear()
+        with self._path.open("a") as file:
+            file.writelines(lines)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        self._waiting.append(record)
+        if len(self._waiting) >= RECORDS_PER_WRITE:
+            self.flush()
+
+    def _read(self) -> _Reading:
+        return _Reading(time.monotonic(), time.process_time(), core_busy_s(self._core), wire_bytes())
+
+
+def default_log_path(rank: int) -> Path | None:
+    """Where a rank logs if nobody says: in the directory that the emulated cluster gives its job."""
+    directory = os.environ.get("CROSSOVER_LAB_DIR")
+    return Path(directory) / f"rank{rank}.jsonl" if directory else None
+
+
+def pinned_core() -> int | None:
+    """The one core that this process may run on; None if there are several or nobody can tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = os.sched_getaffinity(0)
+    return next(iter(cores)) if len(cores) == 1 else None
+
+
+def core_busy_s(core: int | None, stat: Path = Path("/proc/stat")) -> float | None:
+    """Seconds that a core has worked since the machine started, for whomever (in steps of a tick)."""
+    if core is None or not stat.exists():
+        return None
+    name = f"cpu{core} "
+    with stat.open() as file:
+        for line in file:
+            if line.startswith(name):
+                ticks = [int(column) for column in line.split()[1:]]
+                return sum(ticks[column] for column in _BUSY_COLUMNS) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def wire_bytes(table: Path = Path("/proc/self/net/dev")) -> int | None:
+    """Bytes sent so far through all interfaces but loopback, in this process's network namespace.
+
+    Jobs that share the namespace are counted together.
+    """
+    if not table.exists():
+        return None
+    sent = 0
+    for line in table.read_text().splitlines()[2:]:  # two lines of headings
+        name, _, columns = line.partition(":")
+        if name.strip() != "lo":
+            sent += int(columns.split()[8])
+    return sent
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else round(after - before, 6)
+
+
+def _as_json(value: object) -> object:
+    return value.item() if isinstance(value, torch.Tensor) else str(value)

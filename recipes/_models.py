@@ -1,0 +1,229 @@
+"""The models that the recipes train: any of timm or torchvision by name, a small GPT, and presets.
+
+The presets are made for measuring communication: 2 to 6 MB of float32 gradients, a few tenths of a
+second of computation per step on one CPU core, and four to eight buckets.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import _data
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DistributedSampler
+
+GPT = "gpt"
+
+
+class Block(nn.Module):
+    """One layer of a GPT: causal attention, then a feed-forward network, each added to its input."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(dim)
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.projection = nn.Linear(dim, dim)
+        self.norm_feed_forward = nn.LayerNorm(dim)
+        self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.projection(self.attend(self.norm_attention(hidden)))
+        feed: torch.Tensor = self.feed_forward(self.norm_feed_forward(hidden))
+        return hidden + feed
+
+    def attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = hidden.shape
+        parts = self.query_key_value(hidden).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, dim)
+
+
+class TinyGPT(nn.Module):
+    """A GPT whose token embedding is also its output head.
+
+    The gradient of the shared table is complete only when backward has reached the very first layer,
+    so the table, more than half of the model, lies in DDP's last bucket: nothing is left to hide its
+    exchange behind. This is the shape of traffic that language models with large vocabularies have.
+    """
+
+    def __init__(
+        self, *, vocabulary: int, context: int, dim: int = 128, depth: int = 2, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(torch.zeros(context, dim))
+        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        for table in (self.token.weight, self.position):
+            nn.init.normal_(table, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.token(tokens) + self.position[: tokens.shape[1]]
+        hidden = self.norm(self.blocks(hidden))
+        return functional.linear(hidden, self.token.weight)
+
+
+def make_model(
+    name: str,
+    *,
+    classes: int,
+    channels: int = 3,
+    image_size: int = 64,
+    context: int = 128,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build an untrained model by name: ``timm:resnet18``, ``torchvision:resnet18``, ``gpt``.
+
+    A name without a library is looked for in timm, then in torchvision. ``options`` go to the
+    library's own constructor. A GPT takes ``classes`` as its vocabulary and windows of ``context`` words.
+    """
+    chosen = dict(options or {})
+    if name == GPT:
+        return TinyGPT(vocabulary=classes, context=context, **chosen)
+    library, name = _find(name)
+    if library == "timm":
+        return _make_timm(name, classes=classes, channels=channels, image_size=image_size, options=chosen)
+    if channels != 3:
+        raise ValueError(
+            f"expected channels=3 for torchvision's models, got channels={channels}; "
+            "leave --channels out, or take the model from timm"
+        )
+    import torchvision
+
+    made: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **chosen)
+    return made
+
+
+def _find(name: str) -> tuple[str, str]:
+    """Split ``library:model``; without a library, look it up; refuse a name that nobody knows."""
+    library, colon, model = name.rpartition(":")
+    known = _known_models(library if colon else None)
+    for candidate, models in known.items():
+        if model in models:
+            return candidate, model
+    close = difflib.get_close_matches(model, [each for models in known.values() for each in models], n=5)
+    raise ValueError(
+        f"expected the name of a model of {' or '.join(known)}, or {GPT!r}, got model={name!r}; "
+        + (f"did you mean {', '.join(close)}?" if close else "see timm.list_models()")
+    )
+
+
+def _known_models(library: str | None) -> dict[str, list[str]]:
+    """The names that each library offers; both libraries if none is asked for."""
+    import timm
+    import torchvision
+
+    listings: dict[str, Callable[[], list[str]]] = {
+        "timm": timm.list_models,
+        "torchvision": torchvision.models.list_models,
+    }
+    if library is not None and library not in listings:
+        raise ValueError(f"expected a model library timm or torchvision, got {library!r}; write timm:NAME")
+    return {each: listing() for each, listing in listings.items() if library in (None, each)}
+
+
+def _make_timm(
+    name: str, *, classes: int, channels: int, image_size: int, options: dict[str, Any]
+) -> nn.Module:
+    import timm
+
+    configuration = timm.get_pretrained_cfg(name)
+    if configuration is not None and configuration.fixed_input_size:
+        # Transformers hold one position per patch, so they must know the size; the others refuse it.
+        options.setdefault("img_size", image_size)
+    made: nn.Module = timm.create_model(
+        name, pretrained=False, num_classes=classes, in_chans=channels, **options
+    )
+    return made
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy, for one class per image as well as for one word per position."""
+    return functional.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model with the sizes that give it a known amount of computation and of traffic."""
+
+    model: str
+    batch_size: int
+    bucket_cap_mb: float
+    optimizer: str
+    lr: float
+    model_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    image_size: int = 64
+    channels: int = 1
+    context: int = 128
+    vocabulary: int = 2048
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "convnet": Preset("timm:resnet18", 16, 1.0, "sgd", 0.05, {"channels": (24, 48, 96, 192)}),
+        "vit": Preset(
+            "timm:vit_tiny_patch16_224",
+            32,
+            1.0,
+            "adamw",
+            1e-3,
+            {"patch_size": 8, "embed_dim": 128, "depth": 6, "num_heads": 4},
+        ),
+        "gpt": Preset(GPT, 16, 0.25, "adamw", 1e-3, {"dim": 128, "depth": 1, "heads": 4}),
+    }
+)
+
+
+def load_preset_data(preset: Preset) -> _data.Data:
+    """Load what a preset trains on: text for the GPT, digits for the others."""
+    if preset.model == GPT:
+        return _data.load_text(context=preset.context, vocabulary=preset.vocabulary)
+    return _data.load_digits(image_size=preset.image_size, channels=preset.channels)
+
+
+def build(
+    preset: str, seed: int
+) -> tuple[
+    nn.Module,
+    Callable[[int, int], Iterator[_data.Batch]],
+    Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+]:
+    """Build a preset for a benchmark: the model, an endless iterator of batches per rank, the loss.
+
+    The same seed gives the same model on every rank. ``batches(rank, world)`` goes over the training
+    set again and again, in another order each time.
+    """
+    chosen = PRESETS[preset]
+    data = load_preset_data(chosen)
+    torch.manual_seed(seed)
+    model = make_model(
+        chosen.model,
+        classes=data.classes,
+        channels=chosen.channels,
+        image_size=chosen.image_size,
+        context=chosen.context,
+        options=chosen.model_options,
+    )
+
+    def batches(rank: int, world: int) -> Iterator[_data.Batch]:
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            data.train,  # type: ignore[arg-type]  # a Dataset by its methods, not by inheritance
+            world,
+            rank,
+            seed=seed,
+            drop_last=True,
+        )
+        epoch = 0
+        while True:
+            yield from _data.epoch_batches(data.train, sampler, epoch=epoch, batch_size=chosen.batch_size)
+            epoch += 1
+
+    return model, batches, loss_of
