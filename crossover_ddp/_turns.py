@@ -21,7 +21,7 @@ No clock, no I/O here: bytes of the log, views of slots and the time now are arg
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_GRANT_HEADER_NUMEL = 4
+_GRANT_HEADER_NUMEL = 3
 
 
 class Grant(NamedTuple):
@@ -29,11 +29,9 @@ class Grant(NamedTuple):
 
     turn: int
     shared: bool
-    """Whether a sibling was present when the turn was drawn; without one nothing is given back."""
+    """Whether a sibling was present when the turn was drawn."""
     after: tuple[tuple[int, int], ...]
     """(job, turn): what every other live job must have given back on a device before this turn starts."""
-    keeps: bool = False
-    """The job goes on in the turn that it has (it is alone); nothing was drawn."""
 
 
 class Member(NamedTuple):
@@ -79,7 +77,7 @@ class TurnLog:
         Records older than a slot's present owner belong to an earlier one and say nothing.
         """
         others = [member for member in members if member.job != own_job]
-        after = {}
+        after: dict[int, int] = {}
         for member in others:
             last = self._last_turn.get(member.slot, 0)
             if last > member.joined_at:
@@ -148,7 +146,7 @@ def message_numel(max_jobs: int) -> int:
 
 def encode(grant: Grant, numel: int) -> list[int]:
     """Return ``grant`` as ``numel`` integers, the form in which it travels between ranks."""
-    flat = [grant.turn, int(grant.shared), int(grant.keeps), len(grant.after)]
+    flat = [grant.turn, int(grant.shared), len(grant.after)]
     for job, turn in grant.after:
         flat += [job, turn]
     if len(flat) > numel:
@@ -161,6 +159,6 @@ def encode(grant: Grant, numel: int) -> list[int]:
 
 def decode(message: Sequence[int]) -> Grant:
     """Return the grant that `encode` wrote."""
-    turn, shared, keeps, count = message[:_GRANT_HEADER_NUMEL]
+    turn, shared, count = message[:_GRANT_HEADER_NUMEL]
     pairs = message[_GRANT_HEADER_NUMEL : _GRANT_HEADER_NUMEL + 2 * count]
-    return Grant(turn, bool(shared), tuple(zip(pairs[::2], pairs[1::2], strict=True)), bool(keeps))
+    return Grant(turn, bool(shared), tuple(zip(pairs[::2], pairs[1::2], strict=True)))

@@ -1,0 +1,474 @@
+"""The home of turns in shared memory: one segment per group and device, one slot per local process.
+
+Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``):
+
+- ``<group>-<device>.turns``: a header and the slots. Every field has one writer, the slot's owner.
+- ``<group>-<device>.log``: the order of turns, one byte (the slot) per turn; appended to on lead devices only.
+- ``<group>-<device>.<slot>.bell``: a FIFO that the slot's owner holds open for reading.
+
+[Note: bells]
+A bell does two things that a futex cannot do together: a byte written to it wakes the owner, and whoever
+holds it open for writing gets POLLERR from the kernel the moment its last reader is gone, so that one ``poll``
+waits for "given back", "died" and the lease at once. No thread watches, nothing polls, no process id
+is interpreted: it works between containers that share /dev/shm.
+
+[Note: plain reads and writes]
+Slots are read with ``pread`` and written with ``pwrite``, not mapped: somebody who truncates the file under
+way costs an error that is caught (the job goes on without turns), where a mapping would cost a SIGBUS. Aligned
+eight-byte fields are copied by the kernel in one piece on the machines that run torch.
+
+A slot belongs to whoever holds the lock on its byte (an open-file-description lock, which the kernel drops
+when the owner ends, in whatever way). A forked child would inherit lock and bell, so it closes them.
+Our design.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import select
+import stat
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+
+from crossover_ddp._turns import Member
+from crossover_ddp.errors import SegmentError
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = "/dev/shm"
+SLOT_COUNT = 64
+EVENT_COUNT = 2
+EVENT_HANDLE_BYTES = 64
+_MAGIC = b"XDDPTURN"
+_LAYOUT = 1
+_FREE, _JOINED = 0, 1
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_OPEN_ATTEMPTS = 100
+_RETRY_S = 1e-3
+
+
+class _Header(ctypes.Structure):
+    _fields_ = [
+        ("magic", ctypes.c_char * 8),
+        ("layout", ctypes.c_uint64),
+        ("slot_count", ctypes.c_uint64),
+        ("device", ctypes.c_char * 232),
+    ]
+
+
+class Slot(ctypes.Structure):
+    """One local process of one job, as its siblings see it."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint64),
+        ("incarnation", ctypes.c_uint64),
+        ("job", ctypes.c_uint64),
+        ("devices", ctypes.c_uint64),  # digest of the job's set of devices
+        ("joined_at", ctypes.c_uint64),  # length of the lead log when the job joined
+        ("started", ctypes.c_uint64),  # last turn started
+        ("returned", ctypes.c_uint64),  # last turn given back
+        ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
+        ("lease_s", ctypes.c_double),
+        ("rank", ctypes.c_uint32),
+        ("world_size", ctypes.c_uint32),
+        ("pid", ctypes.c_uint32),  # for people to read; no decision rests on it
+        ("event_count", ctypes.c_uint32),
+        ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
+    ]
+
+
+_HEADER_BYTES = ctypes.sizeof(_Header)
+_SLOT_BYTES = ctypes.sizeof(Slot)
+_FILE_BYTES = _HEADER_BYTES + SLOT_COUNT * _SLOT_BYTES
+_LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
+_open_segments: "weakref.WeakSet[TurnSegment]" = weakref.WeakSet()
+_fork_guarded = False
+
+
+def _guard_forks() -> None:
+    global _fork_guarded
+    if not _fork_guarded:
+        os.register_at_fork(after_in_child=_forget_in_child)
+        _fork_guarded = True
+
+
+def _forget_in_child() -> None:
+    for segment in list(_open_segments):
+        segment.forget()
+
+
+def digest(text: str) -> int:
+    """Return a positive 63-bit number that stands for ``text``."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _check_owned(fd: int, path: str, *, directory: bool = False) -> None:
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise SegmentError(
+            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
+            "else and is left alone: ask its owner or an administrator to remove it"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise SegmentError(
+            f"expected {path} to be private, got mode {stat.S_IMODE(found.st_mode):04o}; "
+            f"chmod {'0700' if directory else '0600'} it or remove it while no job runs"
+        )
+
+
+def _open_directory(base: str) -> tuple[int, str]:
+    path = os.path.join(base, f"crossover_ddp-{os.geteuid()}")
+    if not sys.platform.startswith("linux") or not os.path.isdir(base):
+        raise SegmentError(
+            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
+        )
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise SegmentError(
+            f"expected {path} to be a directory of this user, got {error.strerror}; "
+            "if it is a symbolic link or a file, remove it"
+        ) from error
+    try:
+        _check_owned(fd, path, directory=True)
+    except SegmentError:
+        os.close(fd)
+        raise
+    return fd, path
+
+
+class TurnSegment:
+    """The local process's place among the jobs of one group on one device.
+
+    Args:
+        group: siblings name the same group; letters, digits, ``.``, ``_``, ``-``.
+        device: any text that names the device on the whole cluster (a GPU's UUID).
+        base: where shared memory is mounted.
+
+    On failure: `SegmentError` names the file and what to do; nothing of another user's is touched.
+    Not thread-safe, except `ring_self`.
+    """
+
+    def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
+        if not _NAME.fullmatch(group):
+            raise ValueError(
+                f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}"
+            )
+        _guard_forks()
+        self.device = device
+        self.slot = -1
+        self._stem = f"{group}-{digest(device):016x}"
+        self._fd = self._log_fd = self._bell_fd = -1
+        self._bells: dict[tuple[int, int], int] = {}
+        self._directory_fd, self._directory = _open_directory(base)
+        _open_segments.add(self)
+        try:
+            self._open()
+        except BaseException:
+            self.forget()
+            raise
+
+    @property
+    def path(self) -> str:
+        """The file that holds the slots."""
+        return os.path.join(self._directory, f"{self._stem}.turns")
+
+    # --- opening and leaving -------------------------------------------------------------------------------
+
+    def _open_private(self, suffix: str, flags: int) -> int:
+        name = f"{self._stem}{suffix}"
+        path = os.path.join(self._directory, name)
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=self._directory_fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise SegmentError(
+                    f"expected a plain file, got a symbolic link at {path}; remove it"
+                ) from error
+            raise
+        try:
+            _check_owned(fd, path)
+        except SegmentError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _open(self) -> None:
+        for _ in range(_OPEN_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = self._open_private(".turns", os.O_RDWR)
+                self._check_contents()
+                return
+            self._create()
+        raise SegmentError(f"expected {self.path} to stay after it was made, got it removed again and again")
+
+    def _create(self) -> None:
+        """Make the whole file aside and link it in, so that nobody ever sees half of one."""
+        aside = f"{self._stem}.{secrets.token_hex(8)}.new"
+        fd = os.open(
+            aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd
+        )
+        try:
+            os.posix_fallocate(fd, 0, _FILE_BYTES)
+            header = _Header(_MAGIC, _LAYOUT, SLOT_COUNT, self.device.encode()[:231])
+            os.pwrite(fd, bytes(header), 0)
+            with contextlib.suppress(FileExistsError):
+                os.link(
+                    aside, f"{self._stem}.turns", src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd
+                )
+        except OSError as error:
+            raise SegmentError(f"cannot make {self.path}: {error.strerror}; free some of /dev/shm") from error
+        finally:
+            os.close(fd)
+            os.unlink(aside, dir_fd=self._directory_fd)
+
+    def _check_contents(self) -> None:
+        found = os.fstat(self._fd)
+        raw = os.pread(self._fd, _HEADER_BYTES, 0)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _FILE_BYTES or len(raw) != _HEADER_BYTES:
+            raise SegmentError(
+                f"expected a segment of {_FILE_BYTES} bytes, got {found.st_size} at {self.path}; remove it while "
+                "no job runs (another version of crossover_ddp may have made it)"
+            )
+        header = _Header.from_buffer_copy(raw)
+        expected = (_MAGIC, _LAYOUT, SLOT_COUNT, self.device.encode()[:231])
+        if (header.magic, header.layout, header.slot_count, header.device) != expected:
+            raise SegmentError(
+                f"expected layout {_LAYOUT} for device {self.device!r}, got something else at {self.path}; "
+                "remove it while no job runs"
+            )
+
+    def _is_current(self) -> bool:
+        try:
+            named = os.stat(f"{self._stem}.turns", dir_fd=self._directory_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return named.st_ino == os.fstat(self._fd).st_ino
+
+    def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
+        """Try to lock slots; the lock belongs to the open file and goes with it."""
+        request = struct.pack("hhqqi4x", kind, os.SEEK_SET, _LOCK_BASE + start, length, 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def join(
+        self, *, job: int, devices: int, rank: int, world_size: int, lease_s: float, events: bytes = b""
+    ) -> None:
+        """Take a free slot for this process.
+
+        Args:
+            job: number of the job, the same on all its ranks.
+            devices: digest of the job's set of devices.
+            rank: rank within the job.
+            world_size: how many ranks the job has.
+            lease_s: how long siblings wait for a turn that neither ends nor dies.
+            events: the device-side events of this process, as handles of 64 bytes each.
+        """
+        for _ in range(_OPEN_ATTEMPTS):
+            self.slot = next((index for index in range(SLOT_COUNT) if self._lock(index, 1)), -1)
+            if self.slot >= 0 and self._is_current():
+                break
+            # The last one to leave holds all slots for a moment and takes the file with it.
+            time.sleep(_RETRY_S if self.slot < 0 else 0.0)
+            os.close(self._fd)
+            self._open()
+        if self.slot < 0:
+            raise SegmentError(
+                f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
+            )
+        self._publish(state=_FREE)
+        self._make_bell()
+        slot = Slot(
+            state=_JOINED,
+            incarnation=secrets.randbits(62) | 1,
+            job=job,
+            devices=devices,
+            joined_at=self.log_numel(),
+            lease_s=lease_s,
+            rank=rank,
+            world_size=world_size,
+            pid=os.getpid(),
+            event_count=len(events) // EVENT_HANDLE_BYTES,
+        )
+        ctypes.memmove(slot.events, events, len(events))
+        os.pwrite(self._fd, bytes(slot), self._offset(self.slot))
+
+    def _make_bell(self) -> None:
+        name = self._bell_name(self.slot)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._directory_fd)
+        os.mkfifo(name, 0o600, dir_fd=self._directory_fd)
+        # Open for writing too, or its poll would report a hang-up whenever no sibling holds it.
+        self._bell_fd = self._open_private(f".{self.slot}.bell", os.O_RDWR)
+
+    def leave(self) -> None:
+        """Give the slot up, wake whoever waits for it, and remove the files if nobody is left."""
+        if self._fd < 0:
+            return
+        if self.slot >= 0:
+            with contextlib.suppress(OSError):
+                self._publish(state=_FREE)
+                self.ring_others()
+                os.unlink(self._bell_name(self.slot), dir_fd=self._directory_fd)
+        with contextlib.suppress(OSError):
+            if self._lock(0, SLOT_COUNT) and self._is_current():
+                self._remove_files()
+        self.forget()
+
+    def _remove_files(self) -> None:
+        for name in os.listdir(self._directory_fd):
+            if name.startswith(f"{self._stem}."):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._directory_fd)
+        with contextlib.suppress(OSError):  # other groups or devices live in it
+            os.rmdir(self._directory)
+
+    def forget(self) -> None:
+        """Close every file without a word to anybody (in a forked child the parent's slot stays as it is)."""
+        fds = [self._fd, self._log_fd, self._bell_fd, self._directory_fd, *self._bells.values()]
+        self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
+        self._bells = {}
+        self.slot = -1
+        for fd in fds:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        _open_segments.discard(self)
+
+    # --- slots ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _offset(slot: int) -> int:
+        return _HEADER_BYTES + slot * _SLOT_BYTES
+
+    def _publish(self, **fields: int) -> None:
+        """Write eight-byte fields of the own slot, in the order given."""
+        for name, value in fields.items():
+            offset = self._offset(self.slot) + getattr(Slot, name).offset
+            os.pwrite(self._fd, value.to_bytes(8, sys.byteorder), offset)
+
+    def publish_started(self, turn: int) -> None:
+        """Tell that the own process computes in ``turn`` now."""
+        self._publish(started=turn)
+
+    def publish_returned(self, turn: int) -> None:
+        """Give ``turn`` back, and wake whoever waits."""
+        self._publish(returned_at_ns=time.monotonic_ns(), returned=turn)
+        self.ring_others()
+
+    def publish_lease(self, lease_s: float) -> None:
+        """Tell how long siblings should wait for the own turns."""
+        offset = self._offset(self.slot) + Slot.lease_s.offset
+        os.pwrite(self._fd, struct.pack("=d", lease_s), offset)
+
+    def slots(self) -> dict[int, Slot]:
+        """Return every slot that is in use by a living process, the own one included."""
+        raw = os.pread(self._fd, _FILE_BYTES - _HEADER_BYTES, _HEADER_BYTES)
+        if len(raw) != _FILE_BYTES - _HEADER_BYTES:
+            raise SegmentError(f"expected {_FILE_BYTES} bytes, got {self.path} cut short under way")
+        found = {}
+        for index in range(SLOT_COUNT):
+            if int.from_bytes(raw[index * _SLOT_BYTES : index * _SLOT_BYTES + 8], sys.byteorder) == _JOINED:
+                found[index] = Slot.from_buffer_copy(raw, index * _SLOT_BYTES)
+        return {
+            index: slot
+            for index, slot in found.items()
+            if index == self.slot or self._bell(index, slot.incarnation) is not None
+        }
+
+    def members(self) -> list[Member]:
+        """Return the living processes on this device as the rules of turns see them."""
+        return [
+            Member(index, slot.job, slot.incarnation, slot.joined_at, slot.returned, slot.lease_s)
+            for index, slot in self.slots().items()
+        ]
+
+    # --- bells: see [Note: bells] --------------------------------------------------------------------------
+
+    def _bell_name(self, slot: int) -> str:
+        return f"{self._stem}.{slot}.bell"
+
+    def _bell(self, slot: int, incarnation: int) -> int | None:
+        """Return the writing end of a sibling's bell, or None if the sibling is dead."""
+        key = (slot, incarnation)
+        if key not in self._bells:
+            for stale in [known for known in self._bells if known[0] == slot]:
+                os.close(self._bells.pop(stale))
+            try:
+                self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY)
+            except OSError:  # no reader, or no bell: its owner has ended
+                return None
+        fd = self._bells[key]
+        watch = select.poll()
+        watch.register(fd, 0)
+        if watch.poll(0):
+            os.close(self._bells.pop(key))
+            return None
+        return fd
+
+    def ring_others(self) -> None:
+        """Wake every sibling process on this device."""
+        for index, slot in self.slots().items():
+            fd = None if index == self.slot else self._bell(index, slot.incarnation)
+            if fd is not None:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it is awake; broken: dead
+                    os.write(fd, b"\0")
+
+    def ring_self(self) -> None:
+        """End the own `wait` from another thread."""
+        if self._bell_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._bell_fd, b"\0")
+
+    def wait(self, watched: Iterable[Member], timeout_s: float) -> None:
+        """Block until somebody rings, one of ``watched`` dies, or the time is over."""
+        watch = select.poll()
+        watch.register(self._bell_fd, select.POLLIN)
+        for member in watched:
+            fd = self._bell(member.slot, member.incarnation)
+            if fd is None:
+                return
+            watch.register(fd, 0)
+        watch.poll(max(0.0, timeout_s) * 1000 + 1)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._bell_fd, 4096)
+
+    # --- the lead device's log: see [Note: turn order] in _turns -------------------------------------------
+
+    def log_numel(self) -> int:
+        """Return how many turns have been drawn on this device."""
+        try:
+            return os.stat(f"{self._stem}.log", dir_fd=self._directory_fd, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+
+    def draw_turn(self) -> int:
+        """Append the own slot to the log; its place there is the turn's number, from 1."""
+        if self._log_fd < 0:
+            self._log_fd = self._open_private(".log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.write(self._log_fd, bytes([self.slot]))
+        return os.lseek(self._log_fd, 0, os.SEEK_CUR)
+
+    def read_log(self, start: int, stop: int) -> bytes:
+        """Return the records of turns ``start + 1`` to ``stop``."""
+        records = os.pread(self._log_fd, stop - start, start)
+        if len(records) != stop - start:
+            raise SegmentError(f"expected {stop} turns, got the log beside {self.path} cut short under way")
+        return records
