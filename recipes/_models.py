@@ -168,16 +168,21 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "convnet": Preset("timm:resnet18", 16, 1.0, "sgd", 0.05, {"channels": (24, 48, 96, 192)}),
+        # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
+        "convnet": Preset(
+            "timm:resnet18", 40, 0.3, "sgd", 0.05, {"channels": (32, 48, 64, 96)}, image_size=128
+        ),
+        # Four buckets of about the same size: one repeated layer after the other.
         "vit": Preset(
             "timm:vit_tiny_patch16_224",
-            32,
-            1.0,
+            80,
+            0.5,
             "adamw",
             1e-3,
-            {"patch_size": 8, "embed_dim": 128, "depth": 6, "num_heads": 4},
+            {"patch_size": 8, "embed_dim": 96, "depth": 5, "num_heads": 3},
         ),
-        "gpt": Preset(GPT, 16, 0.25, "adamw", 1e-3, {"dim": 128, "depth": 1, "heads": 4}),
+        # The last bucket holds the tied embedding, more than half of all bytes.
+        "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
     }
 )
 

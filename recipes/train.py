@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ HOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[object, Hook
 }
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
     device = join_the_job(args)
     data = load_data(args)
     torch.manual_seed(args.seed)
@@ -362,16 +362,16 @@ def print_line(args: argparse.Namespace, step: int, total: int, news: torch.Tens
         print(f"step {step} of {total}: loss {news.item():.4f}", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser.add_argument_group("model and data"))
     add_training_arguments(parser.add_argument_group("training"))
     add_run_arguments(parser.add_argument_group("devices, communication, files"))
-    if preset := parser.parse_known_args()[0].preset:
+    if preset := parser.parse_known_args(argv)[0].preset:
         parser.set_defaults(**vars(_models.PRESETS[preset]))  # what is also given explicitly wins
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.model_options = {**args.model_options, **dict(args.model_option)}
     for name in ("batch_size", "accumulate", "log_every"):
         if getattr(args, name) < 1:
