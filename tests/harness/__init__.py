@@ -1,0 +1,21 @@
+"""Real ranks for tests: whatever goes wrong in any of them turns the test red, in its own words.
+
+``run_ranks`` and ``run_jobs`` call a function in every rank, ``spawn_script`` runs a script as torchrun
+would, ``single_process_group`` needs no process at all. ``leaks`` finds what a test has left behind.
+"""
+
+from .groups import single_process_group
+from .ranks import Job, RankError, close_pools, run_jobs, run_ranks
+from .scripts import ScriptError, ScriptRanks, spawn_script
+
+__all__ = [
+    "Job",
+    "RankError",
+    "ScriptError",
+    "ScriptRanks",
+    "close_pools",
+    "run_jobs",
+    "run_ranks",
+    "single_process_group",
+    "spawn_script",
+]

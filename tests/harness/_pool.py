@@ -1,0 +1,142 @@
+"""The parent's side: processes that wait for tasks, are given back when clean and ended when not."""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ._worker import CleanUp, Report, Task, serve
+
+START_TIMEOUT_S = 120.0
+# From SIGABRT until the stack of every thread is written, even on a busy machine.
+DUMP_TIMEOUT_S = 5.0
+OUTPUT_LIMIT_BYTES = 20_000
+
+_context = multiprocessing.get_context("forkserver")
+# Not torch._dynamo: a server that has loaded it was seen to hang. Ranks import it when they need it.
+_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", f"{__package__}._worker"])
+
+
+class Worker:
+    """One process of the pool, as its parent sees it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.output = directory / f"output-{time.monotonic_ns()}"
+        self.orders, theirs = _context.Pipe()
+        self.process = _context.Process(target=serve, args=(theirs, str(self.output)))
+        self.process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Return when the process has started and waits for its first task."""
+        if not self.orders.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"a rank did not start within {START_TIMEOUT_S:.0f} s\n{self.read_output()}")
+        self.orders.recv()
+
+    def order(self, order: Task | CleanUp) -> None:
+        """Send an order; that the process has died by now is told by `receive`."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.orders.send(order)
+
+    def receive(self) -> Report | None:
+        """Return the report that has arrived, or None when the process has ended without one."""
+        try:
+            if self.orders.poll():
+                report: Report = self.orders.recv()
+                return report
+        except (EOFError, ConnectionResetError):
+            pass
+        self.process.join()
+        return None
+
+    def death(self) -> str:
+        """Say how the process has ended."""
+        status = self.process.exitcode
+        if status is not None and status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"exited with status {status} and without a result"
+
+    def read_output(self) -> str:
+        """Return the end of what the process has written since its current task began."""
+        data = self.output.read_bytes() if self.output.exists() else b""
+        return data[-OUTPUT_LIMIT_BYTES:].decode(errors="replace")
+
+    def dump(self) -> None:
+        """Have the stacks of all threads written to the output, by which the process ends."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGABRT)
+            os.kill(self.process.pid, signal.SIGCONT)  # it may have been stopped
+        self.process.join(DUMP_TIMEOUT_S)
+
+    def end(self) -> None:
+        """End the process and its children at once; harmless when it has ended already."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.orders.close()
+        self.output.unlink(missing_ok=True)
+
+
+class Pool:
+    """Idle processes, lent to one run at a time; they import what tests need once, not once per test."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+        self._directory: Path | None = None
+
+    @contextlib.contextmanager
+    def lend(self, count: int) -> Iterator[list[Worker]]:
+        """Lend processes for the time of the block; an exception out of the block ends them all."""
+        workers = self._take(count)
+        try:
+            for worker in workers:
+                worker.output.write_bytes(b"")
+            yield workers
+        except BaseException:
+            for worker in workers:
+                worker.end()
+            raise
+        self._idle = [worker for worker in workers if worker.process.is_alive()] + self._idle
+        for worker in workers:
+            if worker not in self._idle:
+                worker.end()
+
+    def _take(self, count: int) -> list[Worker]:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+            atexit.register(self.close)
+        workers, self._idle = self._idle[:count], self._idle[count:]
+        started = [Worker(self._directory) for _ in range(count - len(workers))]
+        for worker in started:
+            worker.wait_until_ready()
+        return workers + started
+
+    def close(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for worker in self._idle:
+            worker.end()
+        self._idle.clear()
+        if self._directory is not None:
+            atexit.unregister(self.close)
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def ready(workers: "dict[int, Worker]", timeout_s: float) -> list[int]:
+    """Wait until some of the processes have reported or ended; an empty list tells of the timeout."""
+    waited: dict[Connection[Any, Any] | int, int] = {}
+    for index, worker in workers.items():
+        waited[worker.orders] = index
+        waited[worker.process.sentinel] = index
+    return sorted({waited[each] for each in wait(list(waited), timeout_s)})  # type: ignore[index]

@@ -1,0 +1,185 @@
+"""Run a script in several processes as torchrun would, with a handle on each of them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+# From SIGABRT until the interpreter has written its stacks, even on a busy machine.
+DUMP_TIMEOUT_S = 5.0
+OUTPUT_LIMIT_BYTES = 20_000
+
+
+class ScriptError(AssertionError):
+    """A rank of a script failed or hung; the message carries the output of all ranks."""
+
+
+class ScriptRanks:
+    """The running processes of a script, a context manager that lets none of them survive its block."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="script-"))
+        self.command = list(command)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, environment in enumerate(environments):
+            with self._path(rank).open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        self.command,
+                        env=dict(environment),
+                        cwd=cwd,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # a group of its own, that can be ended as a whole
+                    )
+                )
+
+    def __enter__(self) -> "ScriptRanks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def wait(self, timeout_s: float, *, deaths: Mapping[int, signal.Signals] | None = None) -> list[str]:
+        """Wait for all ranks to end well and return their outputs.
+
+        Args:
+            timeout_s: After this the ranks still running are ended, with the stacks of their threads
+                in the output.
+            deaths: Ranks that must have died, and by which signal.
+
+        Raises:
+            ScriptError: A rank hung, or ended with another status than it should have.
+        """
+        hung = self._wait_for_exit(timeout_s)
+        for rank in hung:
+            self._dump(rank)
+        expected = {rank: -death for rank, death in (deaths or {}).items()}
+        failed = [
+            f"rank {rank} {self._death(rank)}"
+            for rank, process in enumerate(self.processes)
+            if process.returncode != expected.get(rank, 0) and rank not in hung
+        ]
+        failed += [f"rank {rank} hung for {timeout_s:.0f} s" for rank in hung]
+        if failed:
+            raise ScriptError(f"{', '.join(failed)}: {' '.join(self.command)}\n{self._all_output()}")
+        return [self.output(rank) for rank in range(len(self.processes))]
+
+    def output(self, rank: int) -> str:
+        """Return what a rank has written to stdout and stderr so far."""
+        return self._path(rank).read_bytes().decode(errors="replace")
+
+    def wait_for_output(self, rank: int, text: str, timeout_s: float) -> str:
+        """Wait until a rank's output contains a text and return all of its output so far."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in (output := self.output(rank)):
+            if time.monotonic() > deadline_s or self.processes[rank].poll() is not None:
+                raise ScriptError(
+                    f"rank {rank} did not write {text!r} in {timeout_s} s\n{self._all_output()}"
+                )
+            time.sleep(0.01)
+        return output
+
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank and to all its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.processes[rank].pid, number)
+
+    def end(self) -> None:
+        """Kill what is left of every rank and of its children."""
+        for rank, process in enumerate(self.processes):
+            self.send_signal(rank, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}"
+
+    def _wait_for_exit(self, timeout_s: float) -> list[int]:
+        """Return the ranks that have not ended in time."""
+        deadline_s = time.monotonic() + timeout_s
+        running = set(range(len(self.processes)))
+        while running and time.monotonic() < deadline_s:
+            running -= {rank for rank in running if self.processes[rank].poll() is not None}
+            time.sleep(0.01)
+        return sorted(running)
+
+    def _dump(self, rank: int) -> None:
+        self.send_signal(rank, signal.SIGABRT)
+        self.send_signal(rank, signal.SIGCONT)  # it may have been stopped
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[rank].wait(DUMP_TIMEOUT_S)
+
+    def _death(self, rank: int) -> str:
+        status = self.processes[rank].returncode
+        return (
+            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        )
+
+    def _all_output(self) -> str:
+        ends = [self.output(rank)[-OUTPUT_LIMIT_BYTES:] for rank in range(len(self.processes))]
+        return "\n".join(f"--- output of rank {rank}:\n{end}" for rank, end in enumerate(ends))
+
+
+def spawn_script(
+    script: str | os.PathLike[str],
+    world_size: int,
+    *,
+    args: Sequence[str] = (),
+    environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+    cwd: Path = ROOT,
+) -> ScriptRanks:
+    """Start a Python script in that many processes, with the variables that torchrun sets.
+
+    Args:
+        script: The path of the script.
+        world_size: The number of ranks.
+        args: The script's arguments.
+        environment: Further variables, the same for all ranks or one mapping per rank.
+        cwd: The working directory, the root of the repository by default.
+    """
+    command = [sys.executable, "-X", "faulthandler", os.fspath(script), *args]
+    port = _free_port()
+    own = environment or {}
+    environments = [
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            **_torchrun_variables(rank, world_size, port),
+            **(own if isinstance(own, Mapping) else own[rank]),
+        }
+        for rank in range(world_size)
+    ]
+    return ScriptRanks(command, environments, cwd)
+
+
+def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,67 @@
+"""A test that leaves something behind fails by it, whatever it asserts; shown on tests of a test run."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import single_process_group
+from tests.harness.scripts import ROOT
+
+pytest_plugins = ["pytester"]
+
+LEAKS = {
+    "thread": (
+        "threading.Thread(target=EVER.wait, name='leaked-thread', daemon=True).start()",
+        "leaked-thread",
+    ),
+    "child": ("CHILDREN.append(subprocess.Popen(['sleep', '30']))", "child process"),
+    "variable": ("os.environ['LEAKED'] = 'yes'", "environment variable LEAKED: None became 'yes'"),
+    "segment": ("SEGMENT.parent.mkdir(); SEGMENT.write_bytes(b'')", "file /dev/shm/crossover-leaked-"),
+    "group": (
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "default process group",
+    ),
+}
+
+TEST = """
+import os, shutil, subprocess, threading, torch.distributed as dist, pytest
+from pathlib import Path
+EVER, CHILDREN = threading.Event(), []
+SEGMENT = Path(f"/dev/shm/crossover-leaked-{{os.getpid()}}", f"{{os.environ['CROSSOVER_GROUP']}}-0.turns")
+
+@pytest.fixture(scope="module", autouse=True)
+def end_what_has_leaked():
+    yield
+    EVER.set()
+    for child in CHILDREN:
+        child.kill()
+        child.wait()
+    shutil.rmtree(SEGMENT.parent, ignore_errors=True)
+
+def test_that_leaks():
+    {statement}
+
+def test_after_it():
+    assert "LEAKED" not in os.environ
+    assert not dist.is_initialized()
+"""
+
+CONFTEST = (
+    "from tests.conftest import *\nfrom tests.conftest import _nothing_left_behind, _end_ranks_with_session\n"
+)
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_leak_fails_its_test_and_no_other(pytester: pytest.Pytester, kind: str) -> None:
+    statement, message = LEAKS[kind]
+    pytester.makepyprojecttoml(f"[tool.pytest.ini_options]\npythonpath = [{str(ROOT)!r}]")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TEST.format(statement=statement))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines([f"*the test left behind: *{message}*"])
+
+
+def test_group_of_one_lives_as_long_as_its_block() -> None:
+    with single_process_group() as group:
+        assert (dist.get_world_size(group), dist.get_backend(group)) == (1, "gloo")
+    assert not dist.is_initialized()

@@ -1,0 +1,218 @@
+"""Each way in which a rank can fail must turn the test red, with that rank's own words."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import Job, RankError, run_jobs, run_ranks
+
+
+class _Unpicklable(Exception):
+    def __init__(self, needed: str, *, also: str) -> None:
+        super().__init__(needed)
+        self.lock = threading.Lock()
+
+
+def _sum_of_ranks(rank: int, world_size: int, offset: float) -> torch.Tensor:
+    tensor = torch.tensor([rank + offset])
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _assert_on_rank_one(rank: int, world_size: int) -> None:
+    print(f"words of rank {rank}")
+    assert rank != 1, "the assertion of rank one"
+    dist.barrier()
+
+
+def _die_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _die_alone(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+
+def _exit_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os._exit(7)
+
+
+def _hang_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        threading.Event().wait()
+
+
+def _hang_in_a_collective(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.barrier()
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise_unpicklable_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise _Unpicklable("words of the unpicklable", also="needed")
+
+
+def _return_unpicklable_on_rank_one(rank: int, world_size: int) -> object:
+    return threading.Lock() if rank == 1 else None
+
+
+def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
+    if rank == 1:
+        child = subprocess.Popen(["sleep", "600"])
+        Path(where).write_text(str(child.pid))
+
+
+def _leak_a_thread_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
+
+
+def _leak_a_variable_on_rank_one(rank: int, world_size: int) -> None:
+    os.environ[f"LEAKED_BY_{rank}"] = "yes"
+
+
+def _crash_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _environment(rank: int, world_size: int) -> tuple[int, str | None, str | None]:
+    return os.getpid(), os.environ.get("OF_THE_TEST"), os.environ.get("OF_THE_RANK")
+
+
+def _random_and_threads(rank: int, world_size: int) -> tuple[float, int, bool]:
+    return torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()
+
+
+def _is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_returns_the_results_by_rank() -> None:
+    results = run_ranks(_sum_of_ranks, 3, args=(0.5,))
+    assert [result.item() for result in results] == [4.5, 4.5, 4.5]
+
+
+def test_jobs_have_groups_of_their_own() -> None:
+    jobs = [Job(_sum_of_ranks, 2, (0.0,), name="a"), Job(_sum_of_ranks, 2, (10.0,), name="b")]
+    assert run_jobs(jobs) == [[torch.tensor([1.0])] * 2, [torch.tensor([21.0])] * 2]
+
+
+def test_assertion_arrives_with_traceback_and_output() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        run_ranks(_assert_on_rank_one, 2)
+    message = str(caught.value)
+    assert "the assertion of rank one" in message
+    assert "in _assert_on_rank_one" in message
+    assert "words of rank 1" in message
+    assert message.index("rank 1 of 2") < message.index("rank 0 of 2"), "the cause comes first"
+
+
+def test_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        run_ranks(_die_on_rank_one, 2)
+
+
+def test_silent_exit_is_a_failure() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 exited with status 7 and without a result"):
+        run_ranks(_exit_on_rank_one, 2)
+
+
+def test_crash_shows_where() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGSEGV") as caught:
+        run_ranks(_crash_on_rank_one, 2)
+    assert "in _crash_on_rank_one" in str(caught.value)
+
+
+def test_hang_shows_where() -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 hung for 1 s") as caught:
+        run_ranks(_hang_on_rank_one, 2, timeout_s=1.0)
+    assert "in _hang_on_rank_one" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
+    assert time.monotonic() - begin_s < 30.0
+
+
+def test_hang_in_a_collective_shows_all_stacks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_hang_in_a_collective, 2, timeout_s=1.0)
+    assert "rank 0 of 2 hung" in str(caught.value)
+    assert "in barrier" in str(caught.value)
+    assert "rank 1 of 2 hung" in str(caught.value)
+
+
+def test_unpicklable_exception_arrives_in_its_own_words() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        run_ranks(_raise_unpicklable_on_rank_one, 2)
+    assert "_Unpicklable: words of the unpicklable" in str(caught.value)
+    assert "in _raise_unpicklable_on_rank_one" in str(caught.value)
+
+
+def test_unpicklable_result_is_a_failure_of_its_rank() -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed(.|\n)*cannot pickle '_thread.lock'"):
+        run_ranks(_return_unpicklable_on_rank_one, 2)
+
+
+def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
+    where = tmp_path / "pid"
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
+    ):
+        run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
+    assert not _is_running(int(where.read_text()))
+
+
+def test_leaked_thread_is_a_failure() -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: thread 'the-leaked-one'"):
+        run_ranks(_leak_a_thread_on_rank_one, 2)
+
+
+def test_leaked_variable_is_a_failure() -> None:
+    with pytest.raises(RankError, match="LEAKED_BY_1: None became 'yes'"):
+        run_ranks(_leak_a_variable_on_rank_one, 2)
+
+
+def test_expected_death_is_no_failure() -> None:
+    assert run_ranks(_die_alone, 2, deaths={1: signal.SIGKILL}) == ["alive", None]
+
+
+def test_expected_death_must_come() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 was expected to die by SIGKILL and returned"):
+        run_ranks(_sum_of_ranks, 2, args=(0.0,), deaths={1: signal.SIGKILL})
+
+
+def test_function_that_ranks_cannot_import_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a function at the top level of a module"):
+        run_ranks(lambda rank, world_size: None, 2)
+
+
+def test_environment_of_test_and_rank_arrive_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_TEST", "test")
+    own = [{"OF_THE_RANK": "zero"}, {"OF_THE_RANK": "one"}]
+    first = run_ranks(_environment, 2, environment=own)
+    monkeypatch.delenv("OF_THE_TEST")
+    second = run_ranks(_environment, 2)
+    assert [variables for _, *variables in first] == [["test", "zero"], ["test", "one"]]
+    assert [variables for _, *variables in second] == [[None, None], [None, None]]
+    assert [pid for pid, *_ in first] == [pid for pid, *_ in second], "clean processes are used again"
+
+
+def test_every_run_starts_from_the_same_state() -> None:
+    first = run_ranks(_random_and_threads, 2, backend=None)
+    assert run_ranks(_random_and_threads, 2, backend=None) == first
+    assert first[0] == first[1] == (first[0][0], 1, False)

@@ -1,0 +1,89 @@
+"""Scripts run as torchrun would run them; none survives its block and none fails in silence."""
+
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ScriptError, spawn_script
+
+Writer = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Writer:
+    def write(source: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(
+            "import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(source)
+        )
+        return path
+
+    return write
+
+
+def test_ranks_meet_by_the_variables_of_torchrun(script: Writer) -> None:
+    path = script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(f"rank {rank} of {os.environ['MINE']} sees {total.item():.0f} {sys.argv[1]}")
+        dist.destroy_process_group()
+    """)
+    with spawn_script(path, 2, args=["ranks"], environment=[{"MINE": "a"}, {"MINE": "b"}]) as ranks:
+        outputs = ranks.wait(60.0)
+    assert outputs == ["rank 0 of a sees 2 ranks\n", "rank 1 of b sees 2 ranks\n"]
+
+
+def test_failing_rank_shows_its_traceback(script: Writer) -> None:
+    path = script("if rank == 1: raise ValueError('words of rank one')")
+    with (
+        spawn_script(path, 2) as ranks,
+        pytest.raises(ScriptError, match="rank 1 exited with status 1:") as caught,
+    ):
+        ranks.wait(20.0)
+    assert "ValueError: words of rank one" in str(caught.value)
+
+
+def test_hanging_rank_shows_its_stack(script: Writer) -> None:
+    path = script("""
+        def hang_here():
+            print("hanging")
+            time.sleep(600)
+        if rank == 1: hang_here()
+    """)
+    with spawn_script(path, 2) as ranks:
+        ranks.wait_for_output(1, "hanging", 20.0)
+        with pytest.raises(ScriptError, match=r"^rank 1 hung for 0 s:") as caught:
+            ranks.wait(0.2)
+    assert "in hang_here" in str(caught.value)
+
+
+def test_killed_rank_is_named_or_expected(script: Writer) -> None:
+    path = script("if rank == 1: time.sleep(600)")
+    with spawn_script(path, 2) as ranks:
+        ranks.send_signal(1, signal.SIGKILL)
+        with pytest.raises(ScriptError, match="rank 1 was killed by SIGKILL"):
+            ranks.wait(20.0)
+        assert ranks.wait(20.0, deaths={1: signal.SIGKILL}) == ["", ""]
+
+
+def test_nothing_survives_the_block(script: Writer) -> None:
+    path = script("""
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, "started")
+        time.sleep(600)
+    """)
+    with spawn_script(path, 1) as ranks:
+        child = int(ranks.wait_for_output(0, "started", 20.0).split()[0])
+    assert ranks.processes[0].returncode == -signal.SIGKILL
+    deadline_s = time.monotonic() + 5.0
+    while subprocess.run(["ps", "-p", str(child), "-o", "stat="], capture_output=True).stdout.strip()[
+        :1
+    ] not in (b"", b"Z"):
+        assert time.monotonic() < deadline_s, "the child of the script's rank lives on"
