@@ -1,0 +1,176 @@
+"""The house keeps its rules: imports run downward, pure rooms stay pure, nothing grows too long."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "crossover_ddp"
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60  # without its docstring
+
+# Who may know whom inside the package. A new module needs a row here, and a place below what uses it.
+ALLOWED: dict[str, set[str]] = {
+    "comm_hooks": {"_exchange", "_timeline", "gpu_mutex", "errors"},
+    "kfac_hooks": {"_exchange", "_timeline", "gpu_mutex", "errors", "_planning", "_factors", "_layout"},
+    "_exchange": {"_staging", "_collectives", "_layout", "_worker", "_timeline", "errors"},
+    "_staging": {"_collectives", "_layout", "errors"},
+    "_collectives": {"_layout", "errors"},
+    "_worker": {"errors"},
+    "_layout": set(),
+    "_planning": {"_layout", "errors"},
+    "_factors": set(),
+    "gpu_mutex": {"_turn_segment", "_turn_channel", "_turns", "_device_order", "_timeline", "errors"},
+    "_turn_segment": {"_turns", "errors"},
+    "_turn_channel": {"_turns", "errors"},
+    "_turns": set(),
+    "_device_order": {"errors"},
+    "_timeline": {"errors"},
+    "errors": set(),
+}
+
+# Decisions, tested without processes: no clock, no file, no socket, no tensor.
+PURE = {"_layout", "_planning", "_turns"}
+PURE_IMPORTS = {
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "struct",
+    "typing",
+}
+
+# At and below the mutex only these need torch: the device's events and the job's control group.
+WITHOUT_TORCH = {"_turns", "_turn_segment", "_timeline", "_worker", "errors"}
+HOOK_MODULES = {"comm_hooks", "kfac_hooks"}
+
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+ALL_SOURCES = sorted(path for part in (PACKAGE, "recipes", "tests") for path in (ROOT / part).rglob("*.py"))
+
+
+def _room(path: Path) -> str:
+    """Name the module; the files of a package that has replaced a module share its name."""
+    return path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(tree: ast.AST, depth: int = 1) -> Iterator[str]:
+    """List the dotted names that are imported anywhere; relative ones begin with the package's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            inside = PACKAGE if node.level >= depth else ""
+            base = ".".join(filter(None, [inside, node.module]))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _violations(room: str, source: str, depth: int = 1) -> list[str]:
+    """Say which rules of imports and calls the source of a module breaks."""
+    tree = ast.parse(source)
+    found = []
+    for name in _imports(tree, depth):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == PACKAGE and target != room and target not in ALLOWED[room]:
+            found.append(f"{room} must not know {target}")
+        if top == "torch" and room in WITHOUT_TORCH:
+            found.append(f"{room} must not import torch")
+        if top != PACKAGE and room in PURE and top not in PURE_IMPORTS:
+            found.append(f"{room} is pure and must not import {name}")
+        if name == "__future__.annotations" and room in HOOK_MODULES:
+            found.append(f"{room} must not postpone annotations: DDP refuses strings")
+    calls = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return found + [f"{room} must not {name}" for name in ("print", "input") if name in calls]
+
+
+def _long_functions(source: str) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - len(_docstring_lines(node))
+            if lines > MAX_FUNCTION_LINES:
+                yield node.name, lines
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
+    first = node.body[0]
+    return (
+        range(first.lineno, (first.end_lineno or 0) + 1) if ast.get_docstring(node) is not None else range(0)
+    )
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if _room(p) != "__init__"], ids=_room)
+def test_module_knows_only_what_lies_below_it(path: Path) -> None:
+    room = _room(path)
+    assert room in ALLOWED, f"{room} is new: give it a row in ALLOWED"
+    depth = len(path.relative_to(ROOT / PACKAGE).parts)
+    assert _violations(room, path.read_text(), depth) == []
+
+
+def test_the_table_has_no_circle() -> None:
+    seen: set[str] = set()
+    while len(seen) < len(ALLOWED):
+        ready = {room for room, below in ALLOWED.items() if below <= seen} - seen
+        assert ready, f"a circle among {sorted(ALLOWED.keys() - seen)}"
+        seen |= ready
+
+
+def test_package_offers_public_names_and_nothing_else() -> None:
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text())
+    docstring, *statements = tree.body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom | ast.Assign) for node in statements)
+    targets = [ast.unparse(node.targets[0]) for node in statements if isinstance(node, ast.Assign)]
+    assert targets == ["__all__"]
+    assert not any(
+        node.module and node.module.startswith("_") for node in statements if isinstance(node, ast.ImportFrom)
+    )
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_grows_too_long(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MAX_FILE_LINES, "more than one idea in a file"
+    assert list(_long_functions(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "message"),
+    [
+        ("_exchange", "from .comm_hooks import x", "_exchange must not know comm_hooks"),
+        ("_exchange", "from . import kfac_hooks", "_exchange must not know kfac_hooks"),
+        (
+            "comm_hooks",
+            "def f():\n    import crossover_ddp.kfac_hooks",
+            "comm_hooks must not know kfac_hooks",
+        ),
+        ("_turn_segment", "from torch.distributed import Store", "_turn_segment must not import torch"),
+        ("_turns", "import time", "_turns is pure and must not import time"),
+        ("_layout", "import torch", "_layout is pure and must not import torch"),
+        ("comm_hooks", "from __future__ import annotations", "comm_hooks must not postpone annotations"),
+        ("errors", "print('x')", "errors must not print"),
+    ],
+)
+def test_a_broken_rule_is_found(room: str, source: str, message: str) -> None:
+    assert any(found.startswith(message) for found in _violations(room, source))
+
+
+def test_a_long_function_is_found_whatever_its_docstring() -> None:
+    lines = "\n    x = 1" * MAX_FUNCTION_LINES
+    docstring = '\n    """' + "a\n" * 100 + '"""'
+    assert list(_long_functions(f"def f():{lines}")) == [("f", MAX_FUNCTION_LINES + 1)]
+    assert list(_long_functions(f"def f():{docstring}{lines.removesuffix('x = 1')}")) == []
