@@ -37,7 +37,14 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert (header["rank"], header["device"]) == (3, "node0/device0")
     assert spans == [
         {"kind": "compute", "begin_s": 1.0, "end_s": 2.5},
-        {"kind": "reduce_scatter", "begin_s": 2.0, "end_s": 2.25, "bucket": 1, "bytes": 4096, "dtype": "float32"},
+        {
+            "kind": "reduce_scatter",
+            "begin_s": 2.0,
+            "end_s": 2.25,
+            "bucket": 1,
+            "bytes": 4096,
+            "dtype": "float32",
+        },
     ]
 
 

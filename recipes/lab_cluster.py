@@ -1,0 +1,286 @@
+"""A cluster of two to four nodes on one machine, and jobs that run on it.
+
+    with Cluster(nodes=2, rate_mbit=200) as cluster:
+        cluster.run([Job("a", "python train.py"), Job("b", "python train.py")], timeout_s=600)
+
+Node i is a network namespace with a shaped link, and core i, which all jobs' rank i share:
+that core is "device i". The pieces are in lab_network.py and lab_processes.py.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal
+
+import lab_jobs
+import lab_processes
+from lab_jobs import Job, RunResult
+from lab_network import (
+    INTERFACE,
+    LabError,
+    LabId,
+    Network,
+    delete_namespace,
+    lab_namespaces,
+    why_not_shaped,
+)
+
+_serials = count()
+_FIRST_PORT: Final = 29500
+
+
+class Cluster:
+    """Emulate ``nodes`` machines behind links of ``rate_mbit``.
+
+    Args:
+        nodes: 2 to 4 (1 without a link).
+        rate_mbit: rate of each node's egress in 10**6 bit/s, headers included.
+        mtu: largest packet on the links, in bytes.
+        pin: "core" pins every process of node i to the i-th core that this process may use
+            (modulo their number); "none" leaves them free.
+        shaped: False runs without namespaces, over loopback; everything else stays the same.
+
+    On failure: ``LabError`` says what is missing. Whatever was made is taken away again at
+    the end of the ``with`` block, also after Ctrl-C, SIGTERM and exceptions; what a killed
+    lab left behind, the next one (or ``lab.py clean``) removes.
+    Use it from the main thread: ranks die with the *thread* that started them.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        rate_mbit: float = 200.0,
+        mtu: int = 9000,
+        *,
+        pin: Literal["core", "none"] = "core",
+        shaped: bool = True,
+    ) -> None:
+        _check(nodes, rate_mbit, mtu, pin)
+        self.nodes = nodes
+        self.mtu = mtu
+        self.rate_mbit = rate_mbit if shaped else None
+        self.cores = _cores(nodes, pin)
+        self.network: Network | None = None
+        self._shaped = shaped
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._ports = count(_FIRST_PORT)
+        self._exits = ExitStack()
+        self.lab = LabId.of_this_process(next(_serials))
+
+    def __enter__(self) -> "Cluster":
+        with ExitStack() as undo:
+            undo.enter_context(_endings_raise())
+            clean()
+            undo.callback(self._clear)
+            if self._shaped:
+                reason = why_not_shaped()
+                if reason:
+                    raise LabError(f"no network can be emulated here: {reason}; shaped=False does without")
+                assert self.rate_mbit is not None
+                self.network = Network(
+                    self.lab, nodes=self.nodes, rate_mbit=self.rate_mbit, mtu=self.mtu, cores=self.cores
+                )
+            self._exits = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Change the rate of all links, also while jobs run."""
+        self._need_network("a rate").set_rate(rate_mbit)
+        self.rate_mbit = rate_mbit
+
+    def sent_bytes(self) -> list[int]:
+        """Wire bytes that left each node so far; zeros in an unshaped cluster."""
+        return [self.network.sent_bytes(node) if self.network else 0 for node in range(self.nodes)]
+
+    def port(self) -> int:
+        """A rendezvous port that no other job of this cluster has got."""
+        if self.network:
+            return next(self._ports)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    def device(self, node: int) -> str:
+        """Name of the device that all jobs' ranks on a node share."""
+        return f"lab-node{node}-device{node}"
+
+    def environment(
+        self, node: int, *, port: int | None = None, directory: Path | None = None
+    ) -> dict[str, str]:
+        """The variables that make a process the rank of a job on a node.
+
+        Args:
+            node: number of the node, which is also the rank.
+            port: the job's rendezvous port (``Cluster.port``); None leaves it out.
+            directory: where the job's step logs and timeline go; None: nowhere.
+        """
+        variables = {
+            "RANK": str(node),
+            "WORLD_SIZE": str(self.nodes),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.network.address(0) if self.network else "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": INTERFACE if self.network else "lo",
+            "OMP_NUM_THREADS": "1",
+            "CROSSOVER_DEVICE": self.device(node),
+            "CROSSOVER_GROUP": str(self.lab),
+        }
+        if port is not None:
+            variables["MASTER_PORT"] = str(port)
+        if directory is not None:
+            variables["CROSSOVER_LAB_DIR"] = str(directory)
+            variables["CROSSOVER_TIMELINE"] = str(directory / "timeline")
+        return variables
+
+    def popen(
+        self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> "subprocess.Popen[Any]":
+        """Start one process on a node, pinned to its core, and return it.
+
+        It leads a session of its own: ``os.killpg(process.pid, SIGSTOP)`` stops it with all its
+        children. It is ended with the cluster.
+
+        Args:
+            node: number of the node.
+            command: the words; ``python`` is the interpreter that runs the lab.
+            env: variables on top of the caller's and of ``Cluster.environment(node)``.
+            options: further ones of ``subprocess.Popen`` (stdout, cwd, text, …).
+        """
+        if not 0 <= node < self.nodes:
+            raise ValueError(f"expected a node from 0 to {self.nodes - 1}, got node={node}")
+        variables = {**os.environ, **self.environment(node), **(env or {})}
+        variables[lab_processes.LAB_VARIABLE] = str(self.lab)
+        variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
+        process = lab_processes.start(
+            command,
+            enter=self.network.enter(node) if self.network else [],
+            core=self.cores[node],
+            environment=variables,
+            **options,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        timeout_s: float,
+        *,
+        out: str | os.PathLike[str],
+        watch: Callable[[], None] | None = None,
+    ) -> RunResult:
+        """Run the jobs side by side, one rank of each on every node, until all are done.
+
+        Args:
+            jobs: what to run; their names must differ.
+            timeout_s: longest time for all of it.
+            out: directory for ``<job>/rank<r>.log``, the ranks' own logs and timelines.
+            watch: called about once a second while they run; None lets the lab sleep.
+
+        On failure: ``JobFailedError`` with the failing ranks' last lines, or
+        ``RunTimeoutError``; the other ranks have been ended.
+        """
+        return lab_jobs.run(self, jobs, timeout_s=timeout_s, directory=Path(out).resolve(), watch=watch)
+
+    def end(self, process: "subprocess.Popen[Any]") -> None:
+        """End one process of ``popen`` and its session, and forget it."""
+        lab_processes.end([process])
+        with suppress(ValueError):
+            self._processes.remove(process)
+
+    def dropped(self) -> int:
+        """Packets that the links dropped so far; more than 0 spoils timings."""
+        return self.network.dropped() if self.network else 0
+
+    def _need_network(self, what: str) -> Network:
+        if self.network is None:
+            raise LabError(
+                f"an unshaped cluster has no links and so cannot have {what}; use shaped=True as root"
+            )
+        return self.network
+
+    def _clear(self) -> None:
+        with _undisturbed():
+            lab_processes.end(self._processes)
+            self._processes.clear()
+            lab_processes.kill_all_of(self.lab)
+            if self.network:
+                self.network.close()
+                self.network = None
+
+
+def clean() -> list[str]:
+    """Remove what labs left behind whose process is gone; return what that was, in words.
+
+    Running labs, this one included, and everything that is not a lab's are left alone.
+    """
+    done = []
+    stale = {lab for lab, _ in lab_processes.marked_processes() if not lab.alive()}
+    for lab in sorted(stale, key=str):
+        done += [f"process {pid} of {lab}" for pid in lab_processes.kill_all_of(lab)]
+    for lab, namespace in list(lab_namespaces()):
+        if not lab.alive():
+            # Another lab that starts now may be cleaning as well.
+            with suppress(LabError):
+                delete_namespace(namespace)
+                done.append(f"namespace {namespace}")
+    return done
+
+
+@contextmanager
+def _endings_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless somebody handles them."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():
+        changed = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold further signals back while the lab clears up (it takes a few seconds at most)."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _cores(nodes: int, pin: str) -> list[int | None]:
+    usable = sorted(os.sched_getaffinity(0))
+    return [usable[node % len(usable)] if pin == "core" else None for node in range(nodes)]
+
+
+def _check(nodes: int, rate_mbit: float, mtu: int, pin: str) -> None:
+    if not 1 <= nodes <= 4:
+        raise ValueError(f"expected 1 to 4 nodes, got nodes={nodes}")
+    if rate_mbit <= 0:
+        raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
+    if not 576 <= mtu <= 65535:
+        raise ValueError(f"expected an MTU from 576 to 65535 bytes, got mtu={mtu}")
+    if pin not in ("core", "none"):
+        raise ValueError(f"expected pin 'core' or 'none', got pin={pin!r}")

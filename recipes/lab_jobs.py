@@ -1,0 +1,240 @@
+"""Run jobs on a cluster until all are done, one fails, or the time is over."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import lab_processes
+from lab_network import LabError
+
+if TYPE_CHECKING:
+    from lab_cluster import Cluster
+
+RUN_FILE: Final = "lab.json"
+_TAIL_LINES: Final = 20
+_AFTERMATH_S: Final = 1.0
+_WATCH_S: Final = 1.0
+
+
+class JobFailedError(LabError):
+    """A rank ended with an error; the message ends with the last lines it wrote."""
+
+
+class RunTimeoutError(LabError):
+    """The jobs were not done in time; the message says what each rank wrote last."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job: the same command on every node.
+
+    Args:
+        name: names its directory and its colour in the picture.
+        command: one line, split as a shell would (no shell runs it), or a list of words.
+            ``python`` means the interpreter that runs the lab.
+        env: variables on top of the lab's own (they win).
+        delay_s: start this long after the run's beginning.
+    """
+
+    name: str
+    command: str | Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name != Path(self.name).name or self.name.startswith("."):
+            raise ValueError(f"expected a name that can name a directory, got name={self.name!r}")
+        if not self.words:
+            raise ValueError(f"expected a command for job {self.name}, got an empty one")
+
+    @property
+    def words(self) -> list[str]:
+        """The command's words."""
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What the lab itself saw of a run; the ranks' own logs are in ``directory/<job>``."""
+
+    directory: Path
+    begin_s: float
+    end_s: float
+    job_end_s: Mapping[str, float]
+    sent_bytes: Sequence[int]
+    dropped: int
+
+    @property
+    def wall_s(self) -> float:
+        """From the first process's start to the last one's end, imports included."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class _Rank:
+    job: str
+    rank: int
+    process: "subprocess.Popen[Any]"
+    log: Path
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def describe(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        text = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+        how = _how_it_ended(self.process.returncode)
+        return f"job {self.job}, rank {self.rank}: {how}; its last lines in {self.log}:\n{text}"
+
+
+def _how_it_ended(returncode: int | None) -> str:
+    if returncode is None:
+        return "still running"
+    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
+
+
+class _Run:
+    """One run: which jobs are still to start, which ranks run, which jobs are done."""
+
+    def __init__(self, cluster: "Cluster", jobs: Sequence[Job], directory: Path) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._to_start = sorted(jobs, key=lambda job: job.delay_s, reverse=True)
+        self.ranks: list[_Rank] = []
+        self.begin_s = time.monotonic()
+        self.job_end_s: dict[str, float] = {}
+
+    def until_done(self, timeout_s: float, watch: Callable[[], None] | None) -> None:
+        deadline_s = self.begin_s + timeout_s
+        while self._start_due() or self._note_ends():
+            if watch:
+                watch()
+            lab_processes.wait_any(
+                [rank.process for rank in self.ranks if rank.running()],
+                min(deadline_s, self._next_start_s(), time.monotonic() + (_WATCH_S if watch else timeout_s))
+                - time.monotonic(),
+            )
+            self._raise_for_failed()
+            if time.monotonic() >= deadline_s and self._note_ends():
+                raise RunTimeoutError(self._late(timeout_s))
+
+    def _next_start_s(self) -> float:
+        return self.begin_s + self._to_start[-1].delay_s if self._to_start else float("inf")
+
+    def _start_due(self) -> bool:
+        """Start the jobs whose time has come; say whether any is left for later."""
+        while self._to_start and self._next_start_s() <= time.monotonic():
+            self._start(self._to_start.pop())
+        return bool(self._to_start)
+
+    def _start(self, job: Job) -> None:
+        directory = self._directory / job.name
+        _make_room(directory)
+        port = self._cluster.port()
+        for node in range(self._cluster.nodes):
+            log = directory / f"rank{node}.log"
+            environment = self._cluster.environment(node, port=port, directory=directory)
+            with log.open("wb") as file:
+                process = self._cluster.popen(
+                    node,
+                    job.words,
+                    {"PYTHONUNBUFFERED": "1", **environment, **job.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            self.ranks.append(_Rank(job.name, node, process, log))
+
+    def _note_ends(self) -> bool:
+        """Note which jobs are done; say whether a rank is still running."""
+        running = {rank.job for rank in self.ranks if rank.running()}
+        for rank in self.ranks:
+            if rank.job not in running:
+                self.job_end_s.setdefault(rank.job, time.monotonic())
+        return bool(running)
+
+    def _raise_for_failed(self) -> None:
+        if not any(rank.failed() for rank in self.ranks):
+            return
+        # The peers of a failing rank fail as well, sometimes before it has ended itself:
+        # wait a moment, so that the one with the real reason is among those shown.
+        deadline_s = time.monotonic() + _AFTERMATH_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            running = [rank.process for rank in self.ranks if rank.running()]
+            if not running:
+                break
+            lab_processes.wait_any(running, left_s)
+        raise JobFailedError("\n".join(rank.describe() for rank in self.ranks if rank.failed()))
+
+    def _late(self, timeout_s: float) -> str:
+        late = "\n".join(rank.describe() for rank in self.ranks if rank.running())
+        return f"expected the jobs to end within {timeout_s:.0f} s, got ranks that still run\n{late}"
+
+
+def run(
+    cluster: "Cluster",
+    jobs: Sequence[Job],
+    *,
+    timeout_s: float,
+    directory: Path,
+    watch: Callable[[], None] | None,
+) -> RunResult:
+    """Do what ``Cluster.run`` says."""
+    if not jobs or len({job.name for job in jobs}) != len(jobs):
+        raise ValueError(f"expected jobs with different names, got {[job.name for job in jobs]}")
+    sent_before, dropped_before = cluster.sent_bytes(), cluster.dropped()
+    attempt = _Run(cluster, jobs, directory)
+    try:
+        attempt.until_done(timeout_s, watch)
+    finally:
+        end_s = time.monotonic()
+        for rank in attempt.ranks:
+            cluster.end(rank.process)
+    result = RunResult(
+        directory=directory,
+        begin_s=attempt.begin_s,
+        end_s=end_s,
+        job_end_s=attempt.job_end_s,
+        sent_bytes=[now - then for now, then in zip(cluster.sent_bytes(), sent_before, strict=True)],
+        dropped=cluster.dropped() - dropped_before,
+    )
+    _write_run(cluster, jobs, result)
+    return result
+
+
+def _make_room(directory: Path) -> None:
+    """Make a job's directory; take away an earlier run's logs, which would mix with the new ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in (*directory.glob("rank*.log"), *directory.glob("rank*.jsonl")):
+        old.unlink()
+    shutil.rmtree(directory / "timeline", ignore_errors=True)
+
+
+def _write_run(cluster: "Cluster", jobs: Sequence[Job], result: RunResult) -> None:
+    description = {
+        "nodes": cluster.nodes,
+        "rate_mbit": cluster.rate_mbit,
+        "mtu": cluster.mtu,
+        "cores": cluster.cores,
+        "devices": [cluster.device(node) for node in range(cluster.nodes)],
+        "jobs": {job.name: {"command": job.words, "delay_s": job.delay_s} for job in jobs},
+        "begin_s": result.begin_s,
+        "end_s": result.end_s,
+        "job_end_s": dict(result.job_end_s),
+        "sent_bytes": list(result.sent_bytes),
+        "dropped": result.dropped,
+    }
+    temporary = result.directory / f"{RUN_FILE}.new"
+    temporary.write_text(json.dumps(description, indent=2) + "\n")
+    os.replace(temporary, result.directory / RUN_FILE)

@@ -1,0 +1,275 @@
+"""The emulated cluster's network: a namespace per node, one shaped link each.
+
+Two nodes are joined by one veth pair; three or four hang on a bridge, which lives in a
+namespace of its own, so that nothing ever appears among the machine's own interfaces.
+Each node's *egress* is shaped with ``tc tbf``. [Note: the queue] says how the queue in
+front of the link is kept short without dropping anything.
+
+[Note: the queue]
+A drop costs a retransmission time-out of 200 ms and would spoil every figure, so the
+shaper's own limit is generous and the queue is bounded where it is made: each TCP socket
+may have ``tcp_limit_output_bytes`` below the socket, and no packet is larger than
+``gso_max_size``. With 32 KiB for both a small message behind one bulk stream waits for
+about 32 KiB, and the goodput is the same as with 64 KiB and more (see docs/lab.md).
+The defaults (4 MiB, 64 KiB) made it wait 5 to 170 ms at 200 Mbit/s.
+
+[Note: receive cost]
+On a veth pair the receiver's TCP work runs on the sender's core. RPS moves it to the
+receiving node's core, so that core i pays what node i's communication costs.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+NAMESPACE_DIRECTORY: Final = Path("/run/netns")
+INTERFACE: Final = "eth0"
+_PREFIX: Final = "crossover-lab"
+_NAME: Final = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-(?P<serial>\d+)-(node\d+|switch)")
+_PACKET_BYTES: Final = 32 * 1024
+_LIMIT_BYTES: Final = 64 * 1024 * 1024
+_SYSCTLS: Final[Mapping[str, str]] = {
+    # The machine's default may be bbr, which probes for bandwidth that is not there;
+    # reno is what every kernel allows in a namespace, and without drops it only grows.
+    "tcp_congestion_control": "reno",
+    "tcp_limit_output_bytes": str(_PACKET_BYTES),
+    # A training step pauses longer than an RTO: do not start slowly after each.
+    "tcp_slow_start_after_idle": "0",
+    "tcp_no_metrics_save": "1",
+}
+
+
+class LabError(RuntimeError):
+    """The emulated cluster cannot be built or used; the message says what would mend it."""
+
+
+@dataclass(frozen=True)
+class LabId:
+    """Names one lab: the process that made it (number and start time) and a serial number."""
+
+    pid: int
+    start_ticks: int
+    serial: int
+
+    @classmethod
+    def of_this_process(cls, serial: int) -> "LabId":
+        """The id of this process's ``serial``-th lab."""
+        start_ticks = _start_ticks(os.getpid())
+        assert start_ticks is not None, "a running process has a start time"
+        return cls(os.getpid(), start_ticks, serial)
+
+    @classmethod
+    def parse(cls, text: str) -> "LabId | None":
+        """The id in a namespace's name or in ``CROSSOVER_LAB``; None if it is not ours."""
+        match = _NAME.fullmatch(text) or _NAME.fullmatch(f"{text}-node0")
+        if match is None:
+            return None
+        return cls(int(match["pid"]), int(match["start"]), int(match["serial"]))
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}-{self.pid}-{self.start_ticks}-{self.serial}"
+
+    def alive(self) -> bool:
+        """Whether the process that made the lab still runs (and is not a later one of its number)."""
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name in brackets may contain blanks and brackets: count from the last one.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def why_not_shaped() -> str | None:
+    """Say why this process cannot emulate a network, or None if it can."""
+    missing = [tool for tool in ("ip", "tc") if _tool(tool) is None]
+    if missing:
+        return f"the command{'s' * (len(missing) > 1)} {' and '.join(missing)} (package iproute2) cannot be found"
+    if not _has_network_admin():
+        return (
+            "network namespaces and traffic shaping need root (CAP_NET_ADMIN and CAP_SYS_ADMIN); "
+            "run it as root, in a container started with --privileged, or, where unprivileged user "
+            "namespaces are allowed, through: unshare --user --map-root-user --net --mount "
+            "sh -c 'mount -t tmpfs tmpfs /run && exec python recipes/lab.py …'"
+        )
+    return None
+
+
+def _has_network_admin() -> bool:
+    status = Path("/proc/self/status").read_text()
+    effective = int(re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    net_admin, sys_admin = 12, 21
+    return bool(effective >> net_admin & 1 and effective >> sys_admin & 1)
+
+
+def _tool(name: str) -> str | None:
+    # An ordinary user's PATH often lacks sbin.
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+
+
+def _run(tool: str, *arguments: str) -> str:
+    path = _tool(tool)
+    if path is None:
+        raise LabError(f"expected the command {tool}, found none; install iproute2")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise LabError(f"{tool} {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+class Network:
+    """The namespaces and links of one lab.
+
+    Args:
+        lab: whose namespaces these are.
+        nodes: 2 to 4.
+        rate_mbit: rate of each node's egress, in 10**6 bit/s of wire bytes.
+        mtu: largest packet on the links, in bytes.
+        cores: the core of each node, which takes the node's receive work; None leaves it.
+    """
+
+    def __init__(
+        self, lab: LabId, *, nodes: int, rate_mbit: float, mtu: int, cores: Sequence[int | None]
+    ) -> None:
+        self.lab = lab
+        self.nodes = nodes
+        self._mtu = mtu
+        self._made: list[str] = []
+        try:
+            self._build(cores)
+            self.set_rate(rate_mbit)
+        except BaseException:
+            self.close()
+            raise
+
+    def namespace(self, node: int) -> str:
+        """Name of a node's network namespace."""
+        return f"{self.lab}-node{node}"
+
+    def address(self, node: int) -> str:
+        """IPv4 address of a node."""
+        return f"10.77.0.{node + 1}"
+
+    def enter(self, node: int) -> list[str]:
+        """The words to put before a command to run it on a node."""
+        path = _tool("ip")
+        assert path is not None, "the network was built with it"
+        return [path, "netns", "exec", self.namespace(node)]
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Change the rate of every node's egress, also while traffic flows."""
+        if rate_mbit <= 0:
+            raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
+        rate = f"{round(rate_mbit * 1e6)}bit"
+        # The bucket must hold one packet, and what flows while a timer is late (1 ms).
+        burst = max(2 * _PACKET_BYTES, round(rate_mbit * 1e6 / 8 * 1e-3) + _PACKET_BYTES)
+        for node in range(self.nodes):
+            shape = ["tbf", "rate", rate, "burst", str(burst), "limit", str(_LIMIT_BYTES)]
+            _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", INTERFACE, "root", *shape)
+
+    def sent_bytes(self, node: int) -> int:
+        """Wire bytes that left a node since the network was built."""
+        return _counter(self._device_line(node), 8)
+
+    def dropped(self) -> int:
+        """Packets the shapers dropped since the network was built. More than 0 spoils timings."""
+        text = "".join(_run("tc", "-n", self.namespace(n), "-s", "qdisc", "show") for n in range(self.nodes))
+        return sum(int(number) for number in re.findall(r"dropped (\d+)", text))
+
+    def close(self) -> None:
+        """Take the namespaces away, the links with them. May be called again."""
+        while self._made:
+            with contextlib.suppress(LabError):
+                delete_namespace(self._made[-1])
+            self._made.pop()
+
+    def _device_line(self, node: int) -> str:
+        text = subprocess.run(
+            [*self.enter(node), "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
+        ).stdout
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+        return line
+
+    def _build(self, cores: Sequence[int | None]) -> None:
+        for node in range(self.nodes):
+            self._add_namespace(self.namespace(node))
+        if self.nodes == 2:
+            self._link(self.namespace(0), INTERFACE, self.namespace(1), INTERFACE)
+        elif self.nodes > 2:
+            self._build_switch()
+        for node, core in zip(range(self.nodes), cores, strict=True):
+            self._configure(node, core)
+
+    def _add_namespace(self, name: str) -> None:
+        # Noted first: an interrupt in between must not leave it behind.
+        self._made.append(name)
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def _build_switch(self) -> None:
+        switch = f"{self.lab}-switch"
+        self._add_namespace(switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "mtu", str(self._mtu), "type", "bridge")
+        for node in range(self.nodes):
+            port = f"port{node}"
+            self._link(self.namespace(node), INTERFACE, switch, port)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+
+    def _link(self, here: str, device: str, there: str, peer: str) -> None:
+        # One queue: receive work then has one place where it can be steered.
+        queue = ["mtu", str(self._mtu), "numtxqueues", "1", "numrxqueues", "1"]
+        near = ["link", "add", device, "netns", here, *queue, "type", "veth"]
+        _run("ip", *near, "peer", "name", peer, "netns", there, *queue)
+        for namespace, name in ((here, device), (there, peer)):
+            _run("ip", "-n", namespace, "link", "set", name, "addrgenmode", "none")
+            _run("ip", "-n", namespace, "link", "set", name, "gso_max_size", str(_PACKET_BYTES))
+
+    def _configure(self, node: int, core: int | None) -> None:
+        namespace = self.namespace(node)
+        if self.nodes > 1:
+            _run("ip", "-n", namespace, "addr", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+        writes = [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _SYSCTLS.items()]
+        if core is not None and self.nodes > 1:
+            mask = _cpu_mask(core)
+            writes.append(f"echo {mask} > /sys/class/net/{INTERFACE}/queues/rx-0/rps_cpus")
+        _run("ip", "netns", "exec", namespace, "sh", "-e", "-c", "\n".join(writes))
+
+
+def _cpu_mask(core: int) -> str:
+    # The kernel reads groups of 32 bits, separated by commas.
+    groups = [f"{1 << core >> shift & 0xFFFFFFFF:08x}" for shift in range(core // 32 * 32, -1, -32)]
+    return ",".join(groups)
+
+
+def _counter(line: str, column: int) -> int:
+    return int(line.split(":", 1)[1].split()[column])
+
+
+def delete_namespace(name: str) -> None:
+    """Delete one namespace of a lab; refuse a name that is not a lab's."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"expected a lab's namespace, got name={name!r}; it is left alone")
+    if (NAMESPACE_DIRECTORY / name).exists():
+        _run("ip", "netns", "del", name)
+
+
+def lab_namespaces() -> Iterator[tuple[LabId, str]]:
+    """Every namespace of every lab on this machine."""
+    names = sorted(os.listdir(NAMESPACE_DIRECTORY)) if NAMESPACE_DIRECTORY.is_dir() else []
+    for name in names:
+        if _NAME.fullmatch(name):
+            lab = LabId.parse(name)
+            assert lab is not None
+            yield lab, name
