@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import _data
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DistributedSampler
+
+import _data
 
 GPT = "gpt"
 
@@ -170,7 +171,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
         "convnet": Preset(
-            "timm:resnet18", 40, 0.3, "sgd", 0.05, {"channels": (32, 48, 64, 96)}, image_size=128
+            "timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128
         ),
         # Four buckets of about the same size: one repeated layer after the other.
         "vit": Preset(

@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import _data
-import _models
 import torch
 import torch.distributed as dist
-from _meter import StepMeter, default_log_path
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
+
+import _data
+import _models
+from _meter import StepMeter, default_log_path
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}

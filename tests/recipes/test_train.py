@@ -1,0 +1,236 @@
+"""The training recipe, run as it is run in earnest: real ranks, real images, a few steps."""
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tests.harness import run_ranks, spawn_script
+from tests.recipes import RECIPES
+
+WORLD = 2
+# BatchNorm, so that buffers are broadcast; several buckets; dropout, so that random state matters.
+CONVNET = [
+    *("--model", "timm:resnet18", "--model-option", "channels=(8,8,16,16)"),
+    *("--model-option", "drop_rate=0.1", "--bucket-cap-mb", "0.02"),
+    *("--image-size", "32", "--channels", "1", "--batch-size", "8", "--lr", "0.05", "--eval-every", "0"),
+]
+GPT = [
+    *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
+    *("--batch-size", "8", "--optimizer", "adamw", "--lr", "0.01", "--eval-every", "0"),
+]
+
+Record = dict[str, Any]
+
+
+def call_main(rank: int, world_size: int, arguments: Sequence[str]) -> None:
+    """Run the script's own main in a rank of the harness, which has torch and timm imported already."""
+    sys.argv[0] = "train.py"
+    import train
+
+    train.main(arguments)
+
+
+def train_ranks(arguments: Sequence[str], log: Path, *, world_size: int = WORLD) -> list[list[Record]]:
+    """Train in so many ranks and return the log of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for rank in range(world_size)
+    ]
+    given = [*arguments, "--threads", "1", "--device", "cpu", "--log-json", f"{log}-{{rank}}.jsonl"]
+    run_ranks(call_main, world_size, args=(given,), backend=None, environment=environment)
+    return [read_log(Path(f"{log}-{rank}.jsonl")) for rank in range(world_size)]
+
+
+def read_log(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(records: Sequence[Record]) -> list[float]:
+    return [record["loss"] for record in records if record["event"] == "step"]
+
+
+def parameters_of(logs: Sequence[Sequence[Record]]) -> str:
+    """Return the fingerprint of the final parameters, which must be the same on all ranks."""
+    fingerprints = {log[-1]["parameters_sha256"] for log in logs}
+    assert len(fingerprints) == 1
+    return str(fingerprints.pop())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Record]]:
+    """Ten steps of the small convolutional net with plain DDP."""
+    return train_ranks([*CONVNET, "--steps", "10"], tmp_path_factory.mktemp("reference") / "log")
+
+
+def test_losses_fall(tmp_path: Path) -> None:
+    logs = train_ranks([*GPT, "--steps", "30"], tmp_path / "log")
+    for log in logs:
+        found = losses(log)
+        assert sum(found[-5:]) < 0.8 * sum(found[:5])
+
+
+def test_log_has_a_start_each_step_and_an_end(reference: list[list[Record]]) -> None:
+    for rank, log in enumerate(reference):
+        start, *steps, end = log
+        assert start["event"] == "start"
+        assert (start["rank"], start["world_size"]) == (rank, WORLD)
+        assert start["arguments"]["model"] == "timm:resnet18"
+        assert [(each["event"], each["step"]) for each in steps] == [("step", step) for step in range(10)]
+        assert {"loss", "lr", "cpu_s", "core_busy_s", "wire_bytes"} <= steps[0].keys()
+        times = [time for each in steps for time in (each["begin_s"], each["end_s"])]
+        assert times == sorted(times)
+        assert all(each["cpu_s"] > 0 for each in steps)
+        assert (end["event"], end["steps"]) == ("end", 10)
+
+
+def test_ranks_see_different_images_and_have_equal_parameters(reference: list[list[Record]]) -> None:
+    assert losses(reference[0]) != losses(reference[1])
+    assert re.fullmatch("[0-9a-f]{64}", parameters_of(reference))
+
+
+def test_two_runs_are_identical(reference: list[list[Record]], tmp_path: Path) -> None:
+    again = train_ranks([*CONVNET, "--steps", "10"], tmp_path / "log")
+    assert [losses(log) for log in again] == [losses(log) for log in reference]
+    assert parameters_of(again) == parameters_of(reference)
+
+
+def test_another_seed_gives_another_run(reference: list[list[Record]], tmp_path: Path) -> None:
+    other = train_ranks([*CONVNET, "--steps", "10", "--seed", "1"], tmp_path / "log")
+    assert losses(other[0])[0] != losses(reference[0])[0]
+    assert parameters_of(other) != parameters_of(reference)
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "rsag"])
+def test_hooks_give_plain_ddps_losses(hook: str, reference: list[list[Record]], tmp_path: Path) -> None:
+    # Of two addends the order does not matter, so with two ranks the hooks agree to the last bit.
+    hooked = train_ranks([*CONVNET, "--steps", "10", "--hook", hook], tmp_path / "log")
+    assert [losses(log) for log in hooked] == [losses(log) for log in reference]
+    assert parameters_of(hooked) == parameters_of(reference)
+
+
+@pytest.mark.parametrize("stop_after", [3, 6])
+def test_resume_is_exact(stop_after: int, reference: list[list[Record]], tmp_path: Path) -> None:
+    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
+    begun = train_ranks([*arguments, "--stop-after", str(stop_after)], tmp_path / "begun")
+    resumed = train_ranks(arguments, tmp_path / "resumed")
+    for first, second, whole in zip(begun, resumed, reference, strict=True):
+        assert losses(first) + losses(second) == losses(whole)
+    assert parameters_of(resumed) == parameters_of(reference)
+
+
+def test_checkpoints_in_between_serve_after_a_crash(reference: list[list[Record]], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(checkpoint), "--checkpoint-every", "4"]
+    train_ranks([*arguments, "--stop-after", "8"], tmp_path / "begun")
+    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
+    assert losses(resumed[0]) == losses(reference[0])[8:]
+    assert list(tmp_path.glob("checkpoint*")) == [checkpoint]
+
+
+def test_resume_across_epochs_with_adamw(tmp_path: Path) -> None:
+    arguments = [*GPT, "--batch-size", "100", "--epochs", "2", "--checkpoint", str(tmp_path / "checkpoint")]
+    whole = train_ranks(arguments, tmp_path / "whole")
+    per_epoch = len(losses(whole[0])) // 2
+    train_ranks([*arguments, "--stop-after", str(per_epoch + 2)], tmp_path / "begun")
+    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
+    assert losses(resumed[1]) == losses(whole[1])[per_epoch + 2 :]
+    assert parameters_of(resumed) == parameters_of(whole)
+
+
+def test_accumulation_equals_a_bigger_batch(tmp_path: Path) -> None:
+    bigger = train_ranks([*GPT, "--steps", "6"], tmp_path / "bigger")
+    halves = train_ranks(
+        [*GPT, "--steps", "6", "--batch-size", "4", "--accumulate", "2"], tmp_path / "halves"
+    )
+    for one, two in zip(bigger, halves, strict=True):
+        assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+
+
+def test_amp_stays_near_float32(tmp_path: Path) -> None:
+    full = train_ranks([*GPT, "--steps", "6"], tmp_path / "full")
+    half = train_ranks([*GPT, "--steps", "6", "--amp"], tmp_path / "half")
+    assert losses(half[0]) != losses(full[0])
+    assert losses(half[0]) == pytest.approx(losses(full[0]), rel=0.02)
+
+
+def test_evaluation_covers_every_test_image_once(tmp_path: Path) -> None:
+    arguments = [*CONVNET, "--steps", "2", "--eval-every", "1", "--batch-size", "32"]
+    both = train_ranks(arguments, tmp_path / "both")
+    evaluations = [[each for each in log if each["event"] == "eval"] for log in both]
+    assert [len(each) for each in evaluations] == [1, 1]
+    first, second = evaluations[0][0], evaluations[1][0]
+    assert (first["accuracy"], first["loss"]) == (second["accuracy"], second["loss"])
+    assert first["accuracy"] * 360 == pytest.approx(round(first["accuracy"] * 360))
+
+
+@pytest.fixture(scope="module")
+def image_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of PNG files: the first 80 zeros, ones and twos, one fourth of them for validation."""
+    digits = load_digits()
+    directory = tmp_path_factory.mktemp("images")
+    chosen = [index for index in range(len(digits.target)) if digits.target[index] < 3][:80]
+    for number, index in enumerate(chosen):
+        folder = directory / ("val" if number % 4 == 0 else "train") / str(digits.target[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[index] * 15).astype("uint8")).resize((40, 48)).save(
+            folder / f"{index}.png"
+        )
+    return directory
+
+
+def test_image_folder_trains_and_does_not_depend_on_workers(image_directory: Path, tmp_path: Path) -> None:
+    arguments = [*CONVNET, "--channels", "3", "--data-dir", str(image_directory), "--epochs", "1"]
+    alone = train_ranks([*arguments, "--eval-every", "1"], tmp_path / "alone")
+    helped = train_ranks([*arguments, "--workers", "1"], tmp_path / "helped")
+    assert [each["event"] for each in alone[0]] == ["start", *["step"] * 3, "eval", "end"]
+    assert losses(helped[0]) == losses(alone[0])
+    assert parameters_of(helped) == parameters_of(alone)
+
+
+def test_image_folder_resumes_within_an_epoch(image_directory: Path, tmp_path: Path) -> None:
+    arguments = [*CONVNET, "--data-dir", str(image_directory), "--epochs", "2"]
+    whole = train_ranks(arguments, tmp_path / "whole")
+    saved = [*arguments, "--checkpoint", str(tmp_path / "checkpoint")]
+    train_ranks([*saved, "--stop-after", "4"], tmp_path / "begun")
+    resumed = train_ranks([*saved, "--resume"], tmp_path / "resumed")
+    assert losses(resumed[0]) == losses(whole[0])[4:]
+
+
+def test_script_runs_as_torchrun_would_start_it(tmp_path: Path) -> None:
+    log = tmp_path / "lab"
+    arguments = [*GPT, "--steps", "12", "--log-every", "5", "--deterministic", "--device", "cpu"]
+    environment = {"CROSSOVER_LAB_DIR": str(log)}
+    with spawn_script(RECIPES / "train.py", WORLD, args=arguments, environment=environment) as ranks:
+        first, second = ranks.wait(timeout_s=60)
+    assert [line.split(":")[0] for line in first.splitlines()[:3]] == [
+        "step 0 of 12",
+        "step 5 of 12",
+        "step 10 of 12",
+    ]
+    assert "step" not in second
+    assert [read_log(log / f"rank{rank}.jsonl")[-1]["steps"] for rank in range(WORLD)] == [12, 12]
+
+
+def test_script_runs_without_torchrun(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    given = [*GPT, "--steps", "2", "--threads", "1", "--device", "cpu", "--log-json", str(log)]
+    run_ranks(call_main, 1, args=(given,), backend=None)
+    start, *_, end = read_log(log)
+    assert start["world_size"] == 1
+    assert end["steps"] == 2

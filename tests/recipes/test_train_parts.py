@@ -1,0 +1,241 @@
+"""The parts of the training recipe that need no ranks: models, data, schedule, meter, arguments."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import _data
+import _meter
+import _models
+import train
+
+
+@pytest.mark.parametrize(
+    "name", ["timm:resnet10t", "resnet10t", "torchvision:squeezenet1_1", "squeezenet1_1"]
+)
+def test_models_are_found_by_name(name: str) -> None:
+    model = _models.make_model(name, classes=7, image_size=64)
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+
+
+def test_transformers_learn_the_image_size() -> None:
+    options = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    model = _models.make_model("vit_tiny_patch16_224", classes=3, image_size=32, channels=1, options=options)
+    assert model(torch.zeros(1, 1, 32, 32)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet81", r"expected the name of a model of timm or torchvision.*'resnet81'.*mean .*resnet18"),
+        ("timm:resnet81", "expected the name of a model of timm, or 'gpt', got model='timm:resnet81'"),
+        ("keras:resnet18", "expected a model library timm or torchvision, got 'keras'"),
+    ],
+)
+def test_unknown_models_are_refused_with_a_hint(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _models.make_model(name, classes=10)
+
+
+def test_torchvision_wants_three_channels() -> None:
+    with pytest.raises(ValueError, match="expected channels=3"):
+        _models.make_model("torchvision:resnet18", classes=10, channels=1)
+
+
+@pytest.mark.parametrize("name", sorted(_models.PRESETS))
+def test_presets_have_the_size_they_promise(name: str, process_group: dist.ProcessGroup) -> None:
+    preset = _models.PRESETS[name]
+    model, batches, loss_of = _models.build(name, seed=3)
+    inputs, targets = next(batches(0, 2))
+    assert len(inputs) == len(targets) == preset.batch_size
+    sizes = bucket_sizes(model, inputs[:2], targets[:2], loss_of, preset.bucket_cap_mb)
+    assert 2e6 <= sum(sizes) <= 6e6
+    assert 4 <= len(sizes) <= 8
+    if name == "gpt":
+        assert 0.5 <= sizes[-1] / sum(sizes) <= 0.6
+
+
+def bucket_sizes(model, inputs, targets, loss_of, cap_mb: float) -> list[int]:
+    """Return the bytes of each bucket in the order of the exchange, from the second iteration on."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    sizes: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):
+        sizes.clear()
+        loss_of(ddp(inputs), targets).backward()
+    return sizes
+
+
+def test_presets_are_deterministic_and_ranks_share_the_data() -> None:
+    (first, batches, _), (again, _, _) = _models.build("gpt", 5), _models.build("gpt", 5)
+    for one, two in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    mine, theirs = next(batches(0, 2))[0], next(batches(1, 2))[0]
+    assert torch.equal(mine, next(batches(0, 2))[0])
+    assert not torch.equal(mine, theirs)
+
+
+def test_batches_never_end() -> None:
+    _, batches, _ = _models.build("gpt", 0)
+    endless = batches(0, 8)
+    per_epoch = len(_models.load_preset_data(_models.PRESETS["gpt"]).train) // 8 // 40
+    seen = [next(endless)[0] for _ in range(2 * per_epoch)]
+    assert not torch.equal(seen[0], seen[per_epoch])
+
+
+def test_gpt_shares_its_embedding_with_its_head_and_looks_only_back() -> None:
+    model = _models.TinyGPT(vocabulary=11, context=6, dim=8, depth=1, heads=2)
+    assert sum(parameter.numel() == 11 * 8 for parameter in model.parameters()) == 1
+    tokens = torch.arange(6)[None]
+    changed = tokens.clone()
+    changed[0, -1] = 9
+    torch.testing.assert_close(model(tokens)[:, :-1], model(changed)[:, :-1])
+
+
+def test_digits_are_split_without_overlap() -> None:
+    data = _data.load_digits(image_size=16, channels=3)
+    assert (len(data.train), len(data.test), data.classes) == (1437, 360, 10)
+    image, label = data.train[0]
+    assert image.shape == (3, 16, 16)
+    assert -1 <= image.min() < image.max() <= 1
+    assert 0 <= label < 10
+
+
+def test_text_targets_are_the_next_words() -> None:
+    data = _data.load_text(context=16, vocabulary=300)
+    inputs, targets = data.train[2]
+    assert torch.equal(inputs[1:], targets[:-1])
+    assert torch.equal(data.train[3][0][0], targets[-1])
+    assert 0 <= inputs.min() <= inputs.max() < 300
+    assert (inputs == 0).float().mean() < 0.5
+    _ = data.test[len(data.test) - 1]
+
+
+def test_missing_image_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a directory DATA_DIR/train.*--data-dir"):
+        _data.load_folder(tmp_path / "nowhere", image_size=8, channels=3, seed=0)
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    args = train.parse_arguments(["--lr", "0.4", "--warmup-steps", "4"])
+    rates = [train.learning_rate(args, step, 20) for step in range(20)]
+    assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates[4] == pytest.approx(0.4)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] < 0.01
+
+
+def test_explicit_arguments_win_over_the_preset() -> None:
+    args = train.parse_arguments(["--preset", "gpt", "--batch-size", "3", "--model-option", "depth=1"])
+    assert (args.model, args.batch_size, args.vocabulary) == ("gpt", 3, 3072)
+    assert args.model_options == {"dim": 96, "depth": 1, "heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "expected batch_size >= 1, got batch_size=0"),
+        (["--resume"], "expected --checkpoint PATH with --resume"),
+        (["--hook", "horovod"], "invalid choice: 'horovod'"),
+        (["--model-option", "depth"], "expected KEY=VALUE, got 'depth'"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_batch_beyond_the_data_is_refused() -> None:
+    args = train.parse_arguments(["--batch-size", "500", "--accumulate", "2"])
+    with pytest.raises(ValueError, match=r"the 718 samples.*accumulate=2; lower one of them"):
+        train.count_steps(args, range(718))
+
+
+def test_turn_is_given_away_only_where_there_is_a_mutex() -> None:
+    given_away = []
+
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        given_away.append("paused")
+        yield
+
+    with train.turn_given_away(None), train.turn_given_away(SimpleNamespace(mutex=None)):
+        assert not given_away
+    with train.turn_given_away(SimpleNamespace(mutex=SimpleNamespace(paused=paused))):
+        assert given_away == ["paused"]
+
+
+def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.jsonl"
+    meter = _meter.StepMeter(path, core=0)
+    meter.start(model="gpt")
+    for step in range(3):
+        meter.begin_step()
+        time.sleep(0.001)
+        meter.end_step(step, torch.tensor(0.5), 0.1)
+    meter.event("eval", epoch=1, accuracy=0.9)
+    assert len(path.read_text().splitlines()) == 1  # the rest waits: writing would disturb the steps
+    meter.close()
+    start, *steps, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (start["event"], start["model"]) == ("start", "gpt")
+    assert [(each["step"], each["loss"], each["lr"]) for each in steps] == [(n, 0.5, 0.1) for n in range(3)]
+    assert all(each["end_s"] - each["begin_s"] >= 0.001 for each in steps)
+    assert all(each["core_busy_s"] >= 0 and each["wire_bytes"] >= 0 for each in steps)
+    assert (evaluation["event"], evaluation["accuracy"]) == ("eval", 0.9)
+
+
+def test_meter_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    meter = _meter.StepMeter(None)
+    meter.start()
+    meter.begin_step()
+    meter.end_step(0, 1.0, 0.1)
+    meter.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_meter_writes_when_many_records_wait(tmp_path: Path) -> None:
+    meter = _meter.StepMeter(tmp_path / "log")
+    for step in range(_meter.RECORDS_PER_WRITE):
+        meter.event("note", step=step)
+    assert len((tmp_path / "log").read_text().splitlines()) == _meter.RECORDS_PER_WRITE
+
+
+def test_core_busy_time_counts_all_but_idle(tmp_path: Path) -> None:
+    table = tmp_path / "stat"
+    table.write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 100 1 50 1000 70 3 4 2 0 0\ncpu11 7 7 7 7 7 7 7 7 0 0\n")
+    assert _meter.core_busy_s(1, table) == pytest.approx(160 / os.sysconf("SC_CLK_TCK"))
+    assert _meter.core_busy_s(2, table) is None
+    assert _meter.core_busy_s(None, table) is None
+
+
+def test_wire_bytes_leave_loopback_out(tmp_path: Path) -> None:
+    table = tmp_path / "dev"
+    table.write_text(
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets ...\n"
+        "    lo: 11 1 0 0 0 0 0 0 12 1 0 0 0 0 0 0\n"
+        "  eth0: 21 1 0 0 0 0 0 0 3000 1 0 0 0 0 0 0\n"
+        " veth1:31 1 0 0 0 0 0 0 40 1 0 0 0 0 0 0\n"
+    )
+    assert _meter.wire_bytes(table) == 3040
+    assert _meter.wire_bytes(tmp_path / "none") is None
