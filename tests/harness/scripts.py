@@ -16,6 +16,8 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[2]
 # From SIGABRT until the interpreter has written its stacks, even on a busy machine.
 DUMP_TIMEOUT_S = 5.0
+# What ranks get to end by themselves when another one has failed.
+AFTERMATH_S = 10.0
 OUTPUT_LIMIT_BYTES = 20_000
 
 
@@ -63,16 +65,17 @@ class ScriptRanks:
         Raises:
             ScriptError: A rank hung, or ended with another status than it should have.
         """
-        hung = self._wait_for_exit(timeout_s)
+        expected = {rank: -death for rank, death in (deaths or {}).items()}
+        hung = self._wait_for_exit(timeout_s, expected)
         for rank in hung:
             self._dump(rank)
-        expected = {rank: -death for rank, death in (deaths or {}).items()}
         failed = [
             f"rank {rank} {self._death(rank)}"
             for rank, process in enumerate(self.processes)
             if process.returncode != expected.get(rank, 0) and rank not in hung
         ]
-        failed += [f"rank {rank} hung for {timeout_s:.0f} s" for rank in hung]
+        aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
+        failed += [f"rank {rank} {aftermath}" for rank in hung]
         if failed:
             raise ScriptError(f"{', '.join(failed)}: {' '.join(self.command)}\n{self._all_output()}")
         return [self.output(rank) for rank in range(len(self.processes))]
@@ -107,12 +110,15 @@ class ScriptRanks:
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank{rank}"
 
-    def _wait_for_exit(self, timeout_s: float) -> list[int]:
-        """Return the ranks that have not ended in time."""
+    def _wait_for_exit(self, timeout_s: float, expected: Mapping[int, int]) -> list[int]:
+        """Return the ranks that have not ended in time, which is little once a rank has ended badly."""
         deadline_s = time.monotonic() + timeout_s
         running = set(range(len(self.processes)))
         while running and time.monotonic() < deadline_s:
-            running -= {rank for rank in running if self.processes[rank].poll() is not None}
+            ended = {rank for rank in running if self.processes[rank].poll() is not None}
+            running -= ended
+            if any(self.processes[rank].returncode != expected.get(rank, 0) for rank in ended):
+                deadline_s = min(deadline_s, time.monotonic() + AFTERMATH_S)
             time.sleep(0.01)
         return sorted(running)
 
