@@ -1,0 +1,496 @@
+"""The journey of a bucket: reduce-scatter, the owner's step, all-gather, and the Future that DDP waits for.
+
+[Note: two workers] On gloo somebody must add what arrives and pass it on. Two threads do that, the *reducer*
+and the *gatherer*, so that the reduce-scatter of the next bucket is under way while the parts of this one
+are gathered. Both block in gloo or on an empty queue and never poll; each wakes up once per chunk (the
+gatherer of two ranks once per bucket). They are daemons, are started by the first bucket that needs them,
+and end with the engine. Both work strictly in the order of the buckets, which is the same on all ranks, so
+that no rank waits for a bucket that a peer will not come to.
+
+[Note: native order] On NCCL and its like every collective is issued by the thread that runs the hook: the
+model's own collectives (SyncBatchNorm, buffer broadcasts) share the communicator, and only the program's
+order is the same on all ranks.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ._collectives import HostBuffer, NativeHalves, Ring, RingAllGather, RingReduceScatter
+from ._ddp_checks import Bucket, flat_gradients
+from ._layout import Layout
+from ._staging import Side, StagedBuffer
+from ._step import GradientFuture, Step
+from ._timeline import Timeline
+from ._worker import Worker
+from .errors import CrossoverError, ExchangeError
+
+OwnerStep = Callable[[torch.Tensor], None]
+
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+class Turn(Protocol):
+    """What a mutex offers to the engine. No method raises."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether a sibling is present; the same answer on all ranks during one step."""
+
+    def release(self) -> None:
+        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
+
+    def request(self) -> None:
+        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+
+    def acquire(self, *, ahead: bool = False) -> None:
+        """Take the turn again: the step's buckets are complete. Called on a thread of the engine; may block.
+
+        ``ahead``: the device may still be busy with them, nobody shares it.
+        """
+
+
+class _Failure(NamedTuple):
+    """Why no exchange can succeed any more."""
+
+    text: str
+    cause: BaseException
+
+    def error(self) -> CrossoverError:
+        """Make the error that one step raises; what says its own remedy stays as it is."""
+        if isinstance(self.cause, CrossoverError):
+            return self.cause
+        error = ExchangeError(self.text)
+        error.__cause__ = self.cause
+        return error
+
+
+@dataclass(eq=False)
+class _Journey:
+    """One bucket on its way from the hook to its Future."""
+
+    index: int
+    tensor: torch.Tensor
+    layout: Layout
+    sequence: int
+    step: Step
+    last: bool
+    side: Side
+    turn: Turn | None
+    owner_step: OwnerStep | None
+    future: GradientFuture = field(init=False)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.future = self.side.future()
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """The turn to be taken again when this journey ends."""
+        return self.turn if self.last else None
+
+
+class Exchange:
+    """Average buckets over the ranks of one process group, several at a time, in one order on all ranks.
+
+    Args:
+        process_group: whose ranks take part; held weakly. gloo for CPU tensors (CUDA tensors are then
+            staged through the host), or a backend with a native reduce-scatter.
+        timeline: where spans are noted; None notes nothing.
+        chunk_bytes: size of the pieces that travel on a gloo ring; None chooses by the bucket's size.
+
+    On failure: the first failure of any bucket is final. The buckets in flight and all later ones fail at
+    once with the same cause, as ``ExchangeError`` raised by ``backward()``. Nothing waits longer than the
+    process group's timeout.
+    Collective: all ranks must submit the same buckets in the same order.
+    """
+
+    _engines: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = weakref.WeakKeyDictionary()
+    _channels: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]"] = (
+        weakref.WeakKeyDictionary()
+    )
+    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        timeline: Timeline | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+        self.timeline = timeline
+        self._backends = _backends(process_group)
+        with Exchange._registry_lock:
+            channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
+        self._ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
+        self._native = NativeHalves(process_group)
+        self._reducer = Worker("crossover-reduce")
+        self._gatherer = Worker("crossover-gather")
+        self._sequence = itertools.count()
+        self._step = Step()
+        self._sides: dict[torch.device, Side] = {}
+        self._lock = threading.Lock()
+        self._in_flight: set[_Journey] = set()
+        self._failure: _Failure | None = None
+        self._turn_taken_s: float | None = None
+        # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
+        weakref.finalize(self, _stop, self._reducer, self._gatherer)
+        _on_destruction(process_group, weakref.WeakMethod(self.close))
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> "Exchange":
+        """Return the engine of ``process_group``, which lives as long as the group. Not collective."""
+        with cls._registry_lock:
+            engine = cls._engines.get(process_group)
+        if engine is None:
+            device = os.environ.get("CROSSOVER_DEVICE", "unnamed")
+            timeline = Timeline.from_environment(rank=process_group.rank(), device=device)
+            engine = cls(process_group, timeline=timeline)
+            with cls._registry_lock:
+                engine = cls._engines.setdefault(process_group, engine)
+        return engine
+
+    def submit(
+        self,
+        bucket: dist.GradBucket,
+        *,
+        turn: Turn | None = None,
+        owner_step: OwnerStep | None = None,
+        layout: Layout | None = None,
+    ) -> GradientFuture:
+        """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
+
+        Args:
+            bucket: what DDP gave to the hook.
+            turn: given away after the last bucket, taken again before the last Future completes.
+            owner_step: changes the averaged own part in place, between the halves; None changes nothing.
+            layout: who owns which part; None cuts equally.
+        """
+        step = self._enter(bucket)
+        try:
+            journey = self._journey(bucket, step, turn, owner_step, layout)
+        except (CrossoverError, ValueError) as error:
+            future = _refused(bucket, step, error)
+        else:
+            future = journey.future
+            self._launch(journey)
+        if _is_last(bucket):
+            self._leave(step, turn)
+        return future
+
+    @staticmethod
+    def refuse(bucket: dist.GradBucket, error: Exception) -> GradientFuture:
+        """Answer a bucket that cannot be exchanged: ``error`` is raised after backward, not out of the hook."""
+        step = Step()
+        step.raise_after_backward()
+        return _refused(bucket, step, error)
+
+    def follow(self, future: GradientFuture, bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
+        """Put the turn around somebody else's collective, whose result for ``bucket`` is ``future``.
+
+        The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
+        done and the turn is taken again.
+        """
+        step = self._enter(bucket)
+        step.futures.append(future)
+        if not bucket.is_last():
+            return future
+        journey = self._journey(bucket, step, turn, None, None)
+        self._guarded(journey, "start", lambda: self._gatherer.put(functools.partial(self._follow, journey)))
+        self._leave(step, turn)
+        return journey.future
+
+    def close(self) -> None:
+        """End the threads, after the buckets in flight. Later buckets fail. May be called again."""
+        with Exchange._registry_lock:
+            for group, engine in list(Exchange._engines.items()):
+                if engine is self:
+                    del Exchange._engines[group]
+        _stop(self._reducer, self._gatherer, _JOIN_TIMEOUT_S)
+
+    # On the hook's thread.
+
+    def _enter(self, bucket: dist.GradBucket) -> Step:
+        step = self._step
+        # The first bucket's watch catches early failures; the last one's sees the end of backward even if
+        # earlier buckets were ready in a nested backward pass that ended before.
+        if not step.entered or _is_last(bucket):
+            step.raise_after_backward()
+        step.entered = True
+        return step
+
+    def _leave(self, step: Step, turn: Turn | None) -> None:
+        self._step = Step()
+        if self.timeline is not None and self._turn_taken_s is not None:
+            self.timeline.span("compute", self._turn_taken_s, step.last_hook_s)
+        if turn is not None:
+            turn.release()
+
+    def _journey(
+        self,
+        bucket: dist.GradBucket,
+        step: Step,
+        turn: Turn | None,
+        owner_step: OwnerStep | None,
+        layout: Layout | None,
+    ) -> _Journey:
+        tensor = flat_gradients(bucket)
+        side = self._sides.get(tensor.device)
+        if side is None:
+            side = self._sides[tensor.device] = Side(tensor.device)
+        step.last_hook_s = time.monotonic()
+        return _Journey(
+            index=bucket.index(),
+            tensor=tensor,
+            layout=layout or Layout.equal(tensor.numel(), self.world_size),
+            sequence=next(self._sequence),
+            step=step,
+            last=bucket.is_last(),
+            side=side,
+            turn=turn,
+            owner_step=owner_step,
+        )
+
+    def _launch(self, journey: _Journey) -> None:
+        device_type = journey.tensor.device.type
+        if self.world_size == 1:
+            begin = self._begin_alone
+        elif self._backends.get(device_type) == "gloo":
+            begin = self._begin_ring
+        else:
+            begin = self._begin_native
+        self._guarded(journey, "start", functools.partial(begin, journey))
+
+    def _begin_alone(self, journey: _Journey) -> None:
+        if journey.owner_step is not None:
+            journey.owner_step(journey.tensor)
+        journey.side.follow_compute()
+        if journey.last_turn is None:
+            self._complete(journey)
+        else:
+            self._gatherer.put(functools.partial(self._end_alone, journey))
+
+    def _begin_ring(self, journey: _Journey) -> None:
+        # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
+        journey.tensor.div_(self.world_size)
+        copier = journey.side.copier
+        buffer = (
+            HostBuffer(journey.tensor)
+            if copier is None
+            else StagedBuffer(journey.tensor, journey.layout, self.rank, copier)
+        )
+        gather = self._ring.all_gather(buffer, journey.layout, journey.sequence)
+        # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
+        on_owned = gather.offer if journey.owner_step is None else None
+        scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
+        self._reducer.put(functools.partial(self._reduce, journey, buffer, scatter, gather))
+
+    def _begin_native(self, journey: _Journey) -> None:
+        # All collectives are issued here, see [Note: native order].
+        journey.tensor.div_(self.world_size)
+        side = journey.side
+        side.follow_compute()
+        with side.current():
+            for work in self._native.reduce_scatter(journey.tensor, journey.layout):
+                work.wait()
+            half_way = side.mark()
+            if journey.owner_step is not None:
+                part = journey.layout.part(self.rank)
+                journey.owner_step(journey.tensor[part.start : part.stop])
+            for work in self._native.all_gather(journey.tensor, journey.layout):
+                work.wait()
+            whole_way = side.mark()
+        if journey.last_turn is None:
+            self._complete(journey)
+        else:
+            self._gatherer.put(functools.partial(self._end_native, journey, half_way, whole_way))
+
+    # On the reducer.
+
+    def _reduce(
+        self, journey: _Journey, buffer: HostBuffer, scatter: RingReduceScatter, gather: RingAllGather
+    ) -> None:
+        def drive() -> None:
+            begin_s = time.monotonic()
+            gather.start()
+            scatter.start()
+            scatter.wait()
+            self._span("reduce_scatter", begin_s, journey)
+            if journey.last_turn is not None:
+                journey.last_turn.request()
+            self._gatherer.put(functools.partial(self._gather, journey, buffer, scatter, gather))
+
+        self._guarded(journey, "reduce-scatter", drive)
+
+    # On the gatherer.
+
+    def _gather(
+        self, journey: _Journey, buffer: HostBuffer, scatter: RingReduceScatter, gather: RingAllGather
+    ) -> None:
+        def drive() -> None:
+            begin_s = time.monotonic()
+            if journey.owner_step is not None:
+                buffer.step(journey.layout.part(self.rank), journey.owner_step)
+                gather.offer_all()
+            gather.wait()
+            scatter.drain()
+            gather.drain()
+            buffer.release()
+            self._span("all_gather", begin_s, journey)
+            self._complete(journey)
+
+        self._guarded(journey, "all-gather", drive)
+
+    def _end_alone(self, journey: _Journey) -> None:
+        def drive() -> None:
+            if journey.turn is not None:
+                journey.turn.request()
+            self._complete(journey)
+
+        self._guarded(journey, "turn", drive)
+
+    def _end_native(
+        self, journey: _Journey, half_way: Callable[[], None], whole_way: Callable[[], None]
+    ) -> None:
+        def drive() -> None:
+            # Alone the host runs ahead of the device as it would without a mutex.
+            shared = journey.turn is not None and journey.turn.shared
+            if journey.turn is not None and shared:
+                half_way()
+                journey.turn.request()
+                whole_way()
+            self._complete(journey, ahead=not shared)
+
+        self._guarded(journey, "exchange", drive)
+
+    def _follow(self, journey: _Journey) -> None:
+        def drive() -> None:
+            with journey.side.current():
+                for future in journey.step.futures:
+                    result = future.wait()
+                journey.tensor = result
+                whole_way = journey.side.mark()
+            shared = journey.turn is not None and journey.turn.shared
+            if shared:
+                whole_way()
+            self._complete(journey, ahead=not shared)
+
+        self._guarded(journey, "wrapped hook", drive)
+
+    def _complete(self, journey: _Journey, *, ahead: bool = False) -> None:
+        """End a journey that succeeded; the step's last one takes the turn first."""
+        if journey.last:
+            done_s = time.monotonic()
+            if journey.turn is not None:
+                with journey.side.current():
+                    journey.turn.acquire(ahead=ahead)
+            self._turn_taken_s = time.monotonic()
+            if self.timeline is not None:
+                self.timeline.span("exchange", journey.step.last_hook_s, done_s)
+                self.timeline.span("wait", done_s, self._turn_taken_s)
+        self._finish(journey, None)
+
+    # On any thread.
+
+    def _guarded(self, journey: _Journey, doing: str, drive: Callable[[], None]) -> None:
+        """Run ``drive`` unless the exchange has failed before; turn its exception into the failure of all."""
+        with self._lock:
+            failure = self._failure
+            if failure is None and not journey.finished:
+                self._in_flight.add(journey)
+        if failure is not None:
+            self._finish(journey, failure.error())
+            return
+        try:
+            with torch.no_grad():
+                drive()
+        except Exception as error:
+            self._fail(journey, doing, error)
+
+    def _fail(self, journey: _Journey, doing: str, cause: Exception) -> None:
+        text = (
+            f"rank {self.rank} of {self.world_size}: the {doing} of bucket {journey.index} failed: {cause}; "
+            "no later exchange on this process group can succeed, restart the job"
+        )
+        with self._lock:
+            failure = self._failure = self._failure or _Failure(text, cause)
+            doomed = list(self._in_flight)
+        for other in doomed:
+            self._finish(other, failure.error())
+
+    def _finish(self, journey: _Journey, error: CrossoverError | None) -> None:
+        with self._lock:
+            if journey.finished:
+                return
+            journey.finished = True
+            self._in_flight.discard(journey)
+        with journey.side.current():
+            if error is None or journey.step.leave(error):
+                journey.future.set_result(journey.tensor)
+            else:
+                journey.future.set_exception(error)  # type: ignore[arg-type]
+
+    def _span(self, kind: str, begin_s: float, journey: _Journey) -> None:
+        if self.timeline is not None:
+            size_bytes = journey.tensor.numel() * journey.tensor.itemsize
+            self.timeline.span(kind, begin_s, time.monotonic(), bucket=journey.index, bytes=size_bytes)
+
+
+def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:
+    """Answer a bucket that cannot be exchanged; nothing was sent, so the engine goes on."""
+    future: GradientFuture = torch.futures.Future()
+    if step.leave(error):
+        future.set_result(bucket[0] if isinstance(bucket, tuple) else bucket.buffer())
+    else:
+        future.set_exception(error)  # type: ignore[arg-type]
+    return future
+
+
+def _is_last(bucket: Bucket) -> bool:
+    return isinstance(bucket, tuple) or bucket.is_last()
+
+
+def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of the backend by device type."""
+    config = dist.get_backend_config(process_group)
+    return dict(pair.split(":", 1) for pair in str(config).split(",") if ":" in pair)
+
+
+def _on_destruction(
+    process_group: dist.ProcessGroup, close: "weakref.WeakMethod[Callable[[], None]]"
+) -> None:
+    """Call ``close`` in ``destroy_process_group``.
+
+    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
+    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+    """
+    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if store_of is not None:
+            weakref.finalize(store_of(process_group), _call, close)
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    bound = method()
+    if bound is not None:
+        bound()
+
+
+def _stop(reducer: Worker, gatherer: Worker, timeout_s: float = 0.5) -> None:
+    # The reducer first: what it still has goes on to the gatherer.
+    reducer.stop()
+    reducer.join(timeout_s)
+    gatherer.stop()
+    gatherer.join(timeout_s)

@@ -1,0 +1,63 @@
+"""The buckets of one backward pass, and how a failure among them reaches the training thread.
+
+[Note: errors after backward] An exception must not leave a hook: DDP is unusable afterwards. An exception in
+the Future that the hook returned surfaces as a misleading cast error. So a failing bucket is completed like
+any other, and the failure is raised on the training thread after DDP's own end of backward, by a callback of
+the autograd engine: ``backward()`` raises the very error. DDP queues its end of backward after our hook ran,
+hence a callback that queues another one. Where nothing will look for the error (outside of a backward pass,
+as in Join's shadow pass) the Future does carry the exception.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+GradientFuture = torch.futures.Future[torch.Tensor]
+
+
+class Step:
+    """The buckets of one backward pass, up to the one that DDP calls the last."""
+
+    def __init__(self) -> None:
+        self.futures: list[GradientFuture] = []
+        self.entered = False
+        self.last_hook_s = 0.0
+        self._lock = threading.Lock()
+        self._watching = 0
+        self._error: Exception | None = None
+
+    def raise_after_backward(self) -> None:
+        """Have a failure raised when DDP is through with this backward pass; call it in a hook."""
+        if _queue_callback(self._at_end_of_backward):
+            with self._lock:
+                self._watching += 1
+
+    def leave(self, error: Exception) -> bool:
+        """Leave ``error`` to be raised after backward; return False if nothing will look for it."""
+        with self._lock:
+            if self._watching:
+                self._error = self._error or error
+            return self._watching > 0
+
+    def _at_end_of_backward(self) -> None:
+        if not _queue_callback(self._after_ddp):
+            self._after_ddp()
+
+    def _after_ddp(self) -> None:
+        # A nested backward pass (re-entrant checkpointing) may end before the last bucket: from then on
+        # nobody watches, and a later failure goes into its Future.
+        with self._lock:
+            self._watching -= 1
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _queue_callback(callback: Callable[[], None]) -> bool:
+    try:
+        Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True

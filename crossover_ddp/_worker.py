@@ -1,0 +1,65 @@
+"""A daemon thread that runs jobs in order, started by the first of them."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+Job = Callable[[], None]
+
+_STOP: Final = None
+
+
+class Worker:
+    """Run jobs one after the other on one daemon thread.
+
+    The thread holds nothing but its queue between jobs, so that it keeps no engine and no process group
+    alive. It blocks on the queue, it never polls.
+
+    Args:
+        name: of the thread, as it shows in debuggers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._pid = os.getpid()
+
+    def put(self, job: Job) -> None:
+        """Let the thread run ``job``, which must not raise. Raises RuntimeError where no thread can run it."""
+        with self._lock:
+            if self._stopped or os.getpid() != self._pid:
+                reason = "it was closed" if self._stopped else "this process is a fork of its owner"
+                raise RuntimeError(f"thread {self._name} takes no more work: {reason}")
+            if self._thread is None:
+                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                self._thread.start()
+            self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Take no more jobs; the thread ends after those it has. May be called again, and in a fork."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._stopped and self._thread is not None:
+                self._jobs.put(_STOP)
+            self._stopped = True
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end after ``stop``; return whether it has."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or os.getpid() != self._pid:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+
+def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not _STOP:
+        job()
+        # Otherwise the last job would keep its bucket, engine and group alive while the queue is empty.
+        del job

@@ -1,0 +1,224 @@
+"""Communication hooks for DistributedDataParallel: register one with ``ddp_model.register_comm_hook``."""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from ._ddp_checks import resolve_group
+from ._exchange import Exchange, Turn
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex, turns_disabled
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def reduce_scatter_all_gather_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over the ranks by a reduce-scatter and an all-gather instead of one all-reduce.
+
+    A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one
+    or two ranks, and up to the order of additions with more. Wire traffic is that of an all-reduce. On gloo
+    the two halves travel over point-to-point messages on a ring, driven by two threads of this process.
+
+    Args:
+        process_group: the group that DDP was given; None means the default group, as DDP does.
+        bucket: given by DDP.
+
+    Returns:
+        A Future of the bucket's own buffer, completed by a thread of our own on gloo, at once on NCCL.
+
+    On failure: nothing leaves the hook. When a peer dies or the group's timeout passes, ``backward()`` raises
+    ``ExchangeError``, on this rank and in bounded time, and so does every later one: restart the job.
+    Buckets that cannot be exchanged (sparse gradients, other dtypes than float16, bfloat16, float32 and
+    float64, the python reducer) raise ``UnsupportedConfigurationError`` from ``backward()``.
+
+    Collective: runs inside DDP's backward pass, on all ranks in the order of the buckets.
+
+    Note: a deep copy or a pickled and restored DDP model has lost its hook, whichever it was, and goes back
+    to plain all-reduce without a word; register the hook again.
+
+    Example::
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    """
+    try:
+        engine = Exchange.of(resolve_group(process_group))
+    except UnsupportedConfigurationError as error:
+        return Exchange.refuse(bucket, error)
+    return engine.submit(bucket)
+
+
+class CrossoverState:
+    """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
+
+    ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
+    only *when* the job computes changes. Nobody to share with: the job goes on as with the split hook.
+
+    Args:
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: the mutex to take turns with. Default: one on the device of the first bucket, in the group named by
+            ``CROSSOVER_GROUP``, made when the first exchange ends.
+        hook_state: for `crossover_wrapper`: the state of the wrapped hook.
+
+    On failure: what a `GPUMutex` raises when it joins is raised by the first ``backward()``, on all ranks; if turns
+    fail later, the job trains on without them, with one warning.
+
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
+
+    Example::
+
+        model.register_comm_hook(CrossoverState(), crossover_hook)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
+        hook_state: Any = None,
+    ) -> None:
+        self.process_group = process_group
+        self.hook_state = hook_state
+        self.turn: Turn = mutex if mutex is not None else _FirstTurn(process_group)
+
+    @property
+    def mutex(self) -> GPUMutex | None:
+        """The mutex, or None before the end of the first exchange."""
+        return self.turn.mutex if isinstance(self.turn, _FirstTurn) else cast(GPUMutex, self.turn)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
+            yield
+
+    def stats(self) -> dict[str, Any]:
+        """Return the mutex's counters; see `GPUMutex.stats`. Empty before the first exchange."""
+        return self.mutex.stats() if self.mutex is not None else {}
+
+    def close(self) -> None:
+        """Leave the siblings for good; further steps exchange gradients without turns. Not collective."""
+        if self.mutex is not None:
+            self.mutex.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what lives in this process only, as torch's own hook states do."""
+        logger.warning(
+            "process_group and mutex are not pickled; the copy uses the default group and its own mutex"
+        )
+        return {"hook_state": self.hook_state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(hook_state=state["hook_state"])  # type: ignore[misc]
+
+
+class _FirstTurn:
+    """Turns on whatever device the first bucket is on: makes the mutex at the end of the first exchange.
+
+    Making it is collective and may block, so it happens on the engine's worker, where all ranks come to the
+    same point; the first iteration, which DDP runs as one big bucket, computes before the job has joined.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._process_group = process_group
+        self.device: torch.device | None = None
+        self.mutex: GPUMutex | None = None
+
+    @property
+    def shared(self) -> bool:
+        return self.mutex is None or self.mutex.shared
+
+    def release(self) -> None:
+        if self.mutex is not None:
+            self.mutex.release()
+
+    def request(self) -> None:
+        if self.mutex is None:
+            self.mutex = GPUMutex(device=self.device, process_group=self._process_group)
+        self.mutex.request()
+
+    def acquire(self, *, ahead: bool = False) -> None:
+        self.request()
+        assert self.mutex is not None
+        self.mutex.acquire(ahead=ahead)
+
+
+def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket as DDP does, and give the job's turn to a sibling meanwhile.
+
+    The turn is given back when the last bucket's compute is launched (on a GPU behind its last kernel) and taken
+    again when the exchange is complete, before the optimizer and the next forward run. Same gradients as
+    `reduce_scatter_all_gather_hook`.
+
+    Args:
+        state: made once per model; see `CrossoverState`.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future of the averaged bucket, completed by a thread of this package's own.
+
+    On failure: as `reduce_scatter_all_gather_hook`; see also `CrossoverState`.
+
+    **Collective**: DDP calls it on all ranks in the same order. Source: after the abstract of CrossoverScheduler
+    (arXiv 2103.07974); order, locking and switch points are our design.
+
+    Example::
+
+        model.register_comm_hook(CrossoverState(), crossover_hook)
+    """
+    group = cast(dist.ProcessGroup, state.process_group)
+    if turns_disabled():
+        return allreduce_hook(group, bucket)
+    try:
+        engine = Exchange.of(resolve_group(group))
+    except UnsupportedConfigurationError as error:
+        return Exchange.refuse(bucket, error)
+    return engine.submit(bucket, turn=_turn_of(state, bucket))
+
+
+def crossover_wrapper(hook: Hook) -> Hook:
+    """Put the turn around somebody else's hook: torch's ``fp16_compress_hook``, ``powerSGD_hook``, your own.
+
+    The turn is given back when ``hook`` has launched the last bucket's compression, and taken again when all its
+    futures are complete. What a hook computes in callbacks of its futures runs outside the turn. Gradients
+    are those of ``hook``.
+
+    Args:
+        hook: a communication hook; called with ``state.hook_state`` of the registered `CrossoverState`.
+
+    Returns:
+        A hook to register with a `CrossoverState`.
+
+    Example::
+
+        state = CrossoverState(hook_state=powerSGD_hook.PowerSGDState(None))
+        model.register_comm_hook(state, crossover_wrapper(powerSGD_hook.powerSGD_hook))
+    """
+
+    def crossover_wrapped_hook(
+        state: CrossoverState, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state.hook_state, bucket)
+        if turns_disabled():
+            return future
+        engine = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
+        return engine.follow(future, bucket, turn=_turn_of(state, bucket))
+
+    return crossover_wrapped_hook
+
+
+def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:
+    if isinstance(state.turn, _FirstTurn) and isinstance(bucket, dist.GradBucket):
+        state.turn.device = bucket.buffer().device
+    return state.turn
