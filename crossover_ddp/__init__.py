@@ -1,5 +1,11 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
+from .comm_hooks import (
+    CrossoverState,
+    crossover_hook,
+    crossover_wrapper,
+    reduce_scatter_all_gather_hook,
+)
 from .errors import (
     CrossoverError,
     ExchangeError,
@@ -7,11 +13,17 @@ from .errors import (
     TurnError,
     UnsupportedConfigurationError,
 )
+from .gpu_mutex import GPUMutex
 
 __all__ = [
     "CrossoverError",
+    "CrossoverState",
     "ExchangeError",
+    "GPUMutex",
     "SegmentError",
     "TurnError",
     "UnsupportedConfigurationError",
+    "crossover_hook",
+    "crossover_wrapper",
+    "reduce_scatter_all_gather_hook",
 ]
