@@ -1,6 +1,258 @@
-import sys
-from pathlib import Path
+r"""Run jobs on an emulated cluster: nodes, shaped links and pinned cores on one machine.
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from lab_cluster import Cluster, clean  # noqa
-from lab_jobs import Job, RunResult, JobFailedError, RunTimeoutError  # noqa
+    python recipes/lab.py run --nodes 2 --rate 200mbit --out runs/x \
+        --job 'a: python recipes/train.py --hook crossover --lr 0.1' \
+        --job 'b: python recipes/train.py --hook crossover --lr 0.05'
+    python recipes/lab.py link --rate 200mbit      measure a link
+    python recipes/lab.py clean                    remove what killed labs left behind
+
+Namespaces and shaping need root; ``--unshaped`` does without them. From Python:
+``from lab import Cluster, Job``. How it works and what the figures mean: docs/lab.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lab_analysis import bound
+from lab_cluster import Cluster, clean
+from lab_jobs import Job, JobFailedError, RunResult, RunTimeoutError
+from lab_link import measure
+from lab_network import LabError, why_not_shaped
+from lab_records import Run, load_run
+from timeline_picture import draw_run
+
+__all__ = [
+    "Cluster",
+    "Job",
+    "JobFailedError",
+    "LabError",
+    "Run",
+    "RunResult",
+    "RunTimeoutError",
+    "bound",
+    "clean",
+    "load_run",
+    "main",
+    "measure",
+    "why_not_shaped",
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        return int(args.action(args))
+    except (LabError, ValueError) as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("lab: interrupted; everything has been cleaned up", file=sys.stderr)
+        return 130
+
+
+def run_jobs(args: argparse.Namespace) -> int:
+    jobs = [parse_job(text) for text in args.job]
+    out: Path = args.out or Path("runs") / "lab" / time.strftime("%Y%m%d-%H%M%S")
+    with make_cluster(args) as cluster:
+        if args.sequential:
+            # Each run in a directory of its own: it is analysed as a job that ran alone.
+            runs = [run_once(cluster, [job], args.timeout, out / job.name) for job in jobs]
+        else:
+            runs = [run_once(cluster, jobs, args.timeout, out)]
+    result = {"sequential": args.sequential, "runs": [run.as_json() for run in runs]}
+    if args.sequential:
+        result["one_after_the_other"] = one_after_the_other(runs)
+    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    pictures = [draw_run(run.directory) for run in runs if run.spans]
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show(result, pictures, out)
+    return 0
+
+
+def run_once(cluster: Cluster, jobs: Sequence[Job], timeout_s: float, out: Path) -> Run:
+    with progress(jobs, out) as watch:
+        cluster.run(jobs, timeout_s, out=out, watch=watch)
+    return load_run(out)
+
+
+def one_after_the_other(runs: Sequence[Run]) -> dict[str, float | None]:
+    """Sum of the makespans, and by how much siblings could beat it at best."""
+    figures = [job for run in runs for job in run.figures().values()]
+    alone = [
+        (job.busy_s, job.step_s, job.wire_s or 0.0)
+        for job in figures
+        if job.busy_s is not None and job.step_s is not None
+    ]
+    return {
+        "makespan_s": sum(job.makespan_s or 0.0 for job in figures),
+        "bound": bound(alone) if len(alone) == len(figures) else None,
+    }
+
+
+def measure_link(args: argparse.Namespace) -> int:
+    with make_cluster(args) as cluster:
+        figures = measure(cluster, duration_s=args.duration)
+    if args.json:
+        print(json.dumps(figures))
+        return 0
+    idle, loaded = figures["round_trip_idle_ms"], figures["round_trip_loaded_ms"]
+    print(f"rate               {figures['rate_mbit']:g} Mbit/s, MTU {figures['mtu']}")
+    print(
+        f"goodput            {figures['goodput_mbit']:.1f} Mbit/s ({figures['goodput_per_rate']:.1%} of the rate)"
+    )
+    print(f"wire per payload   {figures['wire_bytes_per_payload_byte']:.4f} bytes per byte")
+    print(f"processor          {figures['process_cpu_ms_per_mb']:.2f} ms per MB in the process")
+    if figures["interrupt_cpu_ms_per_mb"] is not None:
+        print(
+            f"                   {figures['interrupt_cpu_ms_per_mb']:.2f} ms per MB in the core's interrupts"
+        )
+    print(f"1-byte round trip  {idle['median']:.2f} ms idle (longest {idle['max']:.2f})")
+    print(f"                   {loaded['median']:.2f} ms behind bulk both ways (longest {loaded['max']:.2f})")
+    print(f"dropped packets    {figures['dropped_packets']}")
+    return 0
+
+
+def clean_up(args: argparse.Namespace) -> int:
+    removed = clean()
+    print("\n".join(f"removed {what}" for what in removed) or "nothing was left behind")
+    return 0
+
+
+def make_cluster(args: argparse.Namespace) -> Cluster:
+    return Cluster(args.nodes, args.rate, args.mtu, pin=args.pin, shaped=not args.unshaped)
+
+
+def parse_job(text: str) -> Job:
+    """Read ``name: command``."""
+    name, colon, command = text.partition(":")
+    if not colon:
+        raise ValueError(f"expected a job as 'name: command', got {text!r}")
+    return Job(name.strip(), command.strip())
+
+
+def parse_rate(text: str) -> float:
+    """Read a rate such as 200mbit, 1gbit, 2.5 (Mbit/s) in Mbit/s."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(kbit|mbit|gbit)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a rate such as 200mbit or 1gbit, got {text!r}")
+    return float(match[1]) * {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}[match[2] or "mbit"]
+
+
+@contextmanager
+def progress(jobs: Sequence[Job], out: Path) -> Iterator[Callable[[], None] | None]:
+    """Show each job's last line on a terminal; elsewhere the lab sleeps while they run."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    began_s = time.monotonic()
+    with console.status("starting") as status:
+
+        def watch() -> None:
+            lines = [
+                f"[bold]{job.name}[/] {_escaped(last_line(out / job.name / 'rank0.log'))}" for job in jobs
+            ]
+            status.update(f"{time.monotonic() - began_s:.0f} s\n" + "\n".join(lines))
+
+        yield watch
+
+
+def last_line(log: Path) -> str:
+    """The last line of a growing file that is not blank."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    return lines[-1][:120] if lines else ""
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
+    """Print the figures as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = {"step": "step_s", "C": "C_s", "N": "N_s", "M": "M_s"}
+    units = ["MB/step", "turns", "hand-over ms", "total s"]
+    table = Table(*["job", "steps", *(f"{name} ms" for name in columns), *units], title=str(out))
+    for run in result["runs"]:
+        for name, job in run["jobs"].items():
+            handover = job["handover"]
+            table.add_row(
+                *[name, str(job["steps"]), *(number(job[key], 1e3, 0) for key in columns.values())],
+                number(job["wire_bytes_per_step"], 1e-6, 2),
+                str(job["turns"] or "–"),
+                number(handover["median_s"] if handover["count"] else None, 1e3, 2),
+                number(job["makespan_s"], 1, 1),
+            )
+    console = Console()
+    console.print(table)
+    if result["sequential"] and result["one_after_the_other"]["bound"]:
+        total = result["one_after_the_other"]
+        console.print(
+            f"one after the other {total['makespan_s']:.1f} s; siblings at best {total['bound']:.2f}× faster"
+        )
+    dropped = sum(run["dropped_packets"] for run in result["runs"])
+    if dropped:
+        console.print(f"[red]{dropped} packets were dropped: these times are spoiled")
+    for picture in pictures:
+        console.print(f"picture: {picture}")
+
+
+def number(value: float | None, factor: float, digits: int) -> str:
+    return "–" if value is None else f"{value * factor:.{digits}f}"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    actions = parser.add_subparsers(required=True)
+    run = actions.add_parser("run", help="run jobs side by side, or one after the other")
+    run.add_argument(
+        "--job", action="append", required=True, metavar="'NAME: COMMAND'", help="may be repeated"
+    )
+    run.add_argument("--out", type=Path, help="directory for logs and results (default: runs/lab/<time>)")
+    run.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for each run (default: 1 h)")
+    run.add_argument("--sequential", action="store_true", help="one job after the other, each alone")
+    run.set_defaults(action=run_jobs)
+    link = actions.add_parser("link", help="measure a link")
+    link.add_argument("--duration", type=float, default=3.0, metavar="S", help="of the bulk transfer")
+    link.set_defaults(action=measure_link)
+    for command in (run, link):
+        command.add_argument("--nodes", type=int, default=2, help="1 to 4 (default: 2)")
+        command.add_argument("--rate", type=parse_rate, default=200.0, help="of each link (default: 200mbit)")
+        command.add_argument("--mtu", type=int, default=9000, help="bytes (default: 9000)")
+        command.add_argument(
+            "--pin", choices=("core", "none"), default="core", help="rank i to core i, or not"
+        )
+        command.add_argument(
+            "--unshaped", action="store_true", help="no namespaces, no shaping: needs no root"
+        )
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    actions.add_parser("clean", help="remove what killed labs left behind").set_defaults(action=clean_up)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,6 +36,7 @@ def start(
     """Start a command on a node, pinned to a core, as the leader of its own session.
 
     Args:
+        command: its words.
         enter: the words that put it on the node (``Network.enter``); may be empty.
         core: the only core it may run on; None leaves it free.
         environment: its whole environment.

@@ -1,0 +1,180 @@
+"""Measure an emulated link: goodput, processor time, and how long a small message takes.
+
+``measure(cluster)`` runs two processes on nodes 0 and 1 (this file, as a script), which send each
+other a bulk of data at the same time, as the two halves of an all-reduce do; beside it, on a
+connection of its own, one byte goes back and forth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from lab_cluster import Cluster
+
+_CHUNK_BYTES: Final = 1 << 20
+_PING_EVERY_S: Final = 0.01
+_TIMEOUT_S: Final = 30.0
+
+
+def measure(cluster: Cluster, *, duration_s: float = 3.0) -> dict[str, Any]:
+    """Measure the link between nodes 0 and 1, in both directions at once.
+
+    Args:
+        cluster: shaped, with at least two nodes.
+        duration_s: about how long the bulk transfer takes.
+    """
+    if cluster.network is None or cluster.rate_mbit is None or cluster.nodes < 2:
+        raise ValueError("expected a shaped cluster of at least 2 nodes, got one without links")
+    payload_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
+    dropped, wire_bytes = cluster.dropped(), cluster.sent_bytes()[0]
+    ends = _run_ends(cluster, payload_bytes, timeout_s=_TIMEOUT_S + 4 * duration_s)
+    goodput_mbit = min(end["goodput_mbit"] for end in ends)
+    return {
+        "rate_mbit": cluster.rate_mbit,
+        "mtu": cluster.mtu,
+        "payload_bytes": payload_bytes,
+        "goodput_mbit": goodput_mbit,
+        "goodput_per_rate": goodput_mbit / cluster.rate_mbit,
+        "wire_bytes_per_payload_byte": (cluster.sent_bytes()[0] - wire_bytes) / payload_bytes,
+        "process_cpu_ms_per_mb": max(end["process_cpu_ms_per_mb"] for end in ends),
+        "interrupt_cpu_ms_per_mb": _largest(end["interrupt_cpu_ms_per_mb"] for end in ends),
+        "round_trip_idle_ms": ends[0]["idle_ms"],
+        "round_trip_loaded_ms": ends[0]["loaded_ms"],
+        "dropped_packets": cluster.dropped() - dropped,
+    }
+
+
+def _largest(values: Any) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _run_ends(cluster: Cluster, payload_bytes: int, *, timeout_s: float) -> list[dict[str, Any]]:
+    ports = f"{cluster.port()},{cluster.port()}"
+    processes = []
+    for node in range(2):
+        command = ["python", str(Path(__file__).resolve()), str(node), ports, str(payload_bytes)]
+        environment = cluster.environment(node)
+        processes.append(cluster.popen(node, command, environment, stdout=subprocess.PIPE, text=True))
+    try:
+        return [json.loads(process.communicate(timeout=timeout_s)[0]) for process in processes]
+    finally:
+        for process in processes:
+            cluster.end(process)
+
+
+class _End:
+    """One end of the link."""
+
+    def __init__(self, node: int, ports: list[int]) -> None:
+        self.node = node
+        self.bulk, self.ping = (_connect(node, port) for port in ports)
+        self._stop = threading.Event()
+        self.round_trips_s: list[float] = []
+
+    def measure(self, payload_bytes: int) -> dict[str, Any]:
+        pinger = threading.Thread(target=self._ping if self.node == 0 else self._pong)
+        pinger.start()
+        time.sleep(0.5)
+        idle_s, self.round_trips_s = self.round_trips_s, []
+        result = self._exchange(payload_bytes)
+        self._stop.set()
+        pinger.join()
+        loaded_s = self.round_trips_s
+        return {**result, "idle_ms": _in_ms(idle_s), "loaded_ms": _in_ms(loaded_s)}
+
+    def _exchange(self, payload_bytes: int) -> dict[str, Any]:
+        sender = threading.Thread(target=self._send, args=(payload_bytes,))
+        began_s, cpu_s, interrupts_s = time.monotonic(), time.process_time(), _interrupts_s()
+        sender.start()
+        self._receive(payload_bytes)
+        sender.join()
+        mb = 2 * payload_bytes / 1e6  # sent and received
+        length_s = time.monotonic() - began_s
+        spent_s = None if interrupts_s is None else (_interrupts_s() or 0) - interrupts_s
+        return {
+            "goodput_mbit": payload_bytes * 8 / length_s / 1e6,
+            "process_cpu_ms_per_mb": (time.process_time() - cpu_s) * 1e3 / mb,
+            "interrupt_cpu_ms_per_mb": None if spent_s is None else spent_s * 1e3 / mb,
+        }
+
+    def _send(self, left: int) -> None:
+        chunk = memoryview(bytearray(_CHUNK_BYTES))
+        while left:
+            left -= self.bulk.send(chunk[: min(left, _CHUNK_BYTES)])
+
+    def _receive(self, left: int) -> None:
+        chunk = bytearray(_CHUNK_BYTES)
+        while left:
+            received = self.bulk.recv_into(chunk, min(left, _CHUNK_BYTES))
+            if not received:
+                raise ConnectionError("the other end has gone")
+            left -= received
+
+    def _ping(self) -> None:
+        while not self._stop.wait(_PING_EVERY_S):
+            began_s = time.monotonic()
+            self.ping.sendall(b"?")
+            self.ping.recv(1)
+            self.round_trips_s.append(time.monotonic() - began_s)
+        self.ping.close()
+
+    def _pong(self) -> None:
+        while self.ping.recv(1):
+            self.ping.sendall(b"!")
+
+
+def _connect(node: int, port: int) -> socket.socket:
+    address = (os.environ["MASTER_ADDR"], port)
+    if node == 0:
+        with socket.create_server(address) as server:
+            server.settimeout(_TIMEOUT_S)
+            connection, _ = server.accept()
+    else:
+        connection = _patient_connection(address)
+    connection.settimeout(_TIMEOUT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _patient_connection(address: tuple[str, int]) -> socket.socket:
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            return socket.create_connection(address, timeout=_TIMEOUT_S)
+        except ConnectionRefusedError:  # node 0 does not listen yet
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+
+
+def _interrupts_s() -> float | None:
+    """Time that this process's core has spent in interrupts, where the kernel's share of TCP runs."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) > 1:
+        return None
+    name = f"cpu{min(cores)} "
+    (line,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(name))
+    _user, _nice, _system, _idle, _iowait, irq, softirq, *_ = (int(ticks) for ticks in line.split()[1:])
+    return (irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _in_ms(lengths_s: list[float]) -> dict[str, float] | None:
+    if not lengths_s:
+        return None
+    return {"median": median(lengths_s) * 1e3, "max": max(lengths_s) * 1e3, "count": len(lengths_s)}
+
+
+if __name__ == "__main__":
+    _node, _ports, _payload_bytes = sys.argv[1:]
+    _end = _End(int(_node), [int(port) for port in _ports.split(",")])
+    print(json.dumps(_end.measure(int(_payload_bytes))))

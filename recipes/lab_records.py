@@ -1,0 +1,123 @@
+"""Read what a run of the lab has left in its directory: step logs, timelines, the lab's own record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab_analysis import JobFigures, Span, Step, job_figures, makespan_s, occupancy
+from lab_jobs import RUN_FILE
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the lab and its ranks have recorded it."""
+
+    directory: Path
+    nodes: int
+    rate_mbit: float | None
+    devices: Sequence[str]
+    jobs: Sequence[str]
+    steps: Mapping[str, Mapping[int, Sequence[Step]]]
+    spans: Sequence[Span]
+    lab: Mapping[str, Any]
+
+    def figures(self) -> dict[str, JobFigures]:
+        """Every job's figures."""
+        return {
+            job: job_figures(
+                job, self.steps[job], self.spans, rate_mbit=self.rate_mbit, alone=len(self.jobs) == 1
+            )
+            for job in self.jobs
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """What there is to say about the run."""
+        duration_s = self.lab["end_s"] - self.lab["begin_s"]
+        capacity_bytes = (self.rate_mbit or 0) * 1e6 / 8 * duration_s
+        links = [
+            {
+                "node": node,
+                "sent_bytes": sent,
+                "utilisation": sent / capacity_bytes if capacity_bytes else None,
+            }
+            for node, sent in enumerate(self.lab["sent_bytes"])
+        ]
+        return {
+            "nodes": self.nodes,
+            "rate_mbit": self.rate_mbit,
+            "mtu": self.lab["mtu"],
+            "wall_s": duration_s,
+            "makespan_s": makespan_s(log for job in self.steps.values() for log in job.values()),
+            "jobs": {job: figures.as_json() for job, figures in self.figures().items()},
+            "links": links,
+            "dropped_packets": self.lab["dropped"],
+            "devices": {device: occupancy(self.spans, device) for device in self.devices},
+        }
+
+
+def load_run(directory: Path) -> Run:
+    """Read a run of the lab from its directory."""
+    file = directory / RUN_FILE
+    if not file.exists():
+        raise FileNotFoundError(f"expected a run of the lab with {file.name}, got {directory} without one")
+    lab = json.loads(file.read_text())
+    jobs = list(lab["jobs"])
+    spans = [span for job in jobs for span in load_spans(directory / job / "timeline", job)]
+    return Run(
+        directory=directory,
+        nodes=lab["nodes"],
+        rate_mbit=lab["rate_mbit"],
+        devices=lab["devices"],
+        jobs=jobs,
+        steps={job: load_steps(directory / job) for job in jobs},
+        spans=sorted(spans, key=lambda span: span.begin_s),
+        lab=lab,
+    )
+
+
+def load_spans(directory: Path, job: str) -> list[Span]:
+    """Read the timeline files of one job; a line that a killed rank left unfinished is skipped."""
+    spans = []
+    for path in sorted(directory.glob("rank*.jsonl")):
+        records = _records(path)
+        header = next((record for record in records if "rank" in record), None)
+        for record in records:
+            if header is None or record is header or not {"kind", "begin_s", "end_s"} <= record.keys():
+                continue
+            detail = {
+                name: value for name, value in record.items() if name not in ("kind", "begin_s", "end_s")
+            }
+            where = (job, int(header["rank"]), str(header["device"]))
+            spans.append(Span(*where, record["kind"], record["begin_s"], record["end_s"], detail))
+    return sorted(spans, key=lambda span: span.begin_s)
+
+
+def load_steps(directory: Path) -> dict[int, list[Step]]:
+    """Read the step logs of one job, by rank."""
+    logs = {}
+    for path in directory.glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        if number.isdigit():
+            logs[int(number)] = [_step(record) for record in _records(path) if record.get("event") == "step"]
+    return dict(sorted(logs.items()))
+
+
+def _step(record: Mapping[str, Any]) -> Step:
+    names = ("step", "begin_s", "end_s", "core_busy_s", "wire_bytes", "loss")
+    return Step(**{name: record.get(name) for name in names})  # type: ignore[arg-type]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
