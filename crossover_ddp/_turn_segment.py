@@ -37,7 +37,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from crossover_ddp._turns import Member
 from crossover_ddp.errors import SegmentError
@@ -54,6 +54,8 @@ _FREE, _JOINED = 0, 1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _OPEN_ATTEMPTS = 100
 _RETRY_S = 1e-3
+_LONGEST_WAIT_S = 3600.0
+_BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 
 class _Header(ctypes.Structure):
@@ -131,10 +133,12 @@ def _open_directory(base: str) -> tuple[int, str]:
         raise SegmentError(
             f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
         )
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
     try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise  # the last sibling to leave has just removed it
     except OSError as error:
         raise SegmentError(
             f"expected {path} to be a directory of this user, got {error.strerror}; "
@@ -169,9 +173,10 @@ class TurnSegment:
         self.device = device
         self.slot = -1
         self._stem = f"{group}-{digest(device):016x}"
-        self._fd = self._log_fd = self._bell_fd = -1
+        self._base = base
+        self._directory = ""
+        self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
         self._bells: dict[tuple[int, int], int] = {}
-        self._directory_fd, self._directory = _open_directory(base)
         _open_segments.add(self)
         try:
             self._open()
@@ -186,20 +191,26 @@ class TurnSegment:
 
     # --- opening and leaving -------------------------------------------------------------------------------
 
-    def _open_private(self, suffix: str, flags: int) -> int:
+    def _open_private(self, suffix: str, flags: int, *, is_kind: Callable[[int], bool] = stat.S_ISREG) -> int:
         name = f"{self._stem}{suffix}"
         path = os.path.join(self._directory, name)
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self._directory_fd)
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise SegmentError(
-                    f"expected a plain file, got a symbolic link at {path}; remove it"
-                ) from error
-            raise
+            if error.errno in (errno.ENOENT, errno.ENXIO):  # no file; a bell that nobody reads
+                raise
+            found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise SegmentError(
+                f"expected a file of user {os.geteuid()}, got {found} at {path}; remove it while no job runs"
+            ) from error
         try:
             _check_owned(fd, path)
+            if not is_kind(os.fstat(fd).st_mode):
+                raise SegmentError(
+                    f"expected another kind of file at {path}, got mode {os.fstat(fd).st_mode:o}; "
+                    "remove it while no job runs"
+                )
         except SegmentError:
             os.close(fd)
             raise
@@ -207,19 +218,31 @@ class TurnSegment:
 
     def _open(self) -> None:
         for _ in range(_OPEN_ATTEMPTS):
+            # The last one to leave takes the file and the directory with it, at any moment of this.
             with contextlib.suppress(FileNotFoundError):
-                self._fd = self._open_private(".turns", os.O_RDWR)
+                self._enter_directory()
+                try:
+                    self._fd = self._open_private(".turns", os.O_RDWR)
+                except FileNotFoundError:
+                    self._create()
+                    self._fd = self._open_private(".turns", os.O_RDWR)
                 self._check_contents()
                 return
-            self._create()
         raise SegmentError(f"expected {self.path} to stay after it was made, got it removed again and again")
+
+    def _enter_directory(self) -> None:
+        if self._directory_fd >= 0 and os.fstat(self._directory_fd).st_nlink:
+            return
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
+        self._directory_fd, self._directory = _open_directory(self._base)
 
     def _create(self) -> None:
         """Make the whole file aside and link it in, so that nobody ever sees half of one."""
-        aside = f"{self._stem}.{secrets.token_hex(8)}.new"
-        fd = os.open(
-            aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd
-        )
+        suffix = f".{secrets.token_hex(8)}.new"
+        aside = f"{self._stem}{suffix}"
+        fd = self._open_private(suffix, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, _FILE_BYTES)
             header = _Header(_MAGIC, _LAYOUT, SLOT_COUNT, self.device.encode()[:231])
@@ -228,16 +251,21 @@ class TurnSegment:
                 os.link(
                     aside, f"{self._stem}.turns", src_dir_fd=self._directory_fd, dst_dir_fd=self._directory_fd
                 )
+        except FileNotFoundError:
+            raise  # taken for a leftover by the last one to leave
         except OSError as error:
-            raise SegmentError(f"cannot make {self.path}: {error.strerror}; free some of /dev/shm") from error
+            raise SegmentError(
+                f"cannot make {self.path}: {error.strerror}; free some of {self._base}"
+            ) from error
         finally:
             os.close(fd)
-            os.unlink(aside, dir_fd=self._directory_fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=self._directory_fd)
 
     def _check_contents(self) -> None:
         found = os.fstat(self._fd)
         raw = os.pread(self._fd, _HEADER_BYTES, 0)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _FILE_BYTES or len(raw) != _HEADER_BYTES:
+        if found.st_size != _FILE_BYTES or len(raw) != _HEADER_BYTES:
             raise SegmentError(
                 f"expected a segment of {_FILE_BYTES} bytes, got {found.st_size} at {self.path}; remove it while "
                 "no job runs (another version of crossover_ddp may have made it)"
@@ -281,22 +309,11 @@ class TurnSegment:
             lease_s: how long siblings wait for a turn that neither ends nor dies.
             events: the device-side events of this process, as handles of 64 bytes each.
         """
-        for _ in range(_OPEN_ATTEMPTS):
-            self.slot = next((index for index in range(SLOT_COUNT) if self._lock(index, 1)), -1)
-            if self.slot >= 0 and self._is_current():
-                break
-            # The last one to leave holds all slots for a moment and takes the file with it.
-            time.sleep(_RETRY_S if self.slot < 0 else 0.0)
-            os.close(self._fd)
-            self._open()
-        if self.slot < 0:
-            raise SegmentError(
-                f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
-            )
+        self._take_slot()
         self._publish(state=_FREE)
         self._make_bell()
         slot = Slot(
-            state=_JOINED,
+            state=_FREE,
             incarnation=secrets.randbits(62) | 1,
             job=job,
             devices=devices,
@@ -309,21 +326,45 @@ class TurnSegment:
         )
         ctypes.memmove(slot.events, events, len(events))
         os.pwrite(self._fd, bytes(slot), self._offset(self.slot))
+        self._publish(state=_JOINED)
+        # Whoever has just found the slot's dead owner with our new bell would wait for it a whole lease.
+        self.ring_others()
+
+    def _take_slot(self) -> None:
+        for _ in range(_OPEN_ATTEMPTS):
+            self.slot = next((index for index in range(SLOT_COUNT) if self._lock(index, 1)), -1)
+            if self.slot >= 0 and self._is_current():
+                return
+            # The last one to leave holds all slots for a moment and takes the file with it.
+            time.sleep(_RETRY_S if self.slot < 0 else 0.0)
+            self.slot, stale = -1, self._fd
+            self._fd = -1
+            os.close(stale)
+            self._open()
+        raise SegmentError(
+            f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
+        )
 
     def _make_bell(self) -> None:
         name = self._bell_name(self.slot)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._directory_fd)
-        os.mkfifo(name, 0o600, dir_fd=self._directory_fd)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._directory_fd)
+            os.mkfifo(name, 0o600, dir_fd=self._directory_fd)
+        except OSError as error:
+            path = os.path.join(self._directory, name)
+            raise SegmentError(
+                f"cannot make {path}: {error.strerror}; remove it or free some of {self._base}"
+            ) from error
         # Open for writing too, or its poll would report a hang-up whenever no sibling holds it.
-        self._bell_fd = self._open_private(f".{self.slot}.bell", os.O_RDWR)
+        self._bell_fd = self._open_private(f".{self.slot}.bell", os.O_RDWR, is_kind=stat.S_ISFIFO)
 
     def leave(self) -> None:
         """Give the slot up, wake whoever waits for it, and remove the files if nobody is left."""
         if self._fd < 0:
             return
         if self.slot >= 0:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, SegmentError):
                 self._publish(state=_FREE)
                 self.ring_others()
                 os.unlink(self._bell_name(self.slot), dir_fd=self._directory_fd)
@@ -333,10 +374,12 @@ class TurnSegment:
         self.forget()
 
     def _remove_files(self) -> None:
-        for name in os.listdir(self._directory_fd):
-            if name.startswith(f"{self._stem}."):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._directory_fd)
+        ours = re.compile(rf"{re.escape(self._stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.new)")
+        names = [name for name in os.listdir(self._directory_fd) if ours.fullmatch(name)]
+        # The slots last: while they are there, and all locked, nobody else can join and make the others anew.
+        for name in (*names, f"{self._stem}.turns"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._directory_fd)
         with contextlib.suppress(OSError):  # other groups or devices live in it
             os.rmdir(self._directory)
 
@@ -380,6 +423,8 @@ class TurnSegment:
 
     def slots(self) -> dict[int, Slot]:
         """Return every slot that is in use by a living process, the own one included."""
+        if not os.fstat(self._fd).st_nlink:
+            raise SegmentError(f"expected {self.path} to stay while jobs run, got it removed under way")
         raw = os.pread(self._fd, _FILE_BYTES - _HEADER_BYTES, _HEADER_BYTES)
         if len(raw) != _FILE_BYTES - _HEADER_BYTES:
             raise SegmentError(f"expected {_FILE_BYTES} bytes, got {self.path} cut short under way")
@@ -412,7 +457,7 @@ class TurnSegment:
             for stale in [known for known in self._bells if known[0] == slot]:
                 os.close(self._bells.pop(stale))
             try:
-                self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY)
+                self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY, is_kind=stat.S_ISFIFO)
             except OSError:  # no reader, or no bell: its owner has ended
                 return None
         fd = self._bells[key]
@@ -446,9 +491,10 @@ class TurnSegment:
             if fd is None:
                 return
             watch.register(fd, 0)
-        watch.poll(max(0.0, timeout_s) * 1000 + 1)
+        # The kernel takes no more than 24 days; whoever calls us looks again anyway.
+        watch.poll(min(max(0.0, timeout_s), _LONGEST_WAIT_S) * 1000 + 1)
         with contextlib.suppress(BlockingIOError):
-            os.read(self._bell_fd, 4096)
+            os.read(self._bell_fd, _BELL_BYTES)
 
     # --- the lead device's log: see [Note: turn order] in _turns -------------------------------------------
 
@@ -463,6 +509,8 @@ class TurnSegment:
         """Append the own slot to the log; its place there is the turn's number, from 1."""
         if self._log_fd < 0:
             self._log_fd = self._open_private(".log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if not os.fstat(self._log_fd).st_nlink:
+            raise SegmentError(f"expected the log beside {self.path} to stay, got it removed under way")
         os.write(self._log_fd, bytes([self.slot]))
         return os.lseek(self._log_fd, 0, os.SEEK_CUR)
 

@@ -1,0 +1,798 @@
+"""The home of turns in shared memory: slots, bells and the log, and whoever meddles with them.
+
+Two segments of one process behave as two processes do, since locks and bells belong to open files; real
+processes are used where one of them has to die.
+"""
+
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crossover_ddp import _turn_segment
+from crossover_ddp._turn_segment import SHARED_MEMORY, SLOT_COUNT, Slot, TurnSegment
+from crossover_ddp._turns import Member
+from crossover_ddp.errors import SegmentError
+
+DEVICE = "dev0"
+NOBODY = 65534
+AT_ONCE_S = 0.5  # generous: the machine may be busy
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness._worker"])
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+Join = Callable[..., TurnSegment]
+
+
+def join_at(
+    base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE, lease_s: float = 1.0
+) -> TurnSegment:
+    segment = TurnSegment(group, device, base=str(base))
+    segment.join(job=job, devices=7, rank=0, world_size=1, lease_s=lease_s)
+    return segment
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """Join segments below tmp_path; all leave at the end."""
+    joined: list[TurnSegment] = []
+
+    def joining(**arguments: Any) -> TurnSegment:
+        joined.append(join_at(tmp_path, **arguments))
+        return joined[-1]
+
+    yield joining
+    for segment in joined:
+        segment.leave()
+
+
+def join_slot(join: Join, slot: int, *, job: int) -> TurnSegment:
+    """Join in a certain slot, whose lock the kernel may drop a moment after its owner's bell."""
+    deadline_s = time.monotonic() + 2.0
+    while (segment := join(job=job)).slot != slot and time.monotonic() < deadline_s:
+        segment.leave()
+    return segment
+
+
+def member(segment: TurnSegment, job: int) -> Member:
+    return next(found for found in segment.members() if found.job == job)
+
+
+def jobs(segment: TurnSegment) -> list[int]:
+    return sorted(found.job for found in segment.members())
+
+
+def files(base: Path) -> list[str]:
+    return sorted(path.name for path in base.rglob("*") if not path.is_dir())
+
+
+def home(base: Path) -> Path:
+    return base / f"crossover_ddp-{os.geteuid()}"
+
+
+# --- other processes --------------------------------------------------------------------------------------------
+
+
+def _live(orders: "Connection[Any, Any]", base: str, job: int) -> None:
+    """Another process on the device, that does what it is told."""
+    segment = join_at(base, job=job)
+    orders.send(segment.slot)
+    while (order := orders.recv()) is not None:
+        name, *arguments = order
+        orders.send(getattr(segment, name)(*arguments))
+    segment.leave()
+    orders.send(None)
+
+
+class Process:
+    """A process that has joined; it is killed at the end of the block at the latest."""
+
+    def __init__(self, base: Path, job: int) -> None:
+        self.orders, theirs = _context.Pipe()
+        self.process = _context.Process(target=_live, args=(theirs, str(base), job))
+        self.process.start()
+        theirs.close()
+        self.slot: int = self.orders.recv()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+    def call(self, name: str, *arguments: object) -> Any:
+        self.orders.send((name, *arguments))
+        return self.orders.recv()
+
+    def leave(self) -> None:
+        self.orders.send(None)
+        self.orders.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def time_of(action: Callable[[], object]) -> float:
+    begin_s = time.monotonic()
+    action()
+    return time.monotonic() - begin_s
+
+
+# --- joining and leaving ------------------------------------------------------------------------------------------
+
+
+def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
+    segment = join_at(tmp_path, job=5, lease_s=2.5)
+    assert [(m.slot, m.job, m.joined_at, m.returned, m.lease_s) for m in segment.members()] == [
+        (segment.slot, 5, 0, 0, 2.5)
+    ]
+    segment.draw_turn()
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_shared_memory_is_left_as_it_was() -> None:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    segment = join_at(SHARED_MEMORY, group=group)
+    assert os.path.exists(segment.path)
+    segment.leave()
+    assert not list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+
+
+def test_leaving_twice_or_without_having_joined_is_harmless(tmp_path: Path) -> None:
+    segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    segment.leave()
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_siblings_have_slots_of_their_own_and_see_each_other(join: Join) -> None:
+    segments = [join(job=job) for job in (1, 2, 3)]
+    assert len({segment.slot for segment in segments}) == 3
+    assert all(jobs(segment) == [1, 2, 3] for segment in segments)
+
+
+def test_files_stay_until_the_last_one_leaves(tmp_path: Path) -> None:
+    first, second = join_at(tmp_path, job=1), join_at(tmp_path, job=2)
+    first.leave()
+    assert jobs(second) == [2]
+    assert os.path.exists(second.path)
+    second.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
+    staying, leaving = join(job=1), join(job=2)
+    before = member(staying, 2)
+    leaving.publish_returned(9)
+    leaving.leave()
+    join(job=2)
+    after = member(staying, 2)
+    assert after.slot == before.slot
+    assert after.incarnation != before.incarnation
+    assert after.returned == 0, "what the earlier owner gave back is not the new owner's"
+
+
+def test_files_and_directory_are_private(join: Join, tmp_path: Path) -> None:
+    join().draw_turn()
+    assert stat.S_IMODE(home(tmp_path).stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in home(tmp_path).iterdir()} == {0o600}
+    assert [name.rsplit(".", 1)[1] for name in files(tmp_path)] == ["bell", "log", "turns"]
+
+
+def test_groups_and_devices_do_not_meet(join: Join) -> None:
+    segments = [join(), join(group="others"), join(device="dev1")]
+    assert all(len(segment.members()) == 1 for segment in segments)
+
+
+def test_the_last_one_of_a_group_leaves_the_files_of_other_groups(join: Join) -> None:
+    one = join(group="jobs")
+    stem = os.path.basename(one.path).removesuffix(".turns")
+    other = join(group=f"{stem}.more")  # as like as a name can be
+    one.leave()
+    assert os.path.exists(other.path)
+    assert len(other.members()) == 1
+    assert other.draw_turn() == 1
+
+
+def test_more_processes_than_slots_are_refused(join: Join) -> None:
+    for _ in range(SLOT_COUNT):
+        join()
+    with pytest.raises(
+        SegmentError, match=r"expected a free slot, got all 64 taken in .*; use another group"
+    ):
+        join()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "a\n", "ä", "x" * 65, "a\0"])
+def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a group name of 1-64 letters"):
+        TurnSegment(name, DEVICE, base=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["a/b", "GPU " + "x" * 400, "ä" * 200])
+def test_any_text_names_a_device(device: str, join: Join) -> None:
+    assert len({join(device=device).path, join(device=device).path}) == 1
+
+
+# --- bells --------------------------------------------------------------------------------------------------------
+
+
+def test_giving_back_wakes_a_waiting_sibling(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    timer = threading.Timer(0.1, giving.publish_returned, [3])
+    timer.start()
+    elapsed_s = time_of(lambda: waiting.wait([member(waiting, 1)], 10.0))
+    timer.join()
+    assert 0.05 < elapsed_s < 5.0
+    assert member(waiting, 1).returned == 3
+
+
+def test_a_bell_rung_before_the_wait_is_not_lost(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    watched = [member(waiting, 1)]
+    giving.publish_returned(1)
+    assert time_of(lambda: waiting.wait(watched, 10.0)) < 5.0
+
+
+def test_many_rings_wake_once(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    for turn in range(5000):
+        giving.publish_returned(turn)
+    waiting.wait([], 10.0)
+    assert time_of(lambda: waiting.wait([], 0.1)) >= 0.1
+
+
+def test_a_full_bell_blocks_nobody(join: Join) -> None:
+    giving, deaf = join(job=1), join(job=2)
+    bell = giving._bell(deaf.slot, member(giving, 2).incarnation)
+    assert bell is not None
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(bell, b"\0" * 4096)
+    giving.publish_returned(1)
+    assert member(deaf, 1).returned == 1
+
+
+def test_own_bell_ends_the_own_wait(join: Join) -> None:
+    waiting = join()
+    timer = threading.Timer(0.1, waiting.ring_self)
+    timer.start()
+    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+    timer.join()
+
+
+def test_waiting_ends_with_the_time(join: Join) -> None:
+    waiting = join()
+    waiting.wait([], 0.0)
+    assert 0.1 <= time_of(lambda: waiting.wait([], 0.1)) < 5.0
+
+
+@pytest.mark.parametrize("timeout_s", [1e12, float("inf")])
+def test_a_wait_of_any_length_is_allowed(timeout_s: float, join: Join) -> None:
+    waiting = join()
+    waiting.ring_self()
+    waiting.wait([], timeout_s)
+
+
+def test_leaving_wakes_a_waiting_sibling(join: Join) -> None:
+    leaving, waiting = join(job=1), join(job=2)
+    timer = threading.Timer(0.1, leaving.leave)
+    timer.start()
+    assert time_of(lambda: waiting.wait([member(waiting, 1)], 10.0)) < 5.0
+    timer.join()
+    assert jobs(waiting) == [2]
+
+
+def test_joining_wakes_a_waiting_sibling(join: Join) -> None:
+    """It may have taken the new owner of a slot for the old one, whom it waits for."""
+    waiting = join(job=1)
+    join(job=2)
+    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+
+
+# --- death --------------------------------------------------------------------------------------------------------
+
+
+def test_death_of_a_sibling_ends_the_wait_at_once(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        waiting.wait([], 0.0)  # its joining rang
+        timer = threading.Timer(0.2, sibling.kill)
+        timer.start()
+        assert 0.1 < time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        timer.join()
+        assert jobs(waiting) == [1]
+
+
+def test_a_sibling_that_is_dead_already_is_not_waited_for(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        seen = member(waiting, 2)
+        waiting.wait([], 0.0)
+        sibling.kill()
+    assert time_of(lambda: waiting.wait([seen], 10.0)) < AT_ONCE_S
+
+
+def test_the_slot_of_a_dead_process_is_used_again(join: Join, tmp_path: Path) -> None:
+    staying = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        sibling.call("publish_returned", 9)
+        sibling.kill()
+    following = join_slot(join, sibling.slot, job=3)
+    assert following.slot == sibling.slot
+    assert jobs(staying) == [1, 3]
+    assert member(staying, 3).returned == 0
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_last_one(tmp_path: Path) -> None:
+    with Process(tmp_path, job=2) as sibling:
+        sibling.call("draw_turn")
+        sibling.kill()
+    assert files(tmp_path), "nobody was there to remove it"
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
+    segment = join_at(base, job=2)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60.0)  # as a DataLoader's worker that waits for work
+        os._exit(0)
+    orders.send((segment.slot, child))
+    orders.recv()
+
+
+def test_a_forked_child_does_not_keep_the_slot_of_its_dead_parent(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    orders, theirs = _context.Pipe()
+    parent = _context.Process(target=_fork_and_wait, args=(theirs, str(tmp_path)))
+    parent.start()
+    slot, child = orders.recv()
+    try:
+        assert jobs(waiting) == [1, 2]
+        waiting.wait([], 0.0)
+        timer = threading.Timer(0.2, parent.kill)
+        timer.start()
+        assert time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        timer.join()
+        assert jobs(waiting) == [1]
+        assert join_slot(join, slot, job=3).slot == slot
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.join()
+
+
+def test_a_forked_child_leaves_the_slot_of_its_living_parent_alone(join: Join) -> None:
+    segment = join(job=1)
+    watching = join(job=2)
+    child = os.fork()
+    if child == 0:
+        segment.leave()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert jobs(watching) == [1, 2]
+    segment.publish_returned(4)
+    assert member(watching, 1).returned == 4
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_places_in_the_log_number_the_turns(join: Join) -> None:
+    first, second = join(job=1), join(job=2)
+    assert [first.draw_turn(), second.draw_turn(), second.draw_turn(), first.draw_turn()] == [1, 2, 3, 4]
+    assert first.read_log(0, 4) == bytes([first.slot, second.slot, second.slot, first.slot])
+    assert first.read_log(1, 3) == bytes([second.slot] * 2)
+    assert member(join(job=3), 3).joined_at == 4
+
+
+def _draw(orders: "Connection[Any, Any]", base: str, job: int, count: int) -> None:
+    segment = join_at(base, job=job)
+    orders.send(segment.slot)
+    orders.recv()
+    orders.send([segment.draw_turn() for _ in range(count)])
+    orders.recv()
+    segment.leave()
+
+
+def test_turn_numbers_of_several_processes_are_unique_and_without_gaps(join: Join, tmp_path: Path) -> None:
+    watching, count = join(job=9), 500
+    pipes = [_context.Pipe() for _ in range(3)]
+    processes = [
+        _context.Process(target=_draw, args=(theirs, str(tmp_path), job, count))
+        for job, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    slots = [orders.recv() for orders, _ in pipes]
+    for orders, _ in pipes:
+        orders.send(None)
+    drawn = [orders.recv() for orders, _ in pipes]
+    for orders, _ in pipes:
+        orders.send(None)
+    for process in processes:
+        process.join(10.0)
+    assert sorted(turn for turns in drawn for turn in turns) == list(range(1, 3 * count + 1))
+    last = watching.draw_turn()
+    log = watching.read_log(0, last - 1)
+    assert all(log[turn - 1] == slot for slot, turns in zip(slots, drawn, strict=True) for turn in turns)
+
+
+# --- joining races with leaving -----------------------------------------------------------------------------------
+
+
+def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: int) -> None:
+    try:
+        for _ in range(rounds):
+            segment = join_at(base, job=job)
+            turn = segment.draw_turn()
+            # A log that another one has removed and made anew would not hold what was drawn.
+            assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
+            assert segment.log_numel() >= turn
+            assert job in jobs(segment)
+            assert segment._is_current()
+            segment.leave()
+        orders.send("")
+    except BaseException as error:
+        orders.send(f"{type(error).__name__}: {error}")
+
+
+def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
+    pipes = [_context.Pipe() for _ in range(4)]
+    processes = [
+        _context.Process(target=_come_and_go, args=(theirs, str(tmp_path), job, 150))
+        for job, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    problems = [orders.recv() for orders, _ in pipes]
+    for process in processes:
+        process.join(10.0)
+    assert problems == [""] * len(pipes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_may_go_between_looking_and_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = _turn_segment._open_directory
+    losses = iter(range(3))
+
+    def lose(base: str) -> tuple[int, str]:
+        found = opened(base)
+        if next(losses, None) is not None:
+            os.rmdir(found[1])
+        return found
+
+    monkeypatch.setattr(_turn_segment, "_open_directory", lose)
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_file_taken_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, losses = os.link, iter(range(3))
+
+    def lose(aside: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if next(losses, None) is not None:
+            os.unlink(aside, dir_fd=src_dir_fd)
+        link(aside, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "link", lose)
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what others have put there --------------------------------------------------------------------------------------
+
+
+class Left:
+    """A file that must stay as it is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.before = self._state()
+
+    def _state(self) -> tuple[object, ...]:
+        found = self.path.lstat()
+        contents = self.path.read_bytes() if stat.S_ISREG(found.st_mode) else b""
+        return (
+            found.st_ino,
+            found.st_mode,
+            found.st_uid,
+            found.st_gid,
+            found.st_size,
+            found.st_mtime_ns,
+            contents,
+        )
+
+    def is_untouched(self) -> bool:
+        return self._state() == self.before
+
+
+@pytest.fixture
+def leftover(tmp_path: Path) -> Path:
+    """The file of a process that has ended without leaving."""
+    segment = join_at(tmp_path)
+    segment.draw_turn()
+    path = Path(segment.path)
+    segment.forget()
+    return path
+
+
+def _foreign(path: Path) -> None:
+    os.chown(path, NOBODY, NOBODY)
+
+
+def _permissive(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def _truncated(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _lengthened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def _garbage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(os.urandom(64))
+
+
+def _other_layout(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write((99).to_bytes(8, sys.byteorder))
+
+
+def _symbolic_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+MEDDLINGS = [
+    pytest.param(_foreign, "got owner 65534; .* left alone", marks=needs_root),
+    (_permissive, "got mode 0644; chmod 0600 it or remove it"),
+    (_truncated, r"expected a segment of \d+ bytes, got 100 .*; remove it"),
+    (_empty, r"expected a segment of \d+ bytes, got 0 .*; remove it"),
+    (_lengthened, r"expected a segment of \d+ bytes, got \d+ .*; remove it"),
+    (_garbage, "got something else .*; remove it"),
+    (_other_layout, "expected layout 1 .*, got something else .*; *remove it"),
+    (_symbolic_link, "got a symbolic link .*; remove it"),
+    (_directory, "got Is a directory .*; remove it"),
+    (_fifo, "another kind of file .*; remove it"),
+]
+
+
+@pytest.mark.parametrize(("meddle", "message"), MEDDLINGS)
+def test_a_segment_that_is_not_ours_is_refused_and_stays_as_it_is(
+    meddle: Callable[[Path], None], message: str, leftover: Path, tmp_path: Path
+) -> None:
+    meddle(leftover)
+    left = [Left(path) for path in home(tmp_path).iterdir()]
+    with pytest.raises(SegmentError, match=message) as caught:
+        TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    assert str(leftover) in str(caught.value)
+    assert all(each.is_untouched() for each in left)
+    assert len(left) == len(list(home(tmp_path).iterdir()))
+
+
+def test_the_segment_of_another_device_under_our_name_is_refused(leftover: Path, tmp_path: Path) -> None:
+    other = TurnSegment("jobs", "dev1", base=str(tmp_path))
+    path = Path(other.path)
+    other.leave()
+    leftover.rename(path)
+    with pytest.raises(SegmentError, match="for device 'dev1', got something else"):
+        TurnSegment("jobs", "dev1", base=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        pytest.param(_foreign, "got owner 65534", marks=needs_root),
+        (lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it"),
+        (
+            _symbolic_link,
+            "to be a directory of this user, got .*; if it is a symbolic link or a file, remove it",
+        ),
+        (
+            lambda path: (path.rename(path.with_name("elsewhere")), path.touch(0o600)),
+            "to be a directory of this user",
+        ),
+    ],
+)
+def test_a_directory_that_is_not_ours_is_refused_and_stays_as_it_is(
+    meddle: Callable[[Path], object], message: str, leftover: Path, tmp_path: Path
+) -> None:
+    meddle(leftover.parent)
+    left = [Left(path) for path in tmp_path.rglob("*")]
+    with pytest.raises(SegmentError, match=message) as caught:
+        TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    assert str(home(tmp_path)) in str(caught.value)
+    assert all(each.is_untouched() for each in left)
+    assert len(left) == len(list(tmp_path.rglob("*")))
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        pytest.param(_foreign, "got owner 65534", marks=needs_root),
+        (_permissive, "got mode 0644"),
+        (_symbolic_link, "got a symbolic link"),
+        (_fifo, "another kind of file"),
+    ],
+)
+def test_a_log_that_is_not_ours_is_refused_and_stays_as_it_is(
+    meddle: Callable[[Path], None], message: str, leftover: Path, join: Join, tmp_path: Path
+) -> None:
+    log = leftover.with_suffix(".log")
+    segment = join()
+    meddle(log)
+    left = Left(log)
+    with pytest.raises(SegmentError, match=message) as caught:
+        segment.draw_turn()
+    assert str(log) in str(caught.value)
+    assert left.is_untouched()
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        pytest.param(_foreign, "got owner 65534", marks=needs_root),
+        (_permissive, "got mode 0644"),
+        (_symbolic_link, "got a symbolic link"),
+        (lambda path: (path.unlink(), path.touch(0o600)), "another kind of file"),
+    ],
+)
+def test_a_bell_that_is_not_ours_is_refused_and_stays_as_it_is(
+    meddle: Callable[[Path], object], message: str, join: Join, tmp_path: Path
+) -> None:
+    with Process(tmp_path, job=2) as sibling:
+        bell = next(home(tmp_path).glob(f"*.{sibling.slot}.bell"))
+        meddle(bell)
+        left = Left(bell)
+        segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
+        with pytest.raises(SegmentError, match=message) as caught:
+            segment.slots()
+        assert str(bell) in str(caught.value)
+        assert left.is_untouched()
+        segment.forget()
+
+
+def test_without_shared_memory_there_are_no_turns(tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match=r"expected Linux with .*/none"):
+        TurnSegment("jobs", DEVICE, base=str(tmp_path / "none"))
+
+
+@needs_root
+def test_full_shared_memory_is_told(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=1777", "crossover-test", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        (tmp_path / "bulk").write_bytes(b"x" * 4096)
+        with pytest.raises(SegmentError, match=r"cannot make .*jobs.*: No space left on device; free some"):
+            join_at(tmp_path)
+        assert files(tmp_path) == ["bulk"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# --- under way -------------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_cut_short_under_way_raises_and_is_left_in_good_order(tmp_path: Path) -> None:
+    segment = join_at(tmp_path)
+    os.truncate(segment.path, 1000)
+    with pytest.raises(SegmentError, match="cut short under way"):
+        segment.members()
+    with pytest.raises(SegmentError, match="cut short under way"):
+        segment.publish_returned(1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    segment.leave()
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3, "slots, bell, directory"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_removed_under_way_are_noticed(tmp_path: Path) -> None:
+    """Or a job that comes later would make new ones, and neither would see the other."""
+    segment = join_at(tmp_path)
+    segment.draw_turn()
+    for path in home(tmp_path).iterdir():
+        path.unlink()
+    home(tmp_path).rmdir()
+    with pytest.raises(SegmentError, match="removed under way"):
+        segment.members()
+    with pytest.raises(SegmentError, match="removed under way"):
+        segment.draw_turn()
+    following = join_at(tmp_path, job=2)
+    segment.leave()
+    assert jobs(following) == [2]
+    assert os.path.exists(following.path), "the first one's leaving does not touch what is not its own"
+    following.leave()
+
+
+def test_a_log_cut_short_under_way_raises(join: Join) -> None:
+    segment = join()
+    for _ in range(5):
+        segment.draw_turn()
+    os.truncate(segment.path.removesuffix(".turns") + ".log", 2)
+    with pytest.raises(SegmentError, match="cut short under way"):
+        segment.read_log(0, 5)
+
+
+SLOT_AREA_BYTES = SLOT_COUNT * _turn_segment._SLOT_BYTES
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, SLOT_AREA_BYTES - 1),
+            st.one_of(
+                st.binary(min_size=1, max_size=600), st.just(b"\1" + b"\0" * 7), st.just(b"\xff" * 264)
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_arbitrary_bytes_in_the_slots_crash_nothing(join: Join, splinters: list[tuple[int, bytes]]) -> None:
+    segment, sibling = join(job=1), join(job=2)
+    slot = segment.slot
+    with open(segment.path, "r+b") as file:
+        for offset, splinter in splinters:
+            file.seek(_turn_segment._HEADER_BYTES + offset)
+            file.write(splinter[: SLOT_AREA_BYTES - offset])
+    for each in (segment, sibling):
+        assert all(isinstance(found, Slot) for found in each.slots().values())
+        each.wait(each.members(), 0.0)
+        each.publish_started(3)
+        each.publish_returned(3)
+    assert segment.slot == slot
+    third = join(job=3)
+    assert third.slot not in (segment.slot, sibling.slot), "a slot is whoever's holds its lock"
+    for each in (third, sibling, segment):
+        each.leave()
