@@ -6,6 +6,8 @@ does not cut others off. Our design.
 """
 
 import collections
+import contextlib
+import datetime
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,7 @@ from crossover_ddp.errors import TurnError
 
 _TAG = 0x7C05
 _UNHEARD_LIMIT = 64
+_HEARD_TIMEOUT = datetime.timedelta(seconds=5)
 
 
 class TurnChannel:
@@ -50,17 +53,24 @@ class TurnChannel:
         return values
 
     def send(self, grant: Grant) -> None:
-        """Lead rank: tell ``grant`` to all others, without waiting for them."""
-        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
-            self._sent.popleft()
-        if len(self._sent) > _UNHEARD_LIMIT:
-            raise TurnError(
-                f"expected every rank to take its turns, got {len(self._sent)} that some rank never took"
-            )
+        """Lead rank: tell ``grant`` to all others; waits only for those that are many turns behind."""
+        if len(self._sent) == _UNHEARD_LIMIT:
+            self._let_go_of_oldest()
         message = torch.tensor(encode(grant, self._numel), dtype=torch.int64)
         peers = [peer for rank, peer in enumerate(self._global_ranks) if rank != self.rank]
         works = [dist.isend(message, peer, group=self._group, tag=_TAG) for peer in peers]
         self._sent.append((works, message))
+
+    def _let_go_of_oldest(self) -> None:
+        """Free a message that was taken long ago; gloo tells so only to whoever waits for it."""
+        works, _ = self._sent.popleft()
+        try:
+            for work in works:
+                work.wait(_HEARD_TIMEOUT)
+        except RuntimeError as error:
+            raise TurnError(
+                f"expected every rank to take its turns, got {_UNHEARD_LIMIT} that some rank never took ({error})"
+            ) from error
 
     def expect(self, lead: int) -> None:
         """Other ranks: be ready for the next grant, so that it need not wait for us."""
@@ -78,9 +88,16 @@ class TurnChannel:
         self._expected = None
         return decode(message.tolist())
 
-    def close(self) -> None:
-        """Drop the group. Not collective: whoever still listens finds the connection closed."""
+    def close(self, *, hear_out: bool = False) -> None:
+        """Drop the group. Not collective: whoever listens for more than was sent finds the connection closed.
+
+        Args:
+            hear_out: wait a little for ranks that have yet to take what was sent; closing would lose it.
+        """
         group, self._group = self._group, None
+        with contextlib.suppress(TurnError):
+            while self._sent and hear_out:
+                self._let_go_of_oldest()
         self._sent.clear()
         self._expected = None
         if group is not None and dist.is_initialized():

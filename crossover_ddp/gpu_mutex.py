@@ -37,6 +37,7 @@ _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest re
 _RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
+_JOIN_ERRORS = {"TurnError": TurnError, "ValueError": ValueError}
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 _P = ParamSpec("_P")
@@ -176,8 +177,8 @@ class GPUMutex:
             if self._channel:
                 self._channel.close()
             rank, text = next(iter(problems.items()))
-            error = TurnError if text.startswith("TurnError") else SegmentError
-            raise error(f"rank {rank} cannot take turns: {text.partition(': ')[2]}")
+            kind, _, what = text.partition(": ")
+            raise _JOIN_ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
         assert segment is not None
         self._segment = segment
         self._finalizer = weakref.finalize(self, TurnSegment.leave, segment)
@@ -200,19 +201,19 @@ class GPUMutex:
         )  # not idle: another thread listens to the lead rank
         try:
             if self._segment is not None:
-                self._leave("closed")
+                self._leave("closed", hear_out=True)
         finally:
             if idle:
                 self._busy.release()
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, hear_out: bool = False) -> None:
         self.disabled_because = reason
         self._segment = None
         self._holding = False
         self._finalizer()
         self._order.close()
         if self._channel:
-            self._channel.close()
+            self._channel.close(hear_out=hear_out)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(

@@ -1,0 +1,367 @@
+"""Jobs of several ranks take turns on emulated devices, with a collective inside every turn."""
+
+import itertools
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp.errors import SegmentError, TurnError
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.harness import Job, run_jobs, run_ranks
+
+LEASE_S = 10.0  # longer than any test: a turn that overlaps another one was not forgiven
+TIMEOUT_S = 30.0
+
+
+class Plan(NamedTuple):
+    """What a job does."""
+
+    group: str
+    devices: Sequence[str]
+    turns: int = 20
+    compute_s: float = 0.003
+    exchange_s: float = 0.003
+    lateness_s: Sequence[float] = (0.0,)
+    """How much later than the first one each rank is with everything; repeated over the ranks."""
+    early_request: bool = False
+    here: str = ""
+    """Make this file when all ranks have joined."""
+    until: str = ""
+    """Go on until this file is there."""
+
+
+class Turn(NamedTuple):
+    """One turn of one rank, on the machine's monotonic clock."""
+
+    number: int
+    start_s: float
+    end_s: float
+
+
+class Outcome(NamedTuple):
+    job: str
+    device: str
+    turns: list[Turn]
+    disabled_because: str | None
+    leases_expired: int
+
+
+def new_group() -> str:
+    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+
+
+def train(rank: int, world_size: int, plan: Plan) -> Outcome:
+    """Compute in turns and exchange between them, as DDP does with a model that broadcasts buffers."""
+    lateness_s = plan.lateness_s[rank % len(plan.lateness_s)]
+    mutex = GPUMutex(plan.group, device=plan.devices[rank], lease=LEASE_S)
+    turns = []
+    if plan.here:
+        dist.barrier()
+        Path(plan.here).touch()
+    for step in itertools.count():
+        if plan.early_request:
+            mutex.request()
+        time.sleep(lateness_s)
+        mutex.acquire()
+        start_s = time.monotonic()
+        dist.barrier()  # inside the turn: what deadlocks with one lock per device
+        time.sleep(plan.compute_s)
+        number = int(mutex.stats()["turn"])
+        turns.append(Turn(number, start_s, time.monotonic()))
+        mutex.release()
+        time.sleep(plan.exchange_s)
+        if _is_over(plan, rank, step):
+            break
+    stats = mutex.stats()
+    mutex.close()
+    return Outcome(
+        stats["job"], plan.devices[rank], turns, stats["disabled_because"], stats["leases_expired"]
+    )
+
+
+def _is_over(plan: Plan, rank: int, step: int) -> bool:
+    """Tell whether that was the last step, the same on all ranks."""
+    if not plan.until:
+        return step + 1 == plan.turns
+    said: list[object] = [os.path.exists(plan.until)]
+    dist.broadcast_object_list(said, src=0)
+    return bool(said[0])
+
+
+def run_plans(*plans: Plan) -> list[list[Outcome]]:
+    jobs = [Job(train, len(plan.devices), (plan,), name=f"job {number}") for number, plan in enumerate(plans)]
+    return run_jobs(jobs, timeout_s=TIMEOUT_S)
+
+
+def check_exclusion(outcomes: list[list[Outcome]]) -> None:
+    """Assert that no two jobs were inside a turn on one device at the same time."""
+    ranks = [rank for job in outcomes for rank in job]
+    assert all(rank.disabled_because is None for rank in ranks)
+    assert all(rank.leases_expired == 0 for rank in ranks)
+    for device in {rank.device for rank in ranks}:
+        spans = sorted(
+            (turn.start_s, turn.end_s, rank.job, turn.number)
+            for rank in ranks
+            if rank.device == device
+            for turn in rank.turns
+        )
+        for number, (_, end_s, job, turn) in enumerate(spans):
+            for start_s, _, other_job, other_turn in spans[number + 1 :]:
+                if start_s >= end_s:
+                    break
+                assert other_job == job, f"on {device} turn {other_turn} began inside turn {turn}"
+
+
+def check_one_order(outcomes: list[list[Outcome]]) -> None:
+    """Assert that every device saw the same jobs in the same turns, and all ranks of a job the same turns."""
+    for job in outcomes:
+        assert len({tuple(turn.number for turn in rank.turns) for rank in job}) == 1
+    owners = [(turn.number, job[0].job) for job in outcomes for turn in job[0].turns]
+    assert len({number for number, _ in owners}) == len(owners), "one turn, one job"
+    for job in outcomes:
+        for rank in job:
+            numbers = [turn.number for turn in sorted(rank.turns, key=lambda turn: turn.start_s)]
+            assert numbers == sorted(numbers)
+
+
+def longest_run(outcomes: list[list[Outcome]]) -> int:
+    """Return how many turns in a row one job had while all jobs were there."""
+    first = max(job[0].turns[0].number for job in outcomes)
+    last = min(job[0].turns[-1].number for job in outcomes)
+    order = sorted((turn.number, job[0].job) for job in outcomes for turn in job[0].turns)
+    common = [job for number, job in order if first <= number <= last]
+    return max(len(list(run)) for _, run in itertools.groupby(common))
+
+
+@pytest.mark.parametrize("early_request", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_jobs_alternate_on_all_devices_in_one_order(count: int, early_request: bool) -> None:
+    plan = Plan(new_group(), ("dev0", "dev1"), early_request=early_request)
+    outcomes = run_plans(*[plan] * count)
+    check_exclusion(outcomes)
+    check_one_order(outcomes)
+
+
+def test_turns_go_round_among_jobs_that_always_want_one() -> None:
+    plan = Plan(new_group(), ("dev0", "dev1"), turns=30, exchange_s=0.0)
+    outcomes = run_plans(plan, plan, plan)
+    check_exclusion(outcomes)
+    check_one_order(outcomes)
+    assert longest_run(outcomes) <= 2, "first come, first served"
+
+
+LAYOUTS = {
+    "several ranks on each device": [("dev0", "dev0", "dev1", "dev1")] * 2,
+    "two ranks on one device": [("dev0", "dev0")] * 2,
+    "one rank a device beside two": [("dev0", "dev1"), ("dev0", "dev1", "dev0", "dev1")],
+    "the lead device is not rank 0's": [("dev1", "dev0"), ("dev0", "dev1")],
+    "one rank beside two on one device": [("dev0",), ("dev0", "dev0")],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_any_number_of_ranks_shares_a_device(layout: list[tuple[str, ...]]) -> None:
+    group = new_group()
+    outcomes = run_plans(*[Plan(group, devices, turns=12) for devices in layout])
+    check_exclusion(outcomes)
+    check_one_order(outcomes)
+
+
+def test_skewed_ranks_keep_to_the_order() -> None:
+    group = new_group()
+    outcomes = run_plans(
+        Plan(group, ("dev0", "dev1"), turns=12, lateness_s=(0.0, 0.02)),
+        Plan(group, ("dev0", "dev1"), turns=12, lateness_s=(0.02, 0.0)),
+    )
+    check_exclusion(outcomes)
+    check_one_order(outcomes)
+
+
+def test_a_faster_job_gets_more_turns(tmp_path: Path) -> None:
+    """The slow one is in its exchange most of the time; the fast one need not wait for it there."""
+    group, over = new_group(), str(tmp_path / "over")
+    slow = Job(_train_and_tell, 2, (Plan(group, ("dev0", "dev1"), 10, 0.01, 0.09), over))
+    fast = Job(train, 2, (Plan(group, ("dev0", "dev1"), compute_s=0.01, exchange_s=0.01, until=over),))
+    outcomes = run_jobs([slow, fast], timeout_s=TIMEOUT_S)
+    check_exclusion(outcomes)
+    check_one_order(outcomes)
+    assert len(outcomes[1][0].turns) >= 2 * len(outcomes[0][0].turns)
+
+
+def test_a_job_of_long_turns_does_not_starve_the_other(tmp_path: Path) -> None:
+    group, over = new_group(), str(tmp_path / "over")
+    short = Job(_train_and_tell, 2, (Plan(group, ("dev0", "dev1"), 12, 0.01, 0.0), over))
+    long = Job(train, 2, (Plan(group, ("dev0", "dev1"), compute_s=0.03, exchange_s=0.0, until=over),))
+    outcomes = run_jobs([short, long], timeout_s=TIMEOUT_S)
+    check_exclusion(outcomes)
+    assert longest_run(outcomes) <= 2, "equal turns, whatever their length"
+
+
+def _train_and_tell(rank: int, world_size: int, plan: Plan, over: str) -> Outcome:
+    outcome = train(rank, world_size, plan)
+    Path(over).touch()
+    return outcome
+
+
+def _come_and_go(rank: int, world_size: int, plan: Plan, over: str, rounds: int) -> list[Outcome]:
+    outcomes = [train(rank, world_size, plan) for _ in range(rounds)]
+    dist.barrier()
+    Path(over).touch()
+    return outcomes
+
+
+def test_a_job_joins_and_leaves_again_and_again(tmp_path: Path) -> None:
+    group, over = new_group(), str(tmp_path / "over")
+    guest = Job(_come_and_go, 2, (Plan(group, ("dev0", "dev1"), turns=4), over, 10))
+    host = Job(train, 2, (Plan(group, ("dev0", "dev1"), until=over),))
+    visits, staying = run_jobs([guest, host], timeout_s=TIMEOUT_S)
+    by_visit = [list(ranks) for ranks in zip(*visits, strict=True)]
+    check_exclusion([*by_visit, staying])
+    check_one_order([*by_visit, staying])
+
+
+# --- joining fails ------------------------------------------------------------------------------------------------
+
+
+def _await(path: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def _refuse(rank: int, world_size: int, plan: Plan, here: str, over: str) -> str:
+    _await(here)
+    try:
+        GPUMutex(plan.group, device=plan.devices[rank])
+    except TurnError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        Path(over).touch()
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    "devices", [("dev0", "dev2"), ("dev1", "dev2"), ("dev0", "dev1", "dev2"), ("dev0", "dev0")]
+)
+def test_a_job_that_shares_only_some_devices_is_refused_on_all_ranks(
+    devices: tuple[str, ...], tmp_path: Path
+) -> None:
+    group, here, over = new_group(), str(tmp_path / "here"), str(tmp_path / "over")
+    first = Job(train, 2, (Plan(group, ("dev0", "dev1"), here=here, until=over),))
+    second = Job(_refuse, len(devices), (Plan(group, devices), here, over))
+    outcomes, refusals = run_jobs([first, second], timeout_s=TIMEOUT_S)
+    assert len(set(refusals)) == 1
+    assert "expected siblings to use the same set of devices" in refusals[0]
+    assert "CROSSOVER_GROUP" in refusals[0]
+    check_exclusion([outcomes])
+    assert not _is_left(group)
+
+
+def _is_left(group: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
+
+
+def _join_where_it_fails(rank: int, world_size: int, group: str) -> str:
+    begin_s = time.monotonic()
+    try:
+        GPUMutex(group, device=f"dev{rank}")
+    except SegmentError as error:
+        assert time.monotonic() - begin_s < 10.0
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_cannot_join_makes_all_ranks_raise(bad_rank: int) -> None:
+    group = new_group()
+    segment = TurnSegment(group, f"dev{bad_rank}")
+    segment.forget()
+    os.truncate(segment.path, 100)
+    messages = run_ranks(_join_where_it_fails, 2, args=(group,), timeout_s=TIMEOUT_S)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"rank {bad_rank} cannot take turns: expected a segment of")
+    assert segment.path in messages[0]
+    assert _is_left(group) == [Path(segment.path)], "what others have put there stays, the rest goes"
+    os.unlink(segment.path)
+    check_exclusion(run_plans(Plan(group, ("dev0", "dev1"), turns=3)))
+    assert not _is_left(group)
+
+
+def _join_with_a_bad_name(rank: int, world_size: int) -> str:
+    try:
+        GPUMutex("a/b", device=f"dev{rank}")
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_bad_group_name_is_a_bad_argument_on_all_ranks() -> None:
+    messages = run_ranks(_join_with_a_bad_name, 2, timeout_s=TIMEOUT_S)
+    assert all("expected a group name" in message for message in messages)
+
+
+# --- leaving ------------------------------------------------------------------------------------------------------
+
+
+def _close_early(rank: int, world_size: int, group: str) -> tuple[int, list[str], float]:
+    warnings = _Warnings()
+    logging.getLogger("crossover_ddp").addHandler(warnings)
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+    for _ in range(3):
+        time.sleep(0.1 * rank)
+        mutex.acquire()
+        mutex.release()
+    begin_s = time.monotonic()
+    turns = int(mutex.stats()["turns"])
+    mutex.close()
+    logging.getLogger("crossover_ddp").removeHandler(warnings)
+    return turns, warnings.messages, time.monotonic() - begin_s
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_a_lead_rank_that_closes_first_is_heard_out() -> None:
+    for turns, warnings, _ in run_ranks(_close_early, 2, args=(new_group(),), timeout_s=TIMEOUT_S):
+        assert turns == 3
+        assert warnings == []
+
+
+# --- a job alone --------------------------------------------------------------------------------------------------
+
+
+def _cost(rank: int, world_size: int, group: str, turns: int) -> tuple[float, int, bool, str | None]:
+    mutex = GPUMutex(group, device=f"dev{rank}")
+    begin_s = time.monotonic()
+    for _ in range(turns):
+        mutex.acquire()
+        mutex.release()
+    elapsed_s = time.monotonic() - begin_s
+    stats = mutex.stats()
+    shared = mutex.shared
+    mutex.close()
+    return elapsed_s / turns, stats["turns"], shared, stats["disabled_because"]
+
+
+def test_a_job_alone_takes_any_number_of_turns_at_little_cost() -> None:
+    for cost_s, turns, shared, disabled_because in run_ranks(_cost, 2, args=(new_group(), 300)):
+        assert disabled_because is None
+        assert turns == 300
+        assert not shared
+        assert cost_s < 5e-3
