@@ -35,9 +35,9 @@ _SEQUENCE_BITS: Final = 12
 _PART_BITS: Final = 13
 MAX_RING_RANKS: Final = 1 << _PART_BITS
 
-# Measured, see docs/measurements.md: a part in four chunks keeps the link busy to the end of a bucket;
+# Measured, see docs/measurements.md: a part in two chunks keeps the link busy to the end of a bucket;
 # below the lower bound the cost per message shows, above the upper one nothing is gained.
-_CHUNKS_PER_PART: Final = 4
+_CHUNKS_PER_PART: Final = 2
 _MIN_CHUNK_BYTES: Final = 128 * 1024
 _MAX_CHUNK_BYTES: Final = 4 * 1024 * 1024
 # Receives posted ahead in the reduce-scatter: gloo sends nothing before the receiver has posted.

@@ -1,7 +1,10 @@
 """What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words."""
 
+import gc
+
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from .errors import UnsupportedConfigurationError
 
@@ -46,6 +49,34 @@ def flat_gradients(bucket: Bucket) -> torch.Tensor:
             "convert the parameters"
         )
     return buffer
+
+
+def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
+    """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
+
+    It would average over the wrong ranks without a word. A bucket does not know its model, so this looks
+    through all objects: tens of milliseconds, to be spent once per bucket and not once per step.
+    """
+    model = _model_of(bucket)
+    if model is None:
+        return
+    expected, got = (dist.get_process_group_ranks(group) for group in (model.process_group, process_group))
+    if sorted(expected) != sorted(got):
+        raise UnsupportedConfigurationError(
+            f"expected the process group that DDP was given, of ranks {expected}, got a process_group of "
+            f"ranks {got}; register the hook with the model's own process_group"
+        )
+
+
+def _model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
+    parameter = bucket.parameters()[0]
+    for candidate in gc.get_objects():
+        # Not isinstance: it would run the __class__ property of whatever lazy object is around.
+        if issubclass(type(candidate), DistributedDataParallel) and any(
+            parameter is other for other in candidate.module.parameters()
+        ):
+            return candidate
+    return None
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

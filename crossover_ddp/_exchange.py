@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ._collectives import HostBuffer, NativeHalves, Ring, RingAllGather, RingReduceScatter
-from ._ddp_checks import Bucket, flat_gradients
+from ._ddp_checks import Bucket, check_group, flat_gradients
 from ._layout import Layout
 from ._staging import Side, StagedBuffer
 from ._step import GradientFuture, Step
@@ -131,7 +131,9 @@ class Exchange:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.timeline = timeline
+        self._group = weakref.ref(process_group)
         self._backends = _backends(process_group)
+        self._checked: set[tuple[int, int]] = set()
         with Exchange._registry_lock:
             channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
         self._ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
@@ -247,6 +249,7 @@ class Exchange:
         layout: Layout | None,
     ) -> _Journey:
         tensor = flat_gradients(bucket)
+        self._check_group(bucket, tensor)
         side = self._sides.get(tensor.device)
         if side is None:
             side = self._sides[tensor.device] = Side(tensor.device)
@@ -262,6 +265,13 @@ class Exchange:
             turn=turn,
             owner_step=owner_step,
         )
+
+    def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
+        key = (bucket.index(), tensor.numel())
+        group = self._group()
+        if key not in self._checked and group is not None:
+            check_group(bucket, group)
+            self._checked.add(key)
 
     def _launch(self, journey: _Journey) -> None:
         device_type = journey.tensor.device.type
