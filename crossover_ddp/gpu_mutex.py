@@ -305,7 +305,7 @@ class GPUMutex:
             ahead: go on at once although the turn's number is not known yet; for callers that have seen
                 `shared` to be False. A sibling that joins at this very moment may compute beside this turn.
         """
-        if self._holding and not self._requested:
+        if self._holding:  # waiting for siblings that wait for us would cost a lease
             return
         self._request()
         if ahead and not self._shared:
