@@ -207,7 +207,7 @@ def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
                 number(handover["median_s"] if handover["count"] else None, 1e3, 2),
                 number(job["makespan_s"], 1, 1),
             )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     if result["sequential"] and result["one_after_the_other"]["bound"]:
         total = result["one_after_the_other"]

@@ -144,7 +144,8 @@ def job_figures(
     own = [span for span in spans if span.job == job]
     exchanges = _settled_spans(own, "exchange", settled)
     computes = _settled_spans(own, "compute", settled)
-    wire_bytes = _over_ranks(settled, "wire_bytes") if alone else None
+    # Without links of its own the job's meter has counted whatever the machine sent.
+    wire_bytes = _over_ranks(settled, "wire_bytes") if alone and rate_mbit else None
     return JobFigures(
         job=job,
         ranks=len(steps) or len({span.rank for span in own}),

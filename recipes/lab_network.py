@@ -7,11 +7,10 @@ front of the link is kept short without dropping anything.
 
 [Note: the queue]
 A drop costs a retransmission time-out of 200 ms and would spoil every figure, so the
-shaper's own limit is generous and the queue is bounded where it is made: each TCP socket
-may have ``tcp_limit_output_bytes`` below the socket, and no packet is larger than
-``gso_max_size``. With 32 KiB for both a small message behind one bulk stream waits for
-about 32 KiB, and the goodput is the same as with 64 KiB and more (see docs/lab.md).
-The defaults (4 MiB, 64 KiB) made it wait 5 to 170 ms at 200 Mbit/s.
+shaper's own limit is generous and the queue is bounded where it is made: a TCP socket
+hands down no further packet (of up to 64 KiB, cut late) while ``tcp_limit_output_bytes``
+are on their way. A small message then waits behind one or two packets of each bulk stream.
+Smaller packets would halve that wait and double the processor time (docs/lab.md).
 
 [Note: receive cost]
 On a veth pair the receiver's TCP work runs on the sender's core. RPS moves it to the
@@ -32,13 +31,18 @@ NAMESPACE_DIRECTORY: Final = Path("/run/netns")
 INTERFACE: Final = "eth0"
 _PREFIX: Final = "crossover-lab"
 _NAME: Final = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-(?P<serial>\d+)-(node\d+|switch)")
-_PACKET_BYTES: Final = 32 * 1024
+# What TCP hands to the link at once (GSO), and how much of it a socket may queue there.
+_PACKET_BYTES: Final = 64 * 1024
+_QUEUE_BYTES: Final = 32 * 1024
+# Headers of the wire packets that it is cut into, and the clock's tolerance.
+_HEADROOM_BYTES: Final = 8 * 1024
+_LATE_TIMER_S: Final = 1e-3
 _LIMIT_BYTES: Final = 64 * 1024 * 1024
 _SYSCTLS: Final[Mapping[str, str]] = {
     # The machine's default may be bbr, which probes for bandwidth that is not there;
     # reno is what every kernel allows in a namespace, and without drops it only grows.
     "tcp_congestion_control": "reno",
-    "tcp_limit_output_bytes": str(_PACKET_BYTES),
+    "tcp_limit_output_bytes": str(_QUEUE_BYTES),
     # A training step pauses longer than an RTO: do not start slowly after each.
     "tcp_slow_start_after_idle": "0",
     "tcp_no_metrics_save": "1",
@@ -171,8 +175,8 @@ class Network:
         if rate_mbit <= 0:
             raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
         rate = f"{round(rate_mbit * 1e6)}bit"
-        # The bucket must hold one packet, and what flows while a timer is late (1 ms).
-        burst = max(2 * _PACKET_BYTES, round(rate_mbit * 1e6 / 8 * 1e-3) + _PACKET_BYTES)
+        # The bucket must hold one packet, and what flows while a timer is late.
+        burst = _PACKET_BYTES + _HEADROOM_BYTES + round(rate_mbit * 1e6 / 8 * _LATE_TIMER_S)
         for node in range(self.nodes):
             shape = ["tbf", "rate", rate, "burst", str(burst), "limit", str(_LIMIT_BYTES)]
             _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", INTERFACE, "root", *shape)

@@ -1,0 +1,420 @@
+"""The emulated cluster: nodes, links, jobs; what fails is said, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import lab
+import lab_cluster
+import lab_jobs
+import lab_network
+import lab_processes
+from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError
+from lab_network import NAMESPACE_DIRECTORY, LabId
+
+from . import RECIPES
+
+_REASON = lab.why_not_shaped()
+needs_root = [
+    pytest.mark.root,
+    pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
+]
+shaped = pytest.param(True, marks=needs_root, id="shaped")
+unshaped = pytest.param(False, id="unshaped")
+pytestmark = pytest.mark.timeout(60)
+
+SHOW_ENVIRONMENT = """
+import json, os
+prefixes = ("CROSSOVER_", "MASTER_", "GLOO_", "OMP_", "RANK", "WORLD_", "LOCAL_")
+names = [n for n in os.environ if n.startswith(prefixes)]
+print(json.dumps({**{n: os.environ[n] for n in names}, "cores": sorted(os.sched_getaffinity(0)),
+                  "net": os.stat("/proc/self/ns/net").st_ino, "session": os.getsid(0) == os.getpid()}))
+"""
+# A ring of plain sockets: every rank sends `argv[1]` bytes to the next one.
+RING = """
+import os, socket, sys, threading, time
+rank, world, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
+shaped = os.environ["MASTER_ADDR"] != "127.0.0.1"
+where = lambda r: (f"10.77.0.{r + 1}" if shaped else "127.0.0.1", int(os.environ["MASTER_PORT"]) + 100 * r)
+server = socket.create_server(where(rank))
+def send():
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            peer = socket.create_connection(where((rank + 1) % world), timeout=20)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    peer.sendall(bytes(size)); peer.shutdown(socket.SHUT_WR); peer.recv(1)
+sender = threading.Thread(target=send); sender.start()
+connection, _ = server.accept()
+began, received = time.monotonic(), 0
+while data := connection.recv(1 << 20):
+    received += len(data)
+connection.close(); sender.join()
+print(received, time.monotonic() - began)
+"""
+# Says that it is ready, with a child that has left its session and does not mind SIGTERM.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+path = pathlib.Path(sys.argv[1], os.environ["RANK"])
+path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}"); path.with_suffix(".new").rename(path)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_namespaces_left() -> Iterator[None]:
+    yield
+    mine = [name for owner, name in lab_network.lab_namespaces() if owner.pid == os.getpid()]
+    assert mine == []
+
+
+def python(script: str, *arguments: object) -> list[str]:
+    return ["python", "-c", script, *map(str, arguments)]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("on_links", [shaped, unshaped])
+def test_ranks_find_their_place(on_links: bool, tmp_path: Path) -> None:
+    with Cluster(shaped=on_links) as cluster:
+        jobs = [
+            Job("a", python(SHOW_ENVIRONMENT)),
+            Job("b", python(SHOW_ENVIRONMENT), {"OMP_NUM_THREADS": "2"}),
+        ]
+        result = cluster.run(jobs, 30, out=tmp_path)
+        seen = {
+            (job, rank): json.loads((tmp_path / job / f"rank{rank}.log").read_text())
+            for job in ("a", "b")
+            for rank in (0, 1)
+        }
+    for (job, rank), variables in seen.items():
+        assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), "2")
+        assert (variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == ("0", "1")
+        assert variables["GLOO_SOCKET_IFNAME"] == ("eth0" if on_links else "lo")
+        assert variables["CROSSOVER_DEVICE"] == f"lab-node{rank}-device{rank}"
+        assert variables["CROSSOVER_LAB_DIR"] == str(tmp_path / job)
+        assert variables["CROSSOVER_TIMELINE"] == str(tmp_path / job / "timeline")
+        assert variables["session"]
+        assert variables["cores"] == [cluster.cores[rank]]
+    assert len({v["CROSSOVER_GROUP"] for v in seen.values()}) == 1
+    assert seen["a", 0]["MASTER_PORT"] == seen["a", 1]["MASTER_PORT"] != seen["b", 0]["MASTER_PORT"]
+    assert (seen["a", 0]["OMP_NUM_THREADS"], seen["b", 0]["OMP_NUM_THREADS"]) == ("1", "2")
+    assert len({v["net"] for v in seen.values()}) == (2 if on_links else 1)
+    assert set(result.job_end_s) == {"a", "b"}
+    assert json.loads((tmp_path / lab_jobs.RUN_FILE).read_text())["nodes"] == 2
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 3, 4)])
+def test_every_node_reaches_the_next_and_wire_bytes_are_counted(nodes: int, tmp_path: Path) -> None:
+    size_bytes = 1_000_000
+    with Cluster(nodes, rate_mbit=500) as cluster:
+        result = cluster.run([Job("ring", python(RING, size_bytes))], 40, out=tmp_path)
+    for rank, sent_bytes in enumerate(result.sent_bytes):
+        assert (tmp_path / "ring" / f"rank{rank}.log").read_text().split()[0] == str(size_bytes)
+        assert size_bytes < sent_bytes < 1.05 * size_bytes
+    assert result.dropped == 0
+
+
+@pytest.mark.parametrize("rate_mbit", [pytest.param(r, marks=needs_root) for r in (50, 400)])
+def test_goodput_is_the_rate_and_small_messages_wait_little(rate_mbit: float) -> None:
+    with Cluster(rate_mbit=rate_mbit) as cluster:
+        figures = lab.measure(cluster, duration_s=1.0)
+    # The machine may be busy with other things: low is no failure of the link, high is.
+    assert 0.85 < figures["goodput_per_rate"] < 1.02
+    assert figures["dropped_packets"] == 0
+    packet_ms = 8 * 64 * 1024 / (rate_mbit * 1e3)
+    assert figures["round_trip_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 4)])
+def test_nodes_are_set_up_for_short_queues_without_drops(nodes: int, tmp_path: Path) -> None:
+    names = [f"/proc/sys/net/ipv4/{name}" for name in lab_network._SYSCTLS]
+    names += ["/sys/class/net/eth0/mtu", "/sys/class/net/eth0/queues/rx-0/rps_cpus"]
+    with Cluster(nodes, mtu=4000) as cluster:
+        cluster.run([Job("show", ["cat", *names])], 30, out=tmp_path)
+        cores = cluster.cores
+    for node, core in enumerate(cores):
+        *values, mtu, mask = (tmp_path / "show" / f"rank{node}.log").read_text().split()
+        assert values == list(lab_network._SYSCTLS.values())
+        assert mtu == "4000"
+        assert core is not None
+        assert int(mask.replace(",", ""), 16) == 1 << core
+
+
+@pytest.mark.parametrize(("core", "mask"), [(0, "00000001"), (5, "00000020"), (33, "00000002,00000000")])
+def test_masks_of_cores_as_the_kernel_reads_them(core: int, mask: str) -> None:
+    assert lab_network._cpu_mask(core) == mask
+
+
+@pytest.mark.parametrize("faster_mbit", [pytest.param(800, marks=needs_root)])
+def test_the_rate_can_change_while_traffic_flows(faster_mbit: float, tmp_path: Path) -> None:
+    size_bytes = 10_000_000  # 16 s at 5 Mbit/s
+    began_s = time.monotonic()
+    with Cluster(rate_mbit=5) as cluster:
+
+        def speed_up() -> None:
+            if time.monotonic() > began_s + 1.5:
+                cluster.set_rate(faster_mbit)
+
+        cluster.run([Job("ring", python(RING, size_bytes))], 40, out=tmp_path, watch=speed_up)
+        assert cluster.rate_mbit == faster_mbit
+    taken_s = float((tmp_path / "ring" / "rank0.log").read_text().split()[1])
+    assert 0.2 < taken_s < 10
+
+
+def test_a_failing_rank_speaks_and_the_others_are_ended(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("a line before"); sys.exit("my own last words")
+time.sleep(300)
+"""
+    with Cluster(shaped=False) as cluster:
+        began_s = time.monotonic()
+        with pytest.raises(
+            JobFailedError, match=r"job bad, rank 1: exit status 1(.|\n)*my own last words"
+        ) as caught:
+            jobs = [Job("bad", python(script)), Job("good", ["sleep", "300"])]
+            cluster.run(jobs, 60, out=tmp_path)
+        assert time.monotonic() - began_s < 20
+        assert "rank 0" not in str(caught.value)
+        assert list(lab_processes.marked_processes()) == [] or all(
+            owner != cluster.lab for owner, _ in lab_processes.marked_processes()
+        )
+
+
+def test_the_rank_with_the_reason_is_shown_also_when_its_peer_ends_first(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.4); sys.exit("the reason")
+sys.exit("connection closed by peer")
+"""
+    with Cluster(shaped=False) as cluster, pytest.raises(JobFailedError, match="the reason"):
+        cluster.run([Job("bad", python(script))], 30, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["sh", "-c", "kill -9 $$"], "killed by SIGKILL"),
+        (["no-such-program"], "exit status 127(.|\n)*cannot run no-such-program"),
+    ],
+)
+def test_how_a_rank_ended_is_said(command: list[str], message: str, tmp_path: Path) -> None:
+    with Cluster(1, shaped=False) as cluster, pytest.raises(JobFailedError, match=message):
+        cluster.run([Job("bad", command)], 30, out=tmp_path)
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_its_children(tmp_path: Path) -> None:
+    with Cluster(1, shaped=False) as cluster:
+        with pytest.raises(RunTimeoutError, match=r"within 1 s.*\n.*job slow, rank 0: still running"):
+            cluster.run([Job("slow", python(STUBBORN, tmp_path))], 1, out=tmp_path / "out")
+        rank, child = map(int, (tmp_path / "0").read_text().split())
+        assert gone(rank)
+        assert not gone(child)  # it left the session: only the mark finds it, at the end
+    assert eventually(lambda: gone(child))
+
+
+def test_jobs_may_start_later(tmp_path: Path) -> None:
+    script = "import time; print(time.monotonic())"
+    with Cluster(1, shaped=False) as cluster:
+        jobs = [Job("late", python(script), delay_s=1.0), Job("soon", python(script))]
+        result = cluster.run(jobs, 30, out=tmp_path)
+    begins_s = {job: float((tmp_path / job / "rank0.log").read_text()) for job in ("late", "soon")}
+    assert begins_s["soon"] < begins_s["late"]
+    assert begins_s["late"] > result.begin_s + 1.0
+
+
+def test_one_rank_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
+    script = "import time\nwhile True:\n    print('tick', flush=True); time.sleep(0.01)"
+    with Cluster(2, shaped=False) as cluster:
+        process = cluster.popen(1, python(script), stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "tick\n"
+        lab_processes.signal_session(process, signal.SIGSTOP)
+        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
+        lab_processes.signal_session(process, signal.SIGCONT)
+        assert process.stdout.readline() == "tick\n"
+        lab_processes.signal_session(process, signal.SIGSTOP)
+        process.stdout.close()
+    assert process.returncode is not None
+
+
+def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
+    """Start the command line with two stubborn ranks, and return when both are ready."""
+    command = f"a: python -c '{STUBBORN}' {tmp_path}"
+    words = [sys.executable, str(RECIPES / "lab.py"), "run", "--out", str(tmp_path / "out"), "--job", command]
+    process = subprocess.Popen(
+        words + ([] if on_links else ["--unshaped"]),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert eventually(lambda: all((tmp_path / rank).exists() for rank in "01"), 30)
+    return process
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [name for owner, name in lab_network.lab_namespaces() if owner.pid == pid]
+
+
+@pytest.mark.parametrize("on_links", [shaped, unshaped])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_labs_clean_up(number: int, status: int, on_links: bool, tmp_path: Path) -> None:
+    process = start_lab(tmp_path, on_links=on_links)
+    assert bool(namespaces_of(process.pid)) == on_links
+    process.send_signal(number)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # impatient users press it twice
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in (status, 130), errors
+    assert "Traceback" not in errors
+    assert all(gone(pid) for pid in pids(tmp_path))
+    assert namespaces_of(process.pid) == []
+
+
+@pytest.mark.parametrize("on_links", [shaped, unshaped])
+@pytest.mark.parametrize("how", ["command", "next lab"])
+def test_what_a_killed_lab_leaves_is_cleaned(how: str, on_links: bool, tmp_path: Path) -> None:
+    process = start_lab(tmp_path, on_links=on_links)
+    process.kill()
+    process.communicate(timeout=20)
+    ranks, children = pids(tmp_path)[0::2], pids(tmp_path)[1::2]
+    assert eventually(lambda: all(gone(rank) for rank in ranks))  # they die with the lab
+    assert not any(gone(child) for child in children)
+    assert bool(namespaces_of(process.pid)) == on_links
+    if how == "command":
+        words = [sys.executable, str(RECIPES / "lab.py"), "clean"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+        assert done.stdout.count("removed process") >= 2
+        assert ("removed namespace" in done.stdout) == on_links
+    else:
+        with Cluster(shaped=False):
+            pass
+    assert all(gone(child) for child in children)
+    assert namespaces_of(process.pid) == []
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(2, marks=needs_root)])
+def test_cleaning_spares_running_labs_and_what_is_not_a_labs(nodes: int) -> None:
+    foreign = f"crossover-labour-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", foreign], check=True, timeout=10)
+    try:
+        with Cluster(nodes) as cluster:
+            process = cluster.popen(0, ["sleep", "300"])
+            lab.clean()
+            assert process.poll() is None
+            assert len(namespaces_of(os.getpid())) == nodes
+        assert (NAMESPACE_DIRECTORY / foreign).exists()
+    finally:
+        subprocess.run(["ip", "netns", "del", foreign], check=True, timeout=10)
+
+
+def test_only_names_of_labs_are_recognised() -> None:
+    own = LabId.of_this_process(7)
+    assert own.alive()
+    assert LabId.parse(str(own)) == LabId.parse(f"{own}-node3") == LabId.parse(f"{own}-switch") == own
+    assert not LabId(os.getpid(), own.start_ticks + 1, 0).alive()  # its number has been given again
+    for name in ("", "crossover-lab", "crossover-lab-1-2-3-node0x", "crossover-lab--1-2-node0", "ns1"):
+        assert LabId.parse(name) is None or name == ""
+    with pytest.raises(ValueError, match="expected a lab's namespace, got name='default'"):
+        lab_network.delete_namespace("default")
+
+
+def test_an_exception_in_the_block_cleans_up() -> None:
+    with pytest.raises(ZeroDivisionError), Cluster(shaped=_REASON is None) as cluster:
+        process = cluster.popen(0, ["sleep", "300"])
+        _ = 1 / 0
+    assert gone(process.pid)
+
+
+def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab_network, "_has_network_admin", lambda: False)
+    with (
+        pytest.raises(LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"),
+        Cluster(),
+    ):
+        pass
+    assert lab.main(["link"]) == 1
+
+
+def test_an_unshaped_cluster_has_no_rate() -> None:
+    with Cluster(shaped=False) as cluster:
+        assert cluster.rate_mbit is None
+        assert cluster.sent_bytes() == [0, 0]
+        with pytest.raises(LabError, match="has no links and so cannot have a rate"):
+            cluster.set_rate(100)
+        with pytest.raises(ValueError, match="expected a shaped cluster"):
+            lab.measure(cluster)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 5}, "expected 1 to 4 nodes, got nodes=5"),
+        ({"rate_mbit": 0}, "expected a rate > 0, got rate_mbit=0"),
+        ({"mtu": 100}, "expected an MTU .* got mtu=100"),
+        ({"pin": "all"}, "expected pin 'core' or 'none', got pin='all'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden"])
+def test_job_names_must_name_a_directory(name: str) -> None:
+    with pytest.raises(ValueError, match="expected a name that can name a directory"):
+        Job(name, "true")
+
+
+def test_jobs_need_different_names_and_a_command(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a command for job a"):
+        Job("a", " ")
+    with Cluster(shaped=False) as cluster, pytest.raises(ValueError, match="jobs with different names"):
+        cluster.run([Job("a", "true"), Job("a", "true")], 10, out=tmp_path)
+
+
+def test_unpinned_ranks_may_use_every_core(tmp_path: Path) -> None:
+    with Cluster(1, shaped=False, pin="none") as cluster:
+        cluster.run([Job("a", python(SHOW_ENVIRONMENT))], 30, out=tmp_path)
+    shown = json.loads((tmp_path / "a" / "rank0.log").read_text())
+    assert shown["cores"] == sorted(os.sched_getaffinity(0))
+
+
+def test_signal_handlers_of_others_are_kept() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Cluster(1, shaped=False):
+        assert before is not signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert lab_cluster._serials is not None

@@ -1,0 +1,333 @@
+"""What a run says, worked out from made-up step logs and spans, and the picture of it."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lab
+import lab_analysis
+import lab_records
+import timeline_picture
+from lab_analysis import Span, Statistics, Step, bound, handovers_s, job_figures, occupancy
+
+
+def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> Span:
+    return Span(job, rank, f"device{rank}", kind, begin_s, end_s)
+
+
+def siblings(turns: int = 10, *, ranks: int = 2) -> list[Span]:
+    """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
+    spans = []
+    for turn in range(2 * turns):
+        for rank in range(ranks):
+            job, begin_s = "ab"[turn % 2], float(turn)
+            spans.append(span(job, "compute", begin_s, begin_s + 0.999, rank=rank))
+            spans.append(span(job, "exchange", begin_s + 0.999, begin_s + 1.5, rank=rank))
+            spans.append(span(job, "wait", begin_s + 1.5, begin_s + 2, rank=rank))
+    return sorted(spans, key=lambda each: each.begin_s)
+
+
+def steps(
+    lengths_s: Sequence[float], *, busy_s: float | None = None, wire_bytes: int | None = None
+) -> list[Step]:
+    log, begin_s = [], 0.0
+    for number, length_s in enumerate(lengths_s):
+        log.append(Step(number, begin_s, begin_s + length_s, busy_s, wire_bytes, 0.0))
+        begin_s += length_s
+    return log
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "step_s", "wire_s", "expected"),
+    [
+        (1.0, 1.5, 0.6, 1.5),  # 1 + N/C while the device is the limit
+        (1.0, 2.0, 0.9, 2.0),  # N = C: at most twice as fast
+        (0.5, 2.0, 0.9, 2.0),  # C < N: each job's own step is the limit
+        (1.0, 2.0, 2.0, 1.0),  # a full link leaves nothing to gain
+        (1.0, 1.5, 1.25, 1.2),  # 2M > 2C
+    ],
+)
+def test_bound_of_two_equal_jobs(busy_s: float, step_s: float, wire_s: float, expected: float) -> None:
+    assert bound([(busy_s, step_s, wire_s)] * 2) == pytest.approx(expected)
+
+
+positive = st.floats(0.01, 100)
+
+
+@given(st.lists(st.tuples(positive, positive, positive), min_size=1, max_size=4))
+def test_bound_never_promises_more_than_the_number_of_jobs(jobs: list[tuple[float, float, float]]) -> None:
+    value = bound(jobs)
+    assert 0 < value <= len(jobs) * (1 + 1e-9)
+    assert bound([(3 * c, 3 * t, 3 * m) for c, t, m in jobs]) == pytest.approx(value)
+    assert bound(list(reversed(jobs))) == pytest.approx(value)
+
+
+def test_bound_of_different_jobs_is_that_of_their_sums() -> None:
+    assert bound([(1.0, 2.0, 0.5), (3.0, 6.0, 1.0)]) == pytest.approx(8 / 6)
+
+
+@pytest.mark.parametrize("alone", [[], [(1.0, 0.0, 1.0)], [(1.0, float("nan"), 1.0)]])
+def test_bound_refuses_what_it_cannot_mean(alone: list[tuple[float, float, float]]) -> None:
+    with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
+        bound(alone)
+
+
+def test_statistics() -> None:
+    assert Statistics.of([]) == Statistics(0, 0.0, 0.0, 0.0, 0.0)
+    summary = Statistics.of([float(number) for number in range(1, 101)])
+    assert (summary.count, summary.median_s, summary.p99_s, summary.max_s) == (100, 50.5, 99.0, 100.0)
+    assert summary.total_s == 5050
+
+
+def test_figures_of_a_job_alone() -> None:
+    log = steps([9.0, 5.0, 3.0] + [1.5] * 10, busy_s=1.0, wire_bytes=12_500_000)
+    slower = steps([9.0, 5.0, 3.0] + [1.5] * 10, busy_s=1.25, wire_bytes=12_500_000)
+    exchanges = [span("a", "exchange", 17 + 1.5 * i + 1, 17 + 1.5 * i + 1.5) for i in range(10)]
+    exchanges.append(span("a", "exchange", 1.0, 9.0))  # in the warm-up: left out
+    figures = job_figures("a", {0: log, 1: slower}, exchanges, rate_mbit=200, alone=True)
+    assert (figures.steps, figures.ranks) == (13, 2)
+    assert figures.step_s == pytest.approx(1.5)
+    assert figures.busy_s == pytest.approx(1.25)  # the device with the most to do
+    assert figures.exposed_s == pytest.approx(0.5)
+    assert figures.wire_s == pytest.approx(0.5)
+    assert figures.makespan_s == pytest.approx(32)
+    record = figures.as_json()
+    assert {
+        "C_s",
+        "N_s",
+        "M_s",
+        "wire_bytes_per_step",
+        "turns",
+        "handover",
+        "spans",
+        "step_times_s",
+    } <= record.keys()
+    json.dumps(record)
+
+
+def test_busy_time_is_a_mean_since_the_kernel_counts_in_ticks() -> None:
+    log = [Step(i, i, i + 1, 0.01 if i % 4 else 0.02) for i in range(43)]
+    figures = job_figures("a", {0: log}, [], rate_mbit=None, alone=True)
+    assert figures.busy_s == pytest.approx(0.0125)
+
+
+def test_beside_a_sibling_computation_comes_from_spans_and_wire_bytes_are_unknown() -> None:
+    log = steps([2.0] * 10, busy_s=1.99, wire_bytes=100)
+    figures = job_figures("a", {0: log, 1: log}, siblings(), rate_mbit=200, alone=False)
+    assert figures.busy_s == pytest.approx(0.999)
+    assert figures.exposed_s == pytest.approx(0.501)
+    assert (figures.wire_bytes, figures.wire_s) == (None, None)
+    assert figures.turns == 10
+    assert figures.spans["wait"].count == 20
+    assert figures.handover.median_s == pytest.approx(0.001)
+
+
+def test_figures_without_logs_and_spans_are_empty_not_wrong() -> None:
+    figures = job_figures("a", {}, [], rate_mbit=200, alone=True)
+    assert (figures.step_s, figures.busy_s, figures.exposed_s, figures.wire_s) == (None, None, None, None)
+    assert (figures.turns, figures.steps, figures.handover.count) == (0, 0, 0)
+
+
+def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> None:
+    given_back = span("b", "compute", 0.0, 2.0)
+    elsewhere = span("b", "compute", 0.0, 2.4, rank=1)
+    waited = span("a", "wait", 1.0, 2.1)
+    assert handovers_s([given_back, elsewhere, waited], "a") == [pytest.approx(0.1)]
+    late = span("a", "wait", 2.05, 2.1)  # the device was free already
+    assert handovers_s([given_back, late], "a") == []
+    assert handovers_s([given_back, waited], "b") == []
+
+
+def test_occupancy() -> None:
+    spans = [
+        span("a", "compute", 0, 4),
+        span("b", "compute", 3, 6),
+        span("a", "exchange", 4, 10),
+        span("b", "exchange", 6, 9),
+        span("b", "exchange", 2, 3),
+    ]
+    # Both are active from 2 to 9.
+    shares = occupancy(spans, "device0")
+    assert shares == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
+    assert occupancy(spans, "device0", window_s=(0, 2)) == pytest.approx({"idle": 0, "one": 1, "several": 0})
+    assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
+
+
+intervals = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["compute", "exchange", "wait"]),
+        st.integers(0, 30),
+        st.integers(0, 9),
+    ),
+    max_size=12,
+).map(lambda drawn: [span(job, kind, begin, begin + length) for job, kind, begin, length in drawn])
+
+
+@given(intervals)
+def test_shares_add_up(spans: list[Span]) -> None:
+    shares = occupancy(spans, "device0", window_s=(5, 20))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares.values())
+
+
+@given(intervals, st.booleans())
+def test_bars_cover_exactly_what_happened_and_never_overlap(spans: list[Span], network: bool) -> None:
+    bars = timeline_picture.lane_bars(spans, "abc", network=network)
+    kinds = {"exchange", "wait"} if network else {"compute"}
+    for moment in (half + 0.5 for half in range(40)):
+        here = sorted((b for b in bars if b.begin_s < moment < b.end_s), key=lambda bar: bar.bottom)
+        active = {s.job for s in spans if s.kind in kinds and s.begin_s < moment < s.end_s}
+        assert [bar.job for bar in here] == sorted(active)
+        assert sum(bar.height for bar in here) == pytest.approx(1 if active else 0)
+        for below, above in itertools.pairwise(here):
+            assert above.bottom == pytest.approx(below.bottom + below.height)
+        communicating = {s.job for s in spans if s.kind == "exchange" and s.begin_s < moment < s.end_s}
+        assert all(bar.waiting == (network and bar.job not in communicating) for bar in here)
+
+
+def write_run(directory: Path, spans: Sequence[Span]) -> Path:
+    """Write what the lab and its ranks would have written."""
+    for job in "ab":
+        (directory / job / "timeline").mkdir(parents=True)
+        for rank in (0, 1):
+            header = {
+                "rank": rank,
+                "device": f"device{rank}",
+                "host": "h",
+                "pid": 1,
+                "monotonic_s": 0,
+                "wall_s": 0,
+            }
+            own = [s for s in spans if (s.job, s.rank) == (job, rank)]
+            lines = [
+                header,
+                *({"kind": s.kind, "begin_s": s.begin_s, "end_s": s.end_s, "bucket": 1} for s in own),
+            ]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (directory / job / "timeline" / f"rank{rank}-1.jsonl").write_text(text + '{"kind": "cut o')
+            record = {
+                "event": "step",
+                "step": 0,
+                "loss": 1.5,
+                "lr": 0.1,
+                "begin_s": 0.0,
+                "end_s": 2.0,
+                "cpu_s": 1.0,
+            }
+            record |= {"core_busy_s": None, "wire_bytes": 7}
+            log = [{"event": "start"}, *(record | {"step": i} for i in range(5)), {"event": "end"}]
+            (directory / job / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, log)))
+    description = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0", "device1"]}
+    description |= {"jobs": {"a": {}, "b": {}}, "begin_s": 0.0, "end_s": 20.0, "sent_bytes": [250_000_000, 0]}
+    (directory / lab_records.RUN_FILE).write_text(json.dumps(description | {"dropped": 0}))
+    return directory
+
+
+def test_a_run_is_read_back(tmp_path: Path) -> None:
+    spans = siblings()
+    run = lab_records.load_run(write_run(tmp_path, spans))
+    assert len(run.spans) == len(spans)
+    assert {s.detail["bucket"] for s in run.spans} == {1}
+    result = run.as_json()
+    assert result["jobs"]["a"]["turns"] == 10
+    assert result["jobs"]["a"]["steps"] == 5
+    assert result["links"][0]["utilisation"] == pytest.approx(0.5)
+    assert result["devices"]["device0"]["one"] == pytest.approx(0.999, abs=2e-3)
+    json.dumps(result)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"expected a run of the lab with lab.json"):
+        lab_records.load_run(tmp_path)
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path, siblings())
+    path = timeline_picture.draw_run(tmp_path, window_s=(2.0, 9.0))
+    assert path == tmp_path / "timeline.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("window_s", [(5.0, 5.0), (9.0, 2.0)])
+def test_an_empty_window_is_refused(window_s: tuple[float, float], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a window that ends after it begins"):
+        timeline_picture.draw(siblings(), tmp_path / "x.png", window_s=window_s)
+    with pytest.raises(ValueError, match="expected spans, got none"):
+        timeline_picture.draw([], tmp_path / "x.png")
+
+
+def test_the_middle_of_a_long_run_is_shown() -> None:
+    begin_s, end_s = timeline_picture.middle_window(siblings(100), steps=8)
+    assert (begin_s, end_s) == (92.0, 108.0)
+    assert timeline_picture.middle_window(siblings(3), steps=8) == (0.0, 7.0)
+
+
+def test_chrome_trace() -> None:
+    trace = lab_analysis.chrome_trace(siblings(2))
+    boxes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(boxes) == len(siblings(2))
+    assert boxes[0]["dur"] == pytest.approx(0.999e6)
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"device0", "device1", "a compute", "b wait"} <= names
+    json.dumps(trace)
+
+
+def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "import json, os\n"
+        "path = os.path.join(os.environ['CROSSOVER_LAB_DIR'], 'rank' + os.environ['RANK'] + '.jsonl')\n"
+        "counted = dict(event='step', core_busy_s=0.5, wire_bytes=0)\n"
+        "steps = [dict(counted, step=i, begin_s=i, end_s=i + 1) for i in range(9)]\n"
+        "open(path, 'w').write(chr(10).join(map(json.dumps, steps)))\n"
+    )
+    job = f'python -c "{script}"'
+    arguments = [
+        "run",
+        "--unshaped",
+        "--out",
+        str(tmp_path),
+        "--job",
+        f"a: {job}",
+        "--job",
+        f"b: {job}",
+        "--json",
+    ]
+    assert lab.main([*arguments, "--sequential"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    assert [list(run["jobs"]) for run in result["runs"]] == [["a"], ["b"]]
+    assert result["runs"][0]["jobs"]["a"]["C_s"] == 0.5
+    assert result["one_after_the_other"] == {"makespan_s": 18.0, "bound": 2.0}
+    assert lab.main([argument for argument in arguments if argument != "--json"]) == 0
+    assert "a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "fast", "200 mbyte", "-5mbit"])
+def test_a_rate_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit):
+        lab.parse_arguments(["link", "--rate", text])
+
+
+@pytest.mark.parametrize(
+    ("text", "mbit"), [("200mbit", 200), ("1gbit", 1000), ("2.5", 2.5), ("500 Kbit", 0.5)]
+)
+def test_rates(text: str, mbit: float) -> None:
+    assert lab.parse_rate(text) == mbit
+
+
+def test_a_job_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lab.main(["run", "--unshaped", "--job", "python train.py"]) == 1
+    assert "expected a job as 'name: command'" in capsys.readouterr().err
+
+
+def test_last_line_of_a_growing_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    assert lab.last_line(log) == ""
+    log.write_text("x" * 9000 + "\nstep 1\rstep 2\r\n\n")
+    assert lab.last_line(log) == "step 2"
