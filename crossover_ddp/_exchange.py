@@ -210,7 +210,11 @@ class Exchange:
         if not bucket.is_last():
             return future
         journey = self._journey(bucket, step, turn, None, None)
-        self._guarded(journey, "start", lambda: self._gatherer.put(functools.partial(self._follow, journey)))
+        self._guarded(
+            journey,
+            "start",
+            lambda: self._put(self._gatherer, journey, functools.partial(self._follow, journey)),
+        )
         self._leave(step, turn)
         return journey.future
 
@@ -290,7 +294,7 @@ class Exchange:
         if journey.last_turn is None:
             self._complete(journey)
         else:
-            self._gatherer.put(functools.partial(self._end_alone, journey))
+            self._put(self._gatherer, journey, functools.partial(self._end_alone, journey))
 
     def _begin_ring(self, journey: _Journey) -> None:
         # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
@@ -305,7 +309,7 @@ class Exchange:
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         on_owned = gather.offer if journey.owner_step is None else None
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
-        self._reducer.put(functools.partial(self._reduce, journey, buffer, scatter, gather))
+        self._put(self._reducer, journey, functools.partial(self._reduce, journey, buffer, scatter, gather))
 
     def _begin_native(self, journey: _Journey) -> None:
         # All collectives are issued here, see [Note: native order].
@@ -325,7 +329,16 @@ class Exchange:
         if journey.last_turn is None:
             self._complete(journey)
         else:
-            self._gatherer.put(functools.partial(self._end_native, journey, half_way, whole_way))
+            self._put(
+                self._gatherer, journey, functools.partial(self._end_native, journey, half_way, whole_way)
+            )
+
+    def _put(self, worker: Worker, journey: _Journey, job: Callable[[], None]) -> None:
+        def on_device() -> None:
+            journey.side.adopt_thread()
+            job()
+
+        worker.put(on_device)
 
     # On the reducer.
 
@@ -340,7 +353,9 @@ class Exchange:
             self._span("reduce_scatter", begin_s, journey)
             if journey.last_turn is not None:
                 journey.last_turn.request()
-            self._gatherer.put(functools.partial(self._gather, journey, buffer, scatter, gather))
+            self._put(
+                self._gatherer, journey, functools.partial(self._gather, journey, buffer, scatter, gather)
+            )
 
         self._guarded(journey, "reduce-scatter", drive)
 

@@ -127,6 +127,15 @@ class Side:
         """Make the side stream the current one."""
         return contextlib.nullcontext() if self.copier is None else torch.cuda.stream(self.copier.up_stream)
 
+    def adopt_thread(self) -> None:
+        """Make the device the calling thread's own; a worker calls it before anything else.
+
+        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: on another device
+        every rank would so make a context, half a gigabyte, on device 0.
+        """
+        if self.copier is not None:
+            torch.cuda.set_device(self.device)
+
     def follow_compute(self) -> None:
         """Order what the side stream gets from now on after everything the current stream was given."""
         if self.copier is not None:
