@@ -20,6 +20,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_JOIN_TIMEOUT_S = 10.0
+
 
 class DeviceOrder(Protocol):
     """How a turn's end is known to the device."""
@@ -115,7 +117,7 @@ class SynchronizedOrder:
         self._thread.start()
 
     def finish(self, turn: int, publish: Callable[[], None]) -> None:
-        """Publish from the thread once the device has done what is queued now."""
+        """Publish from the thread once the device has done what is queued now; ``publish`` must not raise."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         self._ended.put((event, publish))
@@ -126,7 +128,8 @@ class SynchronizedOrder:
     def close(self) -> None:
         """Let the thread finish what is queued and end."""
         self._ended.put(None)
-        self._thread.join(timeout=10.0)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)

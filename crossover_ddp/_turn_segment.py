@@ -35,6 +35,7 @@ import select
 import stat
 import struct
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -161,7 +162,7 @@ class TurnSegment:
         base: where shared memory is mounted.
 
     On failure: `SegmentError` names the file and what to do; nothing of another user's is touched.
-    Not thread-safe, except `ring_self`.
+    Not thread-safe, except `ring_self` and `publish_returned`.
     """
 
     def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
@@ -177,6 +178,7 @@ class TurnSegment:
         self._directory = ""
         self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
         self._bells: dict[tuple[int, int], int] = {}
+        self._bells_lock = threading.RLock()  # a turn may be given back by a thread of its own
         _open_segments.add(self)
         try:
             self._open()
@@ -453,28 +455,32 @@ class TurnSegment:
     def _bell(self, slot: int, incarnation: int) -> int | None:
         """Return the writing end of a sibling's bell, or None if the sibling is dead."""
         key = (slot, incarnation)
-        if key not in self._bells:
-            for stale in [known for known in self._bells if known[0] == slot]:
-                os.close(self._bells.pop(stale))
-            try:
-                self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY, is_kind=stat.S_ISFIFO)
-            except OSError:  # no reader, or no bell: its owner has ended
+        with self._bells_lock:
+            if key not in self._bells:
+                for stale in [known for known in self._bells if known[0] == slot]:
+                    os.close(self._bells.pop(stale))
+                try:
+                    self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY, is_kind=stat.S_ISFIFO)
+                except OSError:  # no reader, or no bell: its owner has ended
+                    return None
+            fd = self._bells[key]
+            watch = select.poll()
+            watch.register(fd, 0)
+            if watch.poll(0):
+                os.close(self._bells.pop(key))
                 return None
-        fd = self._bells[key]
-        watch = select.poll()
-        watch.register(fd, 0)
-        if watch.poll(0):
-            os.close(self._bells.pop(key))
-            return None
-        return fd
+            return fd
 
     def ring_others(self) -> None:
         """Wake every sibling process on this device."""
         for index, slot in self.slots().items():
-            fd = None if index == self.slot else self._bell(index, slot.incarnation)
-            if fd is not None:
-                with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it is awake; broken: dead
-                    os.write(fd, b"\0")
+            with self._bells_lock:  # nobody closes the bell, and has its number taken, before it has rung
+                fd = None if index == self.slot else self._bell(index, slot.incarnation)
+                if fd is not None:
+                    with contextlib.suppress(
+                        BlockingIOError, BrokenPipeError
+                    ):  # full: it is awake; broken: dead
+                        os.write(fd, b"\0")
 
     def ring_self(self) -> None:
         """End the own `wait` from another thread."""

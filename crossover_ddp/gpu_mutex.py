@@ -174,6 +174,8 @@ class GPUMutex:
         if problems:
             if segment is not None:
                 segment.leave()
+            if hasattr(self, "_order"):
+                self._order.close()
             if self._channel:
                 self._channel.close()
             rank, text = next(iter(problems.items()))
@@ -210,10 +212,12 @@ class GPUMutex:
         self.disabled_because = reason
         self._segment = None
         self._holding = False
-        self._finalizer()
-        self._order.close()
-        if self._channel:
-            self._channel.close(hear_out=hear_out)
+        try:
+            self._order.close()  # first: nobody waits for the kernels of a job that has left
+        finally:
+            self._finalizer()
+            if self._channel:
+                self._channel.close(hear_out=hear_out)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(
@@ -359,9 +363,18 @@ class GPUMutex:
                 continue
             last_ns = max(last_ns, slot.returned_at_ns)
             if slot.event_count:
-                self._order.follow((index, slot.incarnation), bytes(slot.events), slot.returned)
+                self._follow_sibling(segment, index, slot)
         if since_s is not None and last_ns > since_s * 1e9:
             self._handovers_s.append((time.monotonic_ns() - last_ns) / 1e9)
+
+    def _follow_sibling(self, segment: TurnSegment, index: int, slot: _turn_segment.Slot) -> None:
+        try:
+            self._order.follow((index, slot.incarnation), bytes(slot.events), slot.returned)
+        except RuntimeError:
+            now = segment.slots().get(index)
+            if now is not None and now.incarnation == slot.incarnation:
+                raise
+            # It has ended since its slot was read, and its events with it: nothing to wait for.
 
     @_never_raises
     def release(self) -> None:
@@ -379,7 +392,16 @@ class GPUMutex:
         segment, turn = self._segment, self._turn
         assert segment is not None
         self._adapt_lease(segment)
-        self._order.finish(turn, lambda: segment.publish_returned(turn))
+        self._order.finish(turn, lambda: self._publish_returned(segment, turn))
+
+    def _publish_returned(self, segment: TurnSegment, turn: int) -> None:
+        """Tell siblings; where the host has to wait for the device, on the order's own thread. Never raises."""
+        try:
+            segment.publish_returned(turn)
+        except (OSError, CrossoverError) as error:
+            with contextlib.nullcontext() if self._closing else self._busy:
+                if self._segment is segment:
+                    self._give_up(error)
 
     def _adapt_lease(self, segment: TurnSegment) -> None:
         wanted_s = _LEASE_TURNS * max(self._recent_held_s)
