@@ -164,8 +164,9 @@ class Cluster:
         variables = {**os.environ, **self.environment(node), **(env or {})}
         variables[lab_processes.LAB_VARIABLE] = str(self.lab)
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
+        words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         process = lab_processes.start(
-            command,
+            words,
             enter=self.network.enter(node) if self.network else [],
             core=self.cores[node],
             environment=variables,

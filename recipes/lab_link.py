@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from lab_network import LabError
+
 if TYPE_CHECKING:
     from lab_cluster import Cluster
 
@@ -66,10 +68,13 @@ def _run_ends(cluster: Cluster, payload_bytes: int, *, timeout_s: float) -> list
         environment = cluster.environment(node)
         processes.append(cluster.popen(node, command, environment, stdout=subprocess.PIPE, text=True))
     try:
-        return [json.loads(process.communicate(timeout=timeout_s)[0]) for process in processes]
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:
         for process in processes:
             cluster.end(process)
+    if any(process.returncode for process in processes):
+        raise LabError("expected both ends of the link to measure it, got one that failed; see above")
+    return [json.loads(output) for output in outputs]
 
 
 class _End:
