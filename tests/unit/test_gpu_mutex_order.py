@@ -1,0 +1,159 @@
+"""What the mutex asks of a device that runs behind the host's back; the device here only takes notes."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from crossover_ddp import _device_order
+from crossover_ddp._turn_segment import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp.errors import SegmentError
+from crossover_ddp.gpu_mutex import GPUMutex
+
+SOON_S = 10.0
+numbers = itertools.count()
+
+
+class Order:
+    """Notes the calls; ``on_follow`` stands for what happens meanwhile."""
+
+    def __init__(self) -> None:
+        self.number = next(numbers)
+        self.handles = bytes([self.number % 256]) * (EVENT_COUNT * EVENT_HANDLE_BYTES)
+        self.finished: list[tuple[int, Callable[[], None]]] = []
+        self.followed: list[tuple[bytes, int]] = []
+        self.tell_at_once = True
+        self.on_follow: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] = lambda: None
+
+    def finish(self, turn: int, publish: Callable[[], None]) -> None:
+        self.finished.append((turn, publish))
+        if self.tell_at_once:
+            publish()
+
+    def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
+        self.on_follow()
+        self.followed.append((handles, turn))
+
+    def close(self) -> None:
+        self.on_close()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[GPUMutex, Order]]]:
+    made: list[tuple[GPUMutex, Order]] = []
+    orders: list[Order] = []
+
+    def device_order(device: object, event_count: int) -> Order:
+        orders.append(Order())
+        return orders[-1]
+
+    def make_one() -> tuple[GPUMutex, Order]:
+        mutex = GPUMutex(device="a-gpu", lease=SOON_S)
+        made.append((mutex, orders[-1]))
+        return made[-1]
+
+    monkeypatch.setattr(_device_order, "device_order", device_order)
+    yield make_one
+    for mutex, _ in made:
+        mutex.close()
+
+
+Make = Callable[[], tuple[GPUMutex, Order]]
+
+
+def take_turns(*mutexes: GPUMutex) -> None:
+    for mutex in mutexes:
+        mutex.acquire()
+        mutex.release()
+
+
+def test_the_device_waits_for_the_siblings_last_turn(make: Make) -> None:
+    (first, first_order), (second, second_order) = make(), make()
+    take_turns(first, second, first, second)
+    assert [turn for turn, _ in first_order.finished] == [1, 3]
+    assert second_order.followed == [(first_order.handles, 1), (first_order.handles, 3)]
+    assert first_order.followed == [(second_order.handles, 2)]
+
+
+def test_a_sibling_waits_until_the_turn_is_told_not_until_it_is_given_back(make: Make) -> None:
+    (first, order), (second, _) = make(), make()
+    order.tell_at_once = False
+    take_turns(first)
+    taken = threading.Event()
+    waiting = threading.Thread(target=lambda: (second.acquire(), taken.set()))
+    waiting.start()
+    assert not taken.wait(0.2)
+    threading.Thread(target=order.finished[0][1]).start()  # as the thread that waited for the device does
+    assert taken.wait(SOON_S)
+    waiting.join()
+    second.release()
+    assert second.stats()["leases_expired"] == 0
+
+
+def test_a_sibling_that_ends_while_its_events_are_opened_is_passed_over(make: Make) -> None:
+    (first, _), (second, order) = make(), make()
+    take_turns(first)
+
+    def sibling_ends() -> None:
+        first.close()
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    order.on_follow = sibling_ends
+    take_turns(second)
+    assert second.disabled_because is None
+    assert second.stats()["turns"] == 1
+
+
+def test_a_living_sibling_whose_events_cannot_be_opened_ends_the_turns(make: Make) -> None:
+    (first, _), (second, order) = make(), make()
+    take_turns(first)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    order.on_follow = fail
+    take_turns(second)
+    assert "invalid resource handle" in str(second.disabled_because)
+    take_turns(first, first)  # and nobody waits for it
+    assert first.stats()["leases_expired"] == 0
+
+
+def test_a_turn_that_cannot_be_told_ends_the_turns_on_whatever_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutex, order = make()
+    order.tell_at_once = False
+    take_turns(mutex)
+
+    def fail(turn: int) -> None:
+        raise SegmentError("expected the segment to stay, got it removed under way")
+
+    assert mutex._segment is not None
+    monkeypatch.setattr(mutex._segment, "publish_returned", fail)
+    telling = threading.Thread(target=order.finished[0][1])
+    telling.start()
+    telling.join(SOON_S)
+    assert "removed under way" in str(mutex.disabled_because)
+
+
+def test_who_leaves_lets_the_device_end_first(make: Make) -> None:
+    (first, order), (second, _) = make(), make()
+    siblings = []
+    order.on_close = lambda: siblings.append(second.stats()["siblings"])
+    first.close()
+    assert siblings == [1], "the slot was given up before the device had ended"
+    assert second.stats()["siblings"] == 0
+
+
+def test_a_device_that_fails_at_the_end_does_not_keep_the_slot(make: Make) -> None:
+    (first, order), (second, _) = make(), make()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    order.on_close = fail
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        first.close()
+    assert second.stats()["siblings"] == 0
