@@ -1,0 +1,325 @@
+"""Two sibling training jobs on an emulated two-node cluster: what it brings that they take turns.
+
+    python recipes/demo.py                          a table, a picture and JSON in runs/demo/ (or: make demo)
+    python recipes/demo.py --steps 60 --ratio 0.6   shorter, and on a faster network
+    python recipes/demo.py --unshaped               what is left of it without root
+
+Two jobs train the same convolutional net on scanned digits, with different learning rates: each alone, side
+by side as they are, and side by side with ``crossover_hook``. The link's rate follows from a short
+calibration: a step's gradients take ``--ratio`` times as long on the wire as its computation takes on the
+device. Arguments that the demo does not know go to recipes/train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from demo_figures import (
+    AFTER,
+    CROSSOVER,
+    UNMANAGED,
+    Cost,
+    Outcome,
+    foreign_share,
+    outcome_of,
+    rate_for,
+    summarize,
+    verdict,
+)
+from lab import Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
+from timeline_picture import draw_run
+
+LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
+# Small images in large batches: much computation per byte of gradients.
+TRAINING: Final = ("--preset", "convnet", "--image-size", "64", "--batch-size", "120")
+TRAIN: Final = Path(__file__).with_name("train.py")
+NODES: Final = 2
+CALIBRATION: Final = "calibrate the link"
+CALIBRATION_MBIT: Final = 1000.0
+CALIBRATION_STEPS: Final = 12
+TIMEOUT_S: Final = 900.0
+PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    console = Console(highlight=False)
+    reason = "--unshaped was given" if args.unshaped else why_not_shaped()
+    introduce(console, args, reason)
+    try:
+        with (
+            Cluster(nodes=NODES, rate_mbit=CALIBRATION_MBIT, shaped=reason is None) as cluster,
+            Display(console, args.steps) as display,
+        ):
+            runs = Runs(cluster, display, args)
+            alone, together = runs.all()
+            rate_mbit = cluster.rate_mbit
+        figures = report(alone, together, args, rate_mbit)
+    except (LabError, ValueError) as error:
+        console.print("[red]demo failed:[/]")
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("demo: interrupted; everything has been cleaned up")
+        return 130
+    show(figures, console)
+    return 0 if figures["identical"] else 1
+
+
+class Runs:
+    """The demo's runs: one training job or two at a time."""
+
+    def __init__(self, cluster: Cluster, display: Display, args: argparse.Namespace) -> None:
+        self.cluster = cluster
+        self.display = display
+        self.args = args
+
+    def all(self) -> tuple[dict[str, Run], dict[str, Run]]:
+        """Return each job's run alone, and the runs of both by variant."""
+        if self.cluster.rate_mbit is not None:
+            self.calibrate()
+        alone = {job: self.train(f"job {job} alone", f"alone-{job}", [job], "none") for job in LEARNING_RATES}
+        together = {
+            UNMANAGED: self.train("side by side, unmanaged", "unmanaged", LEARNING_RATES, "none"),
+            CROSSOVER: self.train("side by side, crossover", "crossover", LEARNING_RATES, "crossover"),
+        }
+        return alone, together
+
+    def calibrate(self) -> None:
+        """Measure a few steps on a fast link, then set the rate that makes M/C the ratio asked for."""
+        run = self.train(CALIBRATION, "calibration", ["a"], "none", steps=CALIBRATION_STEPS)
+        figures = run.figures()["a"]
+        if figures.busy_s is None or figures.wire_bytes is None:
+            raise ValueError("expected each core's load and the bytes sent, got neither; is /proc mounted?")
+        rate_mbit = rate_for(self.args.ratio, figures.busy_s, figures.wire_bytes)
+        self.cluster.set_rate(rate_mbit)
+        self.display.say(
+            f"A step computes for {figures.busy_s:.2f} s and sends {figures.wire_bytes / 1e6:.1f} MB per node: "
+            f"at {rate_mbit:.0f} Mbit/s that takes {self.args.ratio:g} times as long."
+        )
+
+    def train(
+        self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None
+    ) -> Run:
+        """Run train.py for the jobs named, side by side, under one hook."""
+        steps = steps or self.args.steps
+        out: Path = self.args.out / directory
+        jobs = [Job(name, command(name, hook, steps, self.args.training)) for name in names]
+        with self.display.stage(title, [out / job.name / "rank0.log" for job in jobs], steps) as watch:
+            self.cluster.run(jobs, TIMEOUT_S, out=out, watch=watch)
+        return load_run(out)
+
+
+def command(name: str, hook: str, steps: int, training: Sequence[str]) -> list[str]:
+    """The command of one rank; it evaluates at the very end only, so as not to disturb the timing."""
+    fixed = ["--hook", hook, "--steps", str(steps), "--lr", str(LEARNING_RATES[name])]
+    quiet = ["--eval-every", str(steps + 1), "--log-every", "5", "--device", "cpu"]
+    return ["python", str(TRAIN), *TRAINING, *fixed, *quiet, *training]
+
+
+def report(
+    alone: Mapping[str, Run], together: Mapping[str, Run], args: argparse.Namespace, rate_mbit: float | None
+) -> dict[str, Any]:
+    """Work out the figures, write them and the picture."""
+    figures = summarize(
+        {job: outcomes(run)[job] for job, run in alone.items()},
+        {variant: outcomes(run) for variant, run in together.items()},
+        {job: cost(run, job) for job, run in alone.items()},
+    )
+    crossover = together[CROSSOVER]
+    picture = draw_run(crossover.directory, args.out / "timeline.png", title=PICTURE_TITLE)
+    figures |= {
+        "meaning": verdict(figures, shaped=rate_mbit is not None),
+        "rate_mbit": rate_mbit,
+        "foreign_share": max(foreign_share(rank_logs(run.directory / job)) for job, run in alone.items()),
+        "dropped_packets": sum(run.lab["dropped"] for run in (*alone.values(), *together.values())),
+        "crossover_run": crossover.as_json(),
+        "steps": args.steps,
+        "learning_rates": LEARNING_RATES,
+        "command": command("a", "crossover", args.steps, args.training),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "picture": str(picture),
+        "json": str(args.out / "demo.json"),
+    }
+    Path(figures["json"]).write_text(json.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def outcomes(run: Run) -> dict[str, Outcome]:
+    return {job: outcome_of(rank_logs(run.directory / job)) for job in run.jobs}
+
+
+def rank_logs(directory: Path) -> list[list[dict[str, Any]]]:
+    """Read the step logs of one job, one per rank."""
+    paths = [directory / f"rank{rank}.jsonl" for rank in range(NODES)]
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+def cost(run: Run, job: str) -> Cost:
+    figures = run.figures()[job]
+    if figures.step_s is None or figures.busy_s is None:
+        raise ValueError(
+            f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
+        )
+    return Cost(figures.step_s, figures.busy_s, figures.wire_s or 0.0)
+
+
+class Display:
+    """How far the demo is: a bar per run on a terminal, else a line per run."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        # Refreshed with the watch only: the jobs need the processor more than the bar does.
+        columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
+        news = TextColumn("{task.fields[news]}", style="dim")
+        self._progress = Progress(*columns, news, console=console, auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, title: str, logs: Sequence[Path], steps: int) -> Iterator[Callable[[], None] | None]:
+        """Show one run; gives the function that the lab calls once a second meanwhile."""
+        if not self._console.is_terminal:
+            began_s = time.monotonic()
+            yield None
+            self.say(f"{title}: done after {time.monotonic() - began_s:.0f} s, start-up included")
+            return
+        task = self._progress.add_task(title, total=steps * len(logs), news="starting")
+
+        def watch() -> None:
+            lines = [last_line(log) for log in logs]
+            done = sum(steps_done(line, steps) for line in lines)
+            news = "evaluating" if done == steps * len(logs) else "training" if done else "starting"
+            self._progress.update(task, completed=done, news=news, refresh=True)
+
+        yield watch
+        self._progress.update(task, completed=steps * len(logs), news="", refresh=True)
+        self._progress.stop_task(task)
+
+
+def steps_done(line: str, steps: int) -> int:
+    """How many steps a job has done, by the last line that its rank 0 has printed."""
+    if match := re.match(r"step (\d+) of", line):
+        return int(match[1])
+    return steps if re.match(r"epoch \d+: |\d+ steps, ", line) else 0
+
+
+def introduce(console: Console, args: argparse.Namespace, reason: str | None) -> None:
+    rates = " and ".join(f"{rate:g} (job {job})" for job, rate in LEARNING_RATES.items())
+    console.print(
+        f"Two sibling jobs train a small ResNet on scanned digits, {args.steps} steps each, with learning rates\n"
+        f"{rates}, on {NODES} emulated nodes. Core i is the device of node i, and both jobs share it.\n",
+        soft_wrap=True,
+    )
+    if reason:
+        console.print(
+            f"[yellow]No network is emulated:[/] {escape(reason)}.\n"
+            "The jobs run on the same cores and talk over loopback. That is so fast that there is no wire time in\n"
+            "which a sibling could compute: expect the same losses and accuracy, but no speed-up.\n",
+            soft_wrap=True,
+        )
+
+
+def show(figures: Mapping[str, Any], console: Console) -> None:
+    console.print()
+    console.print(make_table(figures))
+    colour = "green" if figures["identical"] else "bold red"
+    console.print(f"[{colour}]{figures['meaning']}[/]\n", soft_wrap=True)
+    for warning in warnings(figures):
+        console.print(f"[bold red]{warning}[/]", soft_wrap=True)
+    console.print(f"who computed when: {figures['picture']}", soft_wrap=True)
+    console.print(f"all figures:       {figures['json']}", soft_wrap=True)
+
+
+def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What makes the figures doubtful."""
+    for variant, each in figures["variants"].items():
+        for difference in each["differences"]:
+            yield f"{variant}: {difference} than alone"
+    if figures["dropped_packets"]:
+        yield f"{figures['dropped_packets']} packets were dropped: the times are spoiled."
+    if figures["foreign_share"] > 0.1:
+        yield (
+            f"Other processes made {figures['foreign_share']:.0%} of the cores' load: the times are rough. "
+            "Run the demo on an otherwise idle machine."
+        )
+
+
+def make_table(figures: Mapping[str, Any]) -> Table:
+    """The demo's one table."""
+    table = Table(title="From the first step to the last of both jobs", caption=caption(figures))
+    table.add_column("variant", no_wrap=True)
+    for heading in ("time", "speed-up", "accuracy " + ", ".join(LEARNING_RATES)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("losses", no_wrap=True)
+    for variant, each in figures["variants"].items():
+        same = "[bold red]DIFFERENT" if each["differences"] else "identical"
+        table.add_row(
+            variant,
+            f"{each['makespan_s']:.1f} s",
+            f"{each['speed_up']:.2f}×",
+            ", ".join(f"{accuracy:.1%}" for accuracy in each["accuracy"].values()),
+            "" if variant == AFTER else same,
+            style="bold" if variant == CROSSOVER else "",
+        )
+    table.add_section()
+    best_s = figures["variants"][AFTER]["makespan_s"] / figures["bound"]
+    table.add_row("at best (bound S)", f"{best_s:.1f} s", f"{figures['bound']:.2f}×", style="dim")
+    return table
+
+
+def caption(figures: Mapping[str, Any]) -> str:
+    """The step's composition, from which the bound follows."""
+    each = figures["costs"].values()
+    step, compute, exposed, wire = (
+        sum(one[name] for one in each) / len(each) for name in ("step_s", "compute_s", "exposed_s", "wire_s")
+    )
+    rate = f" at {figures['rate_mbit']:.0f} Mbit/s" if figures["rate_mbit"] else ""
+    return (
+        f"A step alone takes T1 = {step:.3f} s: device busy C = {compute:.3f} s, idle N = {exposed:.3f} s;\n"
+        f"on the wire M = {wire:.3f} s{rate}. S = 2·T1 / max(2C, T1, 2M)"
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=100, help="of each job (default 100)")
+    parser.add_argument("--ratio", type=float, default=0.9, help="M/C (default 0.9)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="(default runs/demo)")
+    parser.add_argument("--unshaped", action="store_true", help="emulate no network: needs no root")
+    args, training = parser.parse_known_args(argv)
+    if args.steps < 1 or args.ratio <= 0:
+        parser.error(f"expected steps >= 1 and ratio > 0, got steps={args.steps}, ratio={args.ratio}")
+    args.training = training
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

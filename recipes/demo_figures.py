@@ -1,0 +1,169 @@
+"""What the demo's runs say: makespans, speed-ups, the bound, and whether all computed the same. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from lab_analysis import bound
+
+AFTER: Final = "one after the other"
+UNMANAGED: Final = "unmanaged"
+CROSSOVER: Final = "crossover"
+# Two runs of the same thing differ by about this much.
+NOISE: Final = 0.03
+# What the kernel does for a job's messages is not in the job's own processor time.
+MESSAGES_SHARE: Final = 0.15
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job of one run: when it trained, and all that it computed, by rank."""
+
+    begin_s: float
+    end_s: float
+    losses: Sequence[Sequence[float]]
+    parameters_sha256: Sequence[str]
+    accuracy: float
+
+    @property
+    def length_s(self) -> float:
+        """From its first step's begin to its last one's end."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step of one job alone: its time T1, the device's computation C, the wire's time M."""
+
+    step_s: float
+    compute_s: float
+    wire_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """N: the device is idle because the step waits for the network."""
+        return max(0.0, self.step_s - self.compute_s)
+
+
+def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
+    """Read a job's outcome from its ranks' logs; start-up and evaluation do not count as its time."""
+    steps = [[record for record in log if record["event"] == "step"] for log in logs]
+    ends = [record for log in logs for record in log if record["event"] == "end"]
+    accuracies = [record["accuracy"] for log in logs for record in log if record["event"] == "eval"]
+    if not steps or not all(steps) or len(ends) != len(logs) or not accuracies:
+        raise ValueError(
+            f"expected steps, an evaluation and an end in the log of every rank, got {len(logs)} logs with "
+            f"{[len(log) for log in steps]} steps, {len(accuracies)} evaluations and {len(ends)} ends"
+        )
+    return Outcome(
+        begin_s=min(log[0]["begin_s"] for log in steps),
+        end_s=max(log[-1]["end_s"] for log in steps),
+        losses=[[record["loss"] for record in log] for log in steps],
+        parameters_sha256=[record["parameters_sha256"] for record in ends],
+        accuracy=accuracies[-1],
+    )
+
+
+def foreign_share(logs: Sequence[Sequence[Record]]) -> float:
+    """Share of the cores' load that neither a job running alone nor its messages cause."""
+    steps = [record for log in logs for record in log if record["event"] == "step"]
+    busy_s = sum(record["core_busy_s"] or 0.0 for record in steps)
+    own_s = sum(record["cpu_s"] for record in steps)
+    return max(0.0, 1 - own_s * (1 + MESSAGES_SHARE) / busy_s) if busy_s else 0.0
+
+
+def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
+    """Rate in Mbit/s at which a step's gradients take ``ratio`` times as long as its computation."""
+    if ratio <= 0 or compute_s <= 0 or wire_bytes <= 0:
+        raise ValueError(
+            f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
+        )
+    return wire_bytes * 8 / (ratio * compute_s) / 1e6
+
+
+def makespan_s(outcomes: Mapping[str, Outcome]) -> float:
+    """From the first step of the job that begins first to the last step of the one that ends last."""
+    return max(each.end_s for each in outcomes.values()) - min(each.begin_s for each in outcomes.values())
+
+
+def differences(expected: Mapping[str, Outcome], got: Mapping[str, Outcome]) -> list[str]:
+    """Say where jobs computed anything else than expected; nothing is tolerated."""
+    found = []
+    for job, outcome in expected.items():
+        for rank, (before, after) in enumerate(zip(outcome.losses, got[job].losses, strict=True)):
+            if before != after:
+                pairs = enumerate(zip(before, after, strict=False))
+                step = next((i for i, (x, y) in pairs if x != y), min(len(before), len(after)))
+                found.append(f"job {job}, rank {rank}: other losses from step {step} on")
+        if outcome.parameters_sha256 != got[job].parameters_sha256:
+            found.append(f"job {job}: other parameters at the end")
+    return found
+
+
+def summarize(
+    alone: Mapping[str, Outcome],
+    together: Mapping[str, Mapping[str, Outcome]],
+    costs: Mapping[str, Cost],
+) -> dict[str, Any]:
+    """Work out the demo's figures.
+
+    Args:
+        alone: each job's own run.
+        together: the runs of all jobs side by side, by variant.
+        costs: each job's step in its run alone.
+    """
+    after_s = sum(outcome.length_s for outcome in alone.values())
+    variants = {AFTER: _variant(alone, alone, after_s, after_s)}
+    for name, outcomes in together.items():
+        variants[name] = _variant(alone, outcomes, makespan_s(outcomes), after_s)
+    best = bound([(cost.compute_s, cost.step_s, cost.wire_s) for cost in costs.values()])
+    return {
+        "variants": variants,
+        "bound": best,
+        "of_bound": variants[CROSSOVER]["speed_up"] / best,
+        "over_unmanaged": variants[UNMANAGED]["makespan_s"] / variants[CROSSOVER]["makespan_s"],
+        "identical": not any(variant["differences"] for variant in variants.values()),
+        "costs": {job: {**asdict(cost), "exposed_s": cost.exposed_s} for job, cost in costs.items()},
+    }
+
+
+def _variant(
+    alone: Mapping[str, Outcome], outcomes: Mapping[str, Outcome], took_s: float, after_s: float
+) -> dict[str, Any]:
+    begins_s = [outcome.begin_s for outcome in outcomes.values()]
+    return {
+        "makespan_s": took_s,
+        "speed_up": after_s / took_s,
+        "accuracy": {job: outcome.accuracy for job, outcome in outcomes.items()},
+        "job_s": {job: outcome.length_s for job, outcome in outcomes.items()},
+        "start_skew_s": max(begins_s) - min(begins_s) if outcomes is not alone else 0.0,
+        "differences": differences(alone, outcomes),
+    }
+
+
+def verdict(figures: Mapping[str, Any], *, shaped: bool) -> str:
+    """Say in one sentence what the figures mean."""
+    crossover, after = (figures["variants"][name] for name in (CROSSOVER, AFTER))
+    times = f"{crossover['makespan_s']:.1f} s instead of {after['makespan_s']:.1f} s one after the other"
+    if not figures["identical"]:
+        return "Something is wrong: sharing the devices changed what the jobs compute."
+    same = "and each job computed bit for bit what it computes alone"
+    if not shaped:
+        return f"No network was emulated, so there was no wire time to fill: {times}; {same}."
+    gain, over = crossover["speed_up"], figures["over_unmanaged"]
+    if gain <= 1 + NOISE:
+        return f"Taking turns did not pay here: {times}, where {figures['bound']:.2f}× was possible; {same}."
+    if over > 1 + NOISE:
+        beside = f"{over:.2f}× as fast as side by side unmanaged"
+    elif over >= 1 - NOISE:
+        beside = "no faster than side by side unmanaged"
+    else:
+        beside = f"slower than side by side unmanaged by {1 / over - 1:.0%}"
+    return (
+        f"Taking turns, both jobs were done in {times}: {gain:.2f}× as fast ({figures['of_bound']:.0%} of what is "
+        f"possible here) and {beside}; {same}."
+    )
