@@ -1,0 +1,308 @@
+"""Ranks are killed and stopped wherever it hurts most; the sibling job goes on, at once or after a lease.
+
+Both jobs have one rank on each of two emulated devices and meet in a barrier inside every turn.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.harness import Job, run_jobs, spawn_script
+
+LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
+AT_ONCE_S = 1.0  # generous: the machine may be busy
+LEASE_S = 0.6
+STOP_S = 1.5
+TIMEOUT_S = 40.0
+TURNS_AFTER = 30
+
+
+class Wait(NamedTuple):
+    begin_s: float
+    wait_s: float
+
+
+class Outcome(NamedTuple):
+    waits: list[Wait]
+    turns: list[int]
+    leases_expired: int
+    disabled_because: str | None
+    broken: str = ""
+    """What the job's own collective said when another rank of it was gone."""
+
+
+def new_group() -> str:
+    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+
+
+def is_left(group: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
+
+
+def step(mutex: GPUMutex) -> Wait:
+    """Take a turn with a collective inside, as DDP's broadcast of buffers is."""
+    begin_s = time.monotonic()
+    mutex.acquire()
+    wait_s = time.monotonic() - begin_s
+    dist.barrier()
+    time.sleep(0.002)
+    mutex.release()
+    time.sleep(0.002)
+    return Wait(begin_s, wait_s)
+
+
+def _decided_by_rank_0(value: bool) -> bool:
+    said: list[Any] = [value]
+    dist.broadcast_object_list(said, src=0)
+    return bool(said[0])
+
+
+def survive(rank: int, world_size: int, group: str, events: Sequence[str]) -> Outcome:
+    """Train until every event has come, and a little longer."""
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=LONG_LEASE_S)
+    waits, turns, after = [], [], 0
+    while after < TURNS_AFTER:
+        waits.append(step(mutex))
+        turns.append(int(mutex.stats()["turn"]))
+        after += _decided_by_rank_0(all(os.path.exists(event) for event in events))
+    stats = mutex.stats()
+    mutex.close()
+    return Outcome(waits, turns, stats["leases_expired"], stats["disabled_because"])
+
+
+def suffer(rank: int, world_size: int, group: str, lease_s: float, fate: "Fate", event: str) -> Outcome:
+    """Train for a few turns, then meet the fate; what follows is as in a script that fails."""
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=lease_s)
+    waits, broken = [], ""
+    try:
+        for number in range(fate.after_turns + TURNS_AFTER):
+            if number == fate.after_turns:
+                fate.strike(rank, mutex, event)
+            waits.append(step(mutex))
+    except RuntimeError as error:
+        broken = str(error)
+    stats = mutex.stats()
+    mutex.close()
+    return Outcome(waits, [], stats["leases_expired"], stats["disabled_because"], broken)
+
+
+class Fate(NamedTuple):
+    """What happens to which ranks, and where."""
+
+    ranks: Sequence[int]
+    place: str
+    stop_s: float = 0.0
+    """Stopped for so long; killed if 0."""
+    after_turns: int = 10
+
+    def strike(self, rank: int, mutex: GPUMutex, event: str) -> None:
+        if self.place == "drawn":
+            mutex.request()
+        elif self.place == "inside":
+            mutex.acquire()
+        elif self.place == "queueing" and rank in self.ranks:
+            killer = threading.Timer(0.003, self._end, [event])
+            killer.daemon = True
+            killer.start()
+            for _ in range(1000):  # it queues most of the time
+                mutex.acquire()
+                mutex.release()
+        if rank in self.ranks:
+            self._end(event)
+        if self.place == "inside":
+            dist.barrier()
+            mutex.release()
+
+    def _end(self, event: str) -> None:
+        Path(event).touch()
+        if self.stop_s:
+            stop_self(self.stop_s)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self(stop_s: float) -> None:
+    waker = subprocess.Popen(["sh", "-c", f"sleep {stop_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    waker.wait()
+
+
+def run_with_fate(group: str, fate: Fate, event: Path, lease_s: float) -> tuple[list[Outcome], list[Outcome]]:
+    deaths = {} if fate.stop_s else dict.fromkeys(fate.ranks, signal.SIGKILL)
+    survivors, victims = run_jobs(
+        [
+            Job(survive, 2, (group, [str(event)]), name="survivor"),
+            Job(suffer, 2, (group, lease_s, fate, str(event)), deaths=deaths, name="victim"),
+        ],
+        timeout_s=TIMEOUT_S,
+    )
+    return survivors, victims
+
+
+def longest(outcomes: Sequence[Outcome]) -> float:
+    return max(wait.wait_s for outcome in outcomes for wait in outcome.waits)
+
+
+# --- deaths -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        ((0,), "inside"),
+        ((0,), "drawn"),
+        ((0,), "queueing"),
+        ((1,), "inside"),
+        ((0, 1), "drawn"),
+        ((0, 1), "between"),
+    ],
+)
+def test_a_death_holds_the_sibling_up_for_no_time(ranks: tuple[int, ...], place: str, tmp_path: Path) -> None:
+    group = new_group()
+    survivors, victims = run_with_fate(group, Fate(ranks, place), tmp_path / "event", LONG_LEASE_S)
+    assert longest(survivors) < AT_ONCE_S
+    assert all(each.disabled_because is None and each.leases_expired == 0 for each in survivors)
+    assert survivors[0].turns == survivors[1].turns
+    assert all(victim is None or victim.broken for victim in victims), "the death was noticed"
+    assert not is_left(group)
+
+
+# --- stops --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"), [((0,), "inside"), ((1,), "inside"), ((0, 1), "inside"), ((0,), "drawn")]
+)
+def test_a_stop_holds_the_sibling_up_for_one_lease(
+    ranks: tuple[int, ...], place: str, tmp_path: Path
+) -> None:
+    group = new_group()
+    survivors, victims = run_with_fate(group, Fate(ranks, place, STOP_S), tmp_path / "event", LEASE_S)
+    assert LEASE_S * 0.9 < longest(survivors) < LEASE_S + AT_ONCE_S
+    for each in survivors:
+        assert each.disabled_because is None
+        assert each.leases_expired <= 1
+        assert sum(wait.wait_s > LEASE_S / 2 for wait in each.waits) <= 1, "once, not each time"
+    for each in victims:
+        assert each.disabled_because is None
+        assert each.broken == ""
+        assert each.leases_expired == 0
+        assert len(each.waits) == 10 + TURNS_AFTER, "it goes on as if nothing had been"
+    assert not is_left(group)
+
+
+def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
+    group = new_group()
+    fate = Fate((0, 1), "between", STOP_S)
+    survivors, _ = run_with_fate(group, fate, tmp_path / "event", LONG_LEASE_S)
+    assert longest(survivors) < AT_ONCE_S
+    assert not is_left(group)
+
+
+# --- everything at once -------------------------------------------------------------------------------------------
+
+
+class Scene(NamedTuple):
+    """A guest joins, takes some turns, is perhaps stopped, leaves, and stays away for a while."""
+
+    turns: int
+    stopped_rank: int | None
+    inside: bool
+    stop_s: float
+    away_s: float
+
+
+class Life(NamedTuple):
+    scenes: Sequence[Scene]
+    killed: Sequence[int]
+    inside: bool
+
+
+GUESTS, SCENES, GUEST_LEASE_S = 3, 6, 0.3
+
+
+def random_life(chance: random.Random) -> Life:
+    scenes = [
+        Scene(
+            turns=chance.randrange(1, 25),
+            stopped_rank=chance.choice([None, 0, 1]),
+            inside=chance.random() < 0.5,
+            stop_s=chance.uniform(0.05, 2.5 * GUEST_LEASE_S),
+            away_s=chance.uniform(0.0, 0.3),
+        )
+        for _ in range(SCENES)
+    ]
+    return Life(scenes, chance.choice([(), (0,), (1,), (0, 1)]), chance.random() < 0.5)
+
+
+def live(rank: int, world_size: int, group: str, life: Life, event: str) -> list[str | None]:
+    """Play the scenes and die; returns why turns ended in each scene, "closed" never being a reason."""
+    reasons = []
+    for scene in life.scenes:
+        mutex = GPUMutex(group, device=f"dev{rank}", lease=GUEST_LEASE_S)
+        for _ in range(scene.turns):
+            step(mutex)
+        if scene.inside:
+            mutex.acquire()
+        if rank == scene.stopped_rank:
+            stop_self(scene.stop_s)
+        dist.barrier()
+        mutex.release()
+        reasons.append(mutex.disabled_because)
+        mutex.close()
+        time.sleep(scene.away_s)
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=GUEST_LEASE_S)
+    step(mutex)
+    if life.inside:
+        mutex.acquire()
+    dist.barrier()
+    Path(event).touch()
+    if rank in life.killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mutex.close()
+    return reasons
+
+
+def test_twenty_random_events_leave_the_sibling_well(tmp_path: Path) -> None:
+    seed = int(os.environ.get("CROSSOVER_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"CROSSOVER_TEST_SEED={seed}")
+    chance, group = random.Random(seed), new_group()
+    lives = [random_life(chance) for _ in range(GUESTS)]
+    events = [str(tmp_path / f"event-{guest}") for guest in range(GUESTS)]
+    jobs = [Job(survive, 2, (group, events), name="survivor")]
+    for guest, (life, event) in enumerate(zip(lives, events, strict=True)):
+        deaths = dict.fromkeys(life.killed, signal.SIGKILL)
+        jobs.append(Job(live, 2, (group, life, event), deaths=deaths, name=f"guest {guest}"))
+    survivors, *guests = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    assert longest(survivors) < GUESTS * GUEST_LEASE_S + AT_ONCE_S, f"CROSSOVER_TEST_SEED={seed}"
+    assert all(each.disabled_because is None for each in survivors), f"CROSSOVER_TEST_SEED={seed}"
+    assert survivors[0].turns == survivors[1].turns
+    assert all(reason is None for ranks in guests for reasons in ranks for reason in reasons or ())
+    assert not is_left(group)
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------
+
+
+def test_scripts_that_never_close_their_mutex_leave_nothing(tmp_path: Path) -> None:
+    group, path = new_group(), tmp_path / "script.py"
+    path.write_text(
+        f"from crossover_ddp.gpu_mutex import GPUMutex\nGPUMutex({group!r}, device='d').acquire()\n"
+        "import os\nif os.environ['RANK'] == '1': raise ValueError('words')\n"
+    )
+    # Its ranks are jobs of their own, as they make no process group.
+    with spawn_script(path, 2) as ranks:
+        assert [process.wait(TIMEOUT_S) for process in ranks.processes] == [0, 1]
+        assert "ValueError: words" in ranks.output(1)
+    assert not is_left(group)
