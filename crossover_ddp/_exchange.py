@@ -210,12 +210,12 @@ class Exchange:
         if not bucket.is_last():
             return future
         journey = self._journey(bucket, step, turn, None, None)
+        self._leave(step, turn)
         self._guarded(
             journey,
             "start",
             lambda: self._put(self._gatherer, journey, functools.partial(self._follow, journey)),
         )
-        self._leave(step, turn)
         return journey.future
 
     def close(self) -> None:
@@ -239,6 +239,16 @@ class Exchange:
 
     def _leave(self, step: Step, turn: Turn | None) -> None:
         self._step = Step()
+        self._end_compute(step, turn)
+
+    def _end_compute(self, step: Step, turn: Turn | None) -> None:
+        """Give the turn away, once a step.
+
+        Always before a worker hears of the last bucket: it may take the next turn at any moment from then on.
+        """
+        if step.compute_ended:
+            return
+        step.compute_ended = True
         if self.timeline is not None and self._turn_taken_s is not None:
             self.timeline.span("compute", self._turn_taken_s, step.last_hook_s)
         if turn is not None:
@@ -287,10 +297,15 @@ class Exchange:
             begin = self._begin_native
         self._guarded(journey, "start", functools.partial(begin, journey))
 
+    def _end_own_compute(self, journey: _Journey) -> None:
+        if journey.last:
+            self._end_compute(journey.step, journey.turn)
+
     def _begin_alone(self, journey: _Journey) -> None:
         if journey.owner_step is not None:
             journey.owner_step(journey.tensor)
         journey.side.follow_compute()
+        self._end_own_compute(journey)
         if journey.last_turn is None:
             self._complete(journey)
         else:
@@ -309,6 +324,7 @@ class Exchange:
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         on_owned = gather.offer if journey.owner_step is None else None
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
+        self._end_own_compute(journey)
         self._put(self._reducer, journey, functools.partial(self._reduce, journey, buffer, scatter, gather))
 
     def _begin_native(self, journey: _Journey) -> None:
@@ -316,6 +332,7 @@ class Exchange:
         journey.tensor.div_(self.world_size)
         side = journey.side
         side.follow_compute()
+        self._end_own_compute(journey)
         with side.current():
             for work in self._native.reduce_scatter(journey.tensor, journey.layout):
                 work.wait()

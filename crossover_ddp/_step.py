@@ -24,6 +24,7 @@ class Step:
         self.futures: list[GradientFuture] = []
         self.entered = False
         self.last_hook_s = 0.0
+        self.compute_ended = False
         self._lock = threading.Lock()
         self._watching = 0
         self._error: Exception | None = None
