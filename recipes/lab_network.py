@@ -8,9 +8,10 @@ front of the link is kept short without dropping anything.
 [Note: the queue]
 A drop costs a retransmission time-out of 200 ms and would spoil every figure, so the
 shaper's own limit is generous and the queue is bounded where it is made: a TCP socket
-hands down no further packet (of up to 64 KiB, cut late) while ``tcp_limit_output_bytes``
+hands down no further packet (which is cut to the MTU late) while ``tcp_limit_output_bytes``
 are on their way. A small message then waits behind one or two packets of each bulk stream.
-Smaller packets would halve that wait and double the processor time (docs/lab.md).
+Smaller packets shorten that wait and cost processor time, so they are as large as passes in
+2 ms: the packets per second, and with them the processor time, do not grow on slow links.
 
 [Note: receive cost]
 On a veth pair the receiver's TCP work runs on the sender's core. RPS moves it to the
@@ -31,8 +32,10 @@ NAMESPACE_DIRECTORY: Final = Path("/run/netns")
 INTERFACE: Final = "eth0"
 _PREFIX: Final = "crossover-lab"
 _NAME: Final = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-(?P<serial>\d+)-(node\d+|switch)")
-# What TCP hands to the link at once (GSO), and how much of it a socket may queue there.
-_PACKET_BYTES: Final = 64 * 1024
+# What TCP hands to the link at once (GSO): limits (two jumbo frames, the kernel's own), and the
+# time that it may take to pass.
+_PACKET_BYTES: Final = (20 * 1024, 64 * 1024)
+_PACKET_S: Final = 2e-3
 _QUEUE_BYTES: Final = 32 * 1024
 # Headers of the wire packets that it is cut into, and the clock's tolerance.
 _HEADROOM_BYTES: Final = 8 * 1024
@@ -175,9 +178,12 @@ class Network:
         if rate_mbit <= 0:
             raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
         rate = f"{round(rate_mbit * 1e6)}bit"
-        # The bucket must hold one packet, and what flows while a timer is late.
-        burst = _PACKET_BYTES + _HEADROOM_BYTES + round(rate_mbit * 1e6 / 8 * _LATE_TIMER_S)
-        for node in range(self.nodes):
+        packet = ["gso_max_size", str(packet_bytes(rate_mbit))]
+        # The bucket must hold one packet (of a connection made before a change, too), and what
+        # flows while a timer is late.
+        burst = _PACKET_BYTES[1] + _HEADROOM_BYTES + round(rate_mbit * 1e6 / 8 * _LATE_TIMER_S)
+        for node in range(self.nodes if self.nodes > 1 else 0):
+            _run("ip", "-n", self.namespace(node), "link", "set", INTERFACE, *packet)
             shape = ["tbf", "rate", rate, "burst", str(burst), "limit", str(_LIMIT_BYTES)]
             _run("tc", "-n", self.namespace(node), "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
@@ -237,7 +243,6 @@ class Network:
         _run("ip", *near, "peer", "name", peer, "netns", there, *queue)
         for namespace, name in ((here, device), (there, peer)):
             _run("ip", "-n", namespace, "link", "set", name, "addrgenmode", "none")
-            _run("ip", "-n", namespace, "link", "set", name, "gso_max_size", str(_PACKET_BYTES))
 
     def _configure(self, node: int, core: int | None) -> None:
         namespace = self.namespace(node)
@@ -250,6 +255,12 @@ class Network:
             # Forbidden in an unprivileged user namespace; the figures then stay right in sum.
             writes.append(f"echo {mask} > /sys/class/net/{INTERFACE}/queues/rx-0/rps_cpus || :")
         _run("ip", "netns", "exec", namespace, "sh", "-e", "-c", "\n".join(writes))
+
+
+def packet_bytes(rate_mbit: float) -> int:
+    """The largest packet that TCP may hand to a link of this rate, see [Note: the queue]."""
+    smallest, largest = _PACKET_BYTES
+    return round(min(max(rate_mbit * 1e6 / 8 * _PACKET_S, smallest), largest))
 
 
 def _cpu_mask(core: int) -> str:
