@@ -1,0 +1,113 @@
+"""Kernels that keep the device busy for a known time and write down when, on the device's own clock."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+Busy = Callable[[torch.Tensor, int], None]
+"""``busy(marks, duration_ns)``: enqueue; afterwards ``marks`` (int64, 2) holds begin and end in nanoseconds."""
+
+_SOURCE = r"""
+__device__ __forceinline__ unsigned long long now_ns() {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
+    return now;
+}
+extern "C" __global__ void busy(unsigned long long* marks, int duration_ns) {
+    unsigned long long begin = now_ns(), now = begin;
+    while (now - begin < (unsigned long long)duration_ns) now = now_ns();
+    marks[0] = begin;
+    marks[1] = now;
+}
+"""
+MAX_NS = 2**31 - 1  # NVRTC's launcher passes a C int
+
+
+@functools.cache
+def busy_kernel() -> Busy:
+    """Return the first kernel that compiles and does what it should here: Triton's, else NVRTC's."""
+    problems = []
+    for make in (_from_triton, _from_nvrtc):
+        try:
+            return _proven(make())
+        except Exception as error:
+            problems.append(f"{make.__name__}: {type(error).__name__}: {error}")
+    raise RuntimeError(
+        "expected Triton (with a C compiler) or torch.cuda._compile_kernel to work, got "
+        + "; ".join(problems)
+    )
+
+
+def _proven(busy: Busy) -> Busy:
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy(marks, 2_000_000)
+    begin_ns, end_ns = marks.tolist()
+    if not 2_000_000 <= end_ns - begin_ns < 1_000_000_000:
+        raise RuntimeError(f"expected a spin of 2 ms, got marks {begin_ns} to {end_ns}")
+    return busy
+
+
+def _from_triton() -> Busy:
+    from tests.gpu.triton_busy import busy
+
+    return busy
+
+
+def _from_nvrtc() -> Busy:
+    kernel = torch.cuda._compile_kernel(_SOURCE, "busy")
+
+    def busy(marks: torch.Tensor, duration_ns: int) -> None:
+        kernel((1, 1, 1), (1, 1, 1), [marks, duration_ns])
+
+    return busy
+
+
+class Interval(NamedTuple):
+    """When one turn's kernel ran, in nanoseconds of the device's clock, which all processes share."""
+
+    begin_ns: int
+    end_ns: int
+
+
+def intervals(marks: torch.Tensor) -> list[Interval]:
+    """Read the marks of many kernels, an (n, 2) tensor; waits for the device."""
+    return [Interval(begin, end) for begin, end in marks.tolist()]
+
+
+def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+    """List the pairs of one job's and the other's kernels that were under way at the same time."""
+    return [(a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns]
+
+
+def span_s(*jobs: Sequence[Interval]) -> float:
+    """Return the time from the first kernel's begin to the last one's end."""
+    every = [interval for job in jobs for interval in job]
+    return (max(i.end_ns for i in every) - min(i.begin_ns for i in every)) / 1e9
+
+
+def switches(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """Count how often the device went over from one job to the other."""
+    order = sorted([(i.begin_ns, 0) for i in first] + [(i.begin_ns, 1) for i in second])
+    return sum(a[1] != b[1] for a, b in itertools.pairwise(order))
+
+
+def sleep_s(duration_s: float) -> None:
+    """Keep the current stream busy for about this long; needs no compiler.
+
+    The clock of the streaming multiprocessors is not known beforehand, so it is measured once.
+    """
+    torch.cuda._sleep(int(duration_s * _cycles_per_s()))
+
+
+@functools.cache
+def _cycles_per_s() -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)  # wakes the device up
+    begin.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    end.synchronize()
+    return float(50_000_000 / (begin.elapsed_time(end) / 1e3))

@@ -1,0 +1,261 @@
+"""The engine's halves on device buffers, with two ranks on one GPU over gloo, and on NCCL.
+
+Copies are made slow on purpose, so that whatever is not ordered is seen. Where a test relies on that, it is
+run once more with the order taken out, and must then find wrong values.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp._exchange import Exchange
+from crossover_ddp._layout import Layout
+from crossover_ddp._staging import CudaCopier, Side
+from tests.gpu.kernels import sleep_s
+from tests.harness import close_pools, run_ranks
+from tests.unit.fake_bucket import FakeBucket
+
+pytestmark = pytest.mark.gpu
+
+TIMEOUT_S = 120.0
+SLOW_S = 0.05
+NUMEL = 300_007  # several chunks, and a remainder
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "equal": Layout.equal,
+    "uneven": lambda numel, parts: Layout.of_lengths([numel // 10, *[0] * (parts - 2), numel - numel // 10]),
+    "one owner": lambda numel, parts: Layout.of_lengths([0] * (parts - 1) + [numel]),
+}
+
+
+def addend(rank: int, dtype: torch.dtype, *, shift: int = 0) -> torch.Tensor:
+    """Small even numbers: with two or four ranks their means are exact in every dtype, whatever the order."""
+    return ((torch.arange(NUMEL) * (rank + 3) + shift) % 16 * 2).to(dtype)
+
+
+def mean(world_size: int, dtype: torch.dtype, *, shift: int = 0) -> torch.Tensor:
+    addends = [addend(rank, torch.float64, shift=shift) for rank in range(world_size)]
+    return (torch.stack(addends).sum(0) / world_size).to(dtype)
+
+
+@contextlib.contextmanager
+def engine_of_this_group() -> Iterator[Exchange]:
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    assert dist.group.WORLD is not None
+    engine = Exchange(dist.group.WORLD)
+    sleep_s(0.0)  # measures the clock here, not later on a thread of the engine
+    try:
+        yield engine
+    finally:
+        torch.cuda.synchronize()
+        engine.close()
+
+
+def average_all(rank: int, world_size: int) -> list[str]:
+    """Average every dtype in every layout, several buckets in flight; name those that came out wrong."""
+    wrong = []
+    with engine_of_this_group() as engine:
+        for dtype in DTYPES:
+            expected = mean(world_size, dtype)
+            for name, cut in LAYOUTS.items():
+                tensors = [addend(rank, dtype).cuda() for _ in range(3)]
+                layout = cut(NUMEL, world_size)
+                futures = [
+                    engine.submit(FakeBucket(tensor, index=index, last=index == 2), layout=layout)  # type: ignore[arg-type]
+                    for index, tensor in enumerate(tensors)
+                ]
+                for future, tensor in zip(futures, tensors, strict=True):
+                    assert future.wait().data_ptr() == tensor.data_ptr()
+                    if not torch.equal(tensor.cpu(), expected):
+                        wrong.append(f"{dtype}, {name}")
+    return wrong
+
+
+def test_staged_halves_average_every_dtype_and_layout() -> None:
+    assert run_ranks(average_all, 2, timeout_s=TIMEOUT_S) == [[], []]
+
+
+def test_staged_halves_work_for_four_ranks() -> None:
+    assert run_ranks(average_all, 4, timeout_s=TIMEOUT_S) == [[], [], [], []]
+
+
+@pytest.mark.gpu(count=2)
+def test_native_halves_average_every_dtype_and_layout() -> None:
+    assert run_ranks(average_all, 2, backend="nccl", timeout_s=TIMEOUT_S) == [[], []]
+
+
+# --- order on the device -------------------------------------------------------------------------------------
+
+
+def slow_up(copier: CudaCopier, device: torch.Tensor, host: torch.Tensor) -> None:
+    with torch.cuda.stream(copier.up_stream):
+        sleep_s(SLOW_S)
+        device.copy_(host, non_blocking=True)
+
+
+@contextlib.contextmanager
+def seeded(fault: str) -> Iterator[None]:
+    """Make copies up slow, and take one of the orderings out."""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(CudaCopier, "up", slow_up))
+        if fault == "producer":
+            patches.enter_context(mock.patch.object(CudaCopier, "begin", lambda copier: None))
+        elif fault == "consumer":
+            patches.enter_context(mock.patch.object(Side, "future", lambda side: torch.futures.Future()))
+        elif fault == "pinned":
+            patches.enter_context(mock.patch.object(CudaCopier, "take", careless_take))
+        yield
+
+
+def careless_take(copier: CudaCopier, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    if not copier._free:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return copier._free.pop()[0]
+
+
+def overwrite_at_once(rank: int, world_size: int, fault: str) -> list[int]:
+    """A slow producer before the hook, and a consumer that takes the result and spoils the buffer at once."""
+    wrong = []
+    with seeded(fault), engine_of_this_group() as engine:
+        buffer = torch.zeros(NUMEL, device="cuda")
+        addends = [addend(rank, torch.float32, shift=step).cuda() for step in range(4)]
+        results = []
+        torch.cuda.synchronize()
+        for values in addends:
+            sleep_s(SLOW_S)
+            buffer.copy_(values)
+            future = engine.submit(FakeBucket(buffer))  # type: ignore[arg-type]
+            results.append(future.wait().clone())
+            buffer.fill_(-1.0)
+        torch.cuda.synchronize()
+        for step, result in enumerate(results):
+            if not torch.equal(result.cpu(), mean(world_size, torch.float32, shift=step)):
+                wrong.append(step)
+    return wrong
+
+
+def test_the_exchange_follows_a_slow_producer_and_precedes_an_eager_consumer() -> None:
+    assert run_ranks(overwrite_at_once, 2, args=("",), timeout_s=TIMEOUT_S) == [[], []]
+
+
+@pytest.mark.parametrize("fault", ["producer", "consumer"])
+def test_without_the_order_of_streams_values_are_wrong(fault: str) -> None:
+    wrong = run_ranks(overwrite_at_once, 2, args=(fault,), timeout_s=TIMEOUT_S)
+    assert any(wrong), "the test above cannot fail: it proves nothing"
+
+
+def reuse_pinned_memory(rank: int, world_size: int, fault: str) -> bool:
+    """Begin a bucket while the copies up of an earlier one, whose pinned memory it gets, are under way."""
+    with seeded(fault), engine_of_this_group() as engine:
+        first, second = (addend(rank, torch.float32, shift=shift).cuda() for shift in (0, 5))
+        torch.cuda.synchronize()
+        done = engine.submit(FakeBucket(first, last=False))  # type: ignore[arg-type]
+        while not done.done():  # on the host; the compute stream does not wait
+            pass
+        [copier] = [side.copier for side in engine._sides.values()]
+        assert copier is not None
+        assert len(copier._free) == 1
+        after = engine.submit(FakeBucket(second, index=1))  # type: ignore[arg-type]
+        assert not copier._free, "the pinned memory was not used again"
+        after.wait()
+        done.wait()
+        right = [
+            torch.equal(tensor.cpu(), mean(world_size, torch.float32, shift=shift))
+            for tensor, shift in ((first, 0), (second, 5))
+        ]
+    return all(right)
+
+
+def test_pinned_memory_is_not_written_before_it_has_been_read() -> None:
+    assert run_ranks(reuse_pinned_memory, 2, args=("",), timeout_s=TIMEOUT_S) == [True, True]
+
+
+def test_without_that_order_values_are_wrong() -> None:
+    found = run_ranks(reuse_pinned_memory, 2, args=("pinned",), timeout_s=TIMEOUT_S)
+    assert not all(found), "the test above cannot fail: it proves nothing"
+
+
+def step_in_between(rank: int, world_size: int) -> bool:
+    """An owner's step that is slow, and reads the part and writes it on the device."""
+
+    with engine_of_this_group() as engine:
+        tensor = addend(rank, torch.float32).cuda()
+        engine.submit(FakeBucket(tensor), owner_step=slow_quadruple).wait()  # type: ignore[arg-type]
+        return torch.equal(tensor.cpu(), 4 * mean(world_size, torch.float32))
+
+
+def test_the_owners_step_runs_on_the_device_between_the_halves() -> None:
+    assert run_ranks(step_in_between, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
+@pytest.mark.gpu(count=2)
+def test_the_owners_step_runs_between_native_halves() -> None:
+    assert run_ranks(step_in_between, 2, backend="nccl", timeout_s=TIMEOUT_S) == [True, True]
+
+
+def native_alone(rank: int, world_size: int, fault: str) -> list[int]:
+    """Take the native way with one rank, which normally has nothing to send: NCCL's streams without a peer."""
+    wrong = []
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Exchange, "_launch", launch_native))
+        if fault == "producer":
+            patches.enter_context(mock.patch.object(Side, "follow_compute", lambda side: None))
+        elif fault == "consumer":
+            patches.enter_context(mock.patch.object(Side, "future", lambda side: torch.futures.Future()))
+        engine = patches.enter_context(engine_of_this_group())
+        buffer = torch.zeros(NUMEL, device="cuda")
+        addends = [addend(rank, torch.float32, shift=step).cuda() for step in range(4)]
+        results = []
+        torch.cuda.synchronize()
+        for values in addends:
+            sleep_s(SLOW_S)
+            buffer.copy_(values)
+            future = engine.submit(FakeBucket(buffer), owner_step=slow_quadruple)  # type: ignore[arg-type]
+            results.append(future.wait().clone())
+            buffer.fill_(-1.0)
+        torch.cuda.synchronize()
+        assert engine._failure is None
+        for values, result, step in zip(addends, results, range(4), strict=True):
+            if not torch.equal(result, 4 * values):
+                wrong.append(step)
+    return wrong
+
+
+def launch_native(engine: Exchange, journey: Any) -> None:
+    engine._guarded(journey, "start", lambda: engine._begin_native(journey))
+
+
+def slow_quadruple(part: torch.Tensor) -> None:
+    sleep_s(SLOW_S)
+    part.mul_(4)
+
+
+def test_the_native_way_follows_a_slow_producer_and_precedes_an_eager_consumer() -> None:
+    assert run_ranks(native_alone, 1, args=("",), backend="nccl", timeout_s=TIMEOUT_S) == [[]]
+
+
+@pytest.mark.parametrize("fault", ["producer", "consumer"])
+def test_without_the_order_of_streams_the_native_way_is_wrong(fault: str) -> None:
+    [wrong] = run_ranks(native_alone, 1, args=(fault,), backend="nccl", timeout_s=TIMEOUT_S)
+    assert wrong, "the test above cannot fail: it proves nothing"
+
+
+def contexts_of_second_rank(rank: int, world_size: int) -> list[bool]:
+    with engine_of_this_group() as engine:
+        tensor = addend(rank, torch.float32).cuda()
+        engine.submit(FakeBucket(tensor)).wait()  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+        return [torch._C._cuda_hasPrimaryContext(index) for index in range(2)]
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_rank_makes_no_context_on_another_ones_device(backend: str) -> None:
+    close_pools()  # ranks of earlier tests may have used both devices
+    _, second = run_ranks(contexts_of_second_rank, 2, backend=backend, timeout_s=TIMEOUT_S)
+    assert second == [False, True]

@@ -1,0 +1,353 @@
+"""Turns on one GPU between real processes, seen on the device's own clock.
+
+Every turn launches a kernel that writes down when it began and ended and gives the turn back at once, with the
+kernel still to run. Kernels of two jobs must never be under way at the same time although no host waits for
+one. That the test can fail is shown by the same run without a mutex, and with the device's wait left out.
+"""
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from crossover_ddp import _device_order
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, span_s, switches
+from tests.harness import Job, run_jobs
+
+pytestmark = pytest.mark.gpu
+
+LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
+TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included
+MEET_TIMEOUT_S = 90.0
+TURNS = 20
+SPIN_NS = 5_000_000  # longer than a time slice, so that two processes left alone interleave
+WARM_UP_TURNS = 3  # opens the siblings' events, which may take as long as a kernel of theirs
+
+
+class Plan(NamedTuple):
+    """What each of two jobs does."""
+
+    group: str
+    meeting: str
+    """A directory where processes tell each other how far they are."""
+    processes: int = 2
+    variant: str = "mutex"
+    turns: int = TURNS
+    spin_ns: int = SPIN_NS
+
+
+class Outcome(NamedTuple):
+    ran: list[Interval]
+    loop_s: float
+    """What the host took for all turns."""
+    stats: dict[str, Any]
+
+
+def new_plan(directory: Path, **changes: Any) -> Plan:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    return Plan(group, str(directory), **changes)
+
+
+def tell(plan: Plan, what: str) -> None:
+    (Path(plan.meeting) / f"{what}.{os.getpid()}").touch()
+
+
+def hear(plan: Plan, what: str, count: int = 1) -> None:
+    """Wait until that many processes have told it."""
+    deadline_s = time.monotonic() + MEET_TIMEOUT_S
+    while len(list(Path(plan.meeting).glob(f"{what}.*"))) < count:
+        assert time.monotonic() < deadline_s, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
+    """Make the mutex, or what the seeded faults leave of it."""
+    if plan.variant == "none":
+        yield None
+        return
+    no_ipc = (
+        mock.patch.object(
+            _device_order.EventOrder, "__init__", side_effect=RuntimeError("no IPC in this test")
+        )
+        if plan.variant == "host"
+        else contextlib.nullcontext()
+    )
+    with no_ipc:
+        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    if plan.variant == "deaf":
+        mutex._order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
+    expected = _device_order.SynchronizedOrder if plan.variant == "host" else _device_order.EventOrder
+    assert isinstance(mutex._order, expected)
+    try:
+        yield mutex
+    finally:
+        torch.cuda.synchronize()
+        mutex.close()
+
+
+def take_turn(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
+    if mutex is not None:
+        # "side": as the engine does it, whose side stream waits, and the compute stream for that one.
+        side = torch.cuda.Stream() if plan.variant == "side" else torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            mutex.acquire()
+        torch.cuda.current_stream().wait_stream(side)
+    busy_kernel()(marks, spin_ns)
+    if mutex is not None:
+        mutex.release()
+
+
+def race(rank: int, world_size: int, plan: Plan) -> Outcome:
+    torch.cuda.set_device(0)
+    busy_kernel()
+    marks = torch.zeros(plan.turns, 2, dtype=torch.int64, device="cuda")
+    unused = torch.zeros(2, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with mutex_of(plan) as mutex:
+        tell(plan, "ready")
+        hear(plan, "ready", plan.processes)
+        for _ in range(WARM_UP_TURNS):
+            take_turn(mutex, plan, unused, 1000)
+        tell(plan, "warm")
+        hear(plan, "warm", plan.processes)
+        begin_s = time.monotonic()
+        for row in marks:
+            take_turn(mutex, plan, row, plan.spin_ns)
+        loop_s = time.monotonic() - begin_s
+        return Outcome(intervals(marks), loop_s, {} if mutex is None else mutex.stats())
+
+
+def run_race(plan: Plan, world_size: int = 1) -> list[list[Outcome]]:
+    backend = None if world_size == 1 else "gloo"
+    jobs = [Job(race, world_size, args=(plan,), backend=backend, name=name) for name in "ab"]
+    return run_jobs(jobs, timeout_s=TIMEOUT_S)
+
+
+def check_turns(first: Outcome, second: Outcome) -> None:
+    found = overlaps(first.ran, second.ran)
+    assert not found, f"{len(found)} overlaps, the first one: {found[0]}"
+    for outcome in (first, second):
+        assert outcome.stats["disabled_because"] is None
+        assert outcome.stats["leases_expired"] == 0
+        assert outcome.stats["turns"] == len(outcome.ran) + WARM_UP_TURNS
+
+
+@pytest.mark.parametrize("variant", ["mutex", "side", "host"])
+def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path) -> None:
+    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
+    check_turns(first, second)
+    assert switches(first.ran, second.ran) >= TURNS, "the jobs did not alternate"
+    if variant != "host":
+        device_s = span_s(first.ran, second.ran)
+        slowest_s = max(first.loop_s, second.loop_s)
+        assert slowest_s < device_s / 2, f"hosts waited: {slowest_s:.3f} s of the device's {device_s:.3f} s"
+
+
+@pytest.mark.parametrize("variant", ["none", "deaf"])
+def test_the_same_run_overlaps_when_the_device_does_not_wait(variant: str, tmp_path: Path) -> None:
+    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
+    assert overlaps(first.ran, second.ran), "the tests above cannot fail: they prove nothing"
+
+
+def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> None:
+    plan = new_plan(tmp_path, processes=4, turns=10)
+    for_all = run_race(plan, world_size=2)
+    for mine in for_all[0]:
+        for theirs in for_all[1]:
+            check_turns(mine, theirs)
+
+
+def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    busy = busy_kernel()
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    took_s = []
+    mutex = GPUMutex(new_plan(tmp_path).group, device=0, lease=LEASE_S)
+    try:
+        for _ in range(6):
+            mutex.acquire()
+            busy(marks, 50_000_000)
+            kernel_done = torch.cuda.Event()
+            kernel_done.record()
+            begin_s = time.perf_counter()
+            mutex.release()
+            took_s.append(time.perf_counter() - begin_s)
+            assert not kernel_done.query(), "the kernel was over: the host has waited for it"
+            torch.cuda.synchronize()
+        assert mutex.stats()["disabled_because"] is None
+    finally:
+        mutex.close()
+    assert statistics.median(took_s) < 1e-3, took_s
+
+
+# --- names ---------------------------------------------------------------------------------------------------
+
+PRINT_NAME = """
+import sys, torch
+from crossover_ddp._device_order import device_name
+print(device_name(torch.device("cuda", int(sys.argv[1]))))
+"""
+
+
+def name_where_visible(devices: str, index: int) -> str:
+    """Return the name of a device in a process that sees these devices, as ``CUDA_VISIBLE_DEVICES`` says."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PRINT_NAME, str(index)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def visible_here() -> list[str]:
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it() -> None:
+    name = _device_order.device_name(torch.device("cuda", 0))
+    assert name_where_visible(visible_here()[0], 0) == name
+    assert name_where_visible(name, 0) == name  # CUDA takes the UUID as well
+
+
+@pytest.mark.gpu(count=2)
+def test_two_gpus_keep_their_names_when_their_numbers_are_swapped() -> None:
+    names = [_device_order.device_name(torch.device("cuda", index)) for index in range(2)]
+    assert names[0] != names[1]
+    swapped = ",".join(reversed(visible_here()[:2]))
+    assert [name_where_visible(swapped, index) for index in (1, 0)] == names
+
+
+# --- deaths --------------------------------------------------------------------------------------------------
+
+LONG_NS = 2_000_000_000
+DEATH_TIMEOUT_S = 25.0
+
+
+def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
+    """Be killed with a kernel under way: inside the turn ("holding"), or after giving it back."""
+    torch.cuda.set_device(0)
+    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    tell(plan, "joined")
+    hear(plan, "joined", 2)
+    mutex.acquire()
+    busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), LONG_NS)
+    if plan.variant == "holding":
+        tell(plan, "computing")
+        time.sleep(0.2)  # the sibling is waiting on its host by now
+    else:
+        mutex.release()
+        tell(plan, "computing")
+        hear(plan, "enqueued")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive(rank: int, world_size: int, plan: Plan) -> float:
+    """Take turns after a sibling that dies; return how long its death has held us up on host and device."""
+    torch.cuda.set_device(0)
+    busy = busy_kernel()
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    tell(plan, "joined")
+    hear(plan, "computing")
+    begin_s = time.monotonic()
+    for _ in range(5):
+        mutex.acquire()
+        busy(marks, 1000)
+        done = torch.cuda.Event()
+        done.record()
+        mutex.release()
+        tell(plan, "enqueued")
+        while not done.query():
+            if time.monotonic() > begin_s + DEATH_TIMEOUT_S:
+                # Not mutex.close(): it would wait for the device, for ever.
+                raise AssertionError(
+                    "the stream waits for the event of a dead process and cannot go on: a device-side wait needs "
+                    "something that a living process can end, see 'Doubts' in docs/gpu.md"
+                )
+            time.sleep(0.001)
+    took_s = time.monotonic() - begin_s
+    assert mutex.stats()["disabled_because"] is None
+    mutex.close()
+    return took_s
+
+
+@pytest.mark.parametrize("variant", ["holding", "given back"])
+def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
+    variant: str, tmp_path: Path
+) -> None:
+    plan = new_plan(tmp_path, variant=variant)
+    jobs = [
+        Job(die_in_turn, 1, args=(plan,), backend=None, deaths={0: signal.SIGKILL}, name="dying"),
+        Job(outlive, 1, args=(plan,), backend=None, name="living"),
+    ]
+    [_, [took_s]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    assert took_s < 10.0, "it waited for a lease, or nearly"
+
+
+# --- what thousands of turns leave behind --------------------------------------------------------------------
+
+MANY_TURNS = 3000
+
+
+class Held(NamedTuple):
+    descriptors: int
+    resident_bytes: int
+    device_bytes: int
+    opened: int
+
+
+def held(mutex: GPUMutex) -> Held:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Held(
+        len(os.listdir("/proc/self/fd")),
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        torch.cuda.memory_allocated(),
+        len(mutex._order._opened),  # type: ignore[attr-defined]
+    )
+
+
+def take_many_turns(rank: int, world_size: int, plan: Plan) -> tuple[Held, Held, dict[str, Any]]:
+    torch.cuda.set_device(0)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()
+    with mutex_of(plan) as mutex:
+        assert mutex is not None
+        tell(plan, "ready")
+        hear(plan, "ready", 2)
+        before = None
+        for turn in range(plan.turns):
+            take_turn(mutex, plan, marks, plan.spin_ns)
+            if turn == 500:
+                torch.cuda.synchronize()
+                before = held(mutex)
+        torch.cuda.synchronize()
+        assert before is not None
+        return before, held(mutex), mutex.stats()
+
+
+def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
+    plan = new_plan(tmp_path, turns=MANY_TURNS, spin_ns=10_000)
+    jobs = [Job(take_many_turns, 1, args=(plan,), backend=None, name=name) for name in "ab"]
+    for [(before, after, stats)] in run_jobs(jobs, timeout_s=TIMEOUT_S):
+        assert stats["turns"] == MANY_TURNS
+        assert stats["disabled_because"] is None
+        assert after.descriptors == before.descriptors
+        assert after.device_bytes == before.device_bytes
+        assert (before.opened, after.opened) == (1, 1)
+        assert after.resident_bytes - before.resident_bytes < 8 * 2**20

@@ -1,0 +1,56 @@
+"""The measuring instruments: their arithmetic everywhere, the kernel itself on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, sleep_s, span_s, switches
+
+
+def at(*pairs: tuple[int, int]) -> list[Interval]:
+    return [Interval(begin, end) for begin, end in pairs]
+
+
+def test_kernels_one_after_the_other_do_not_overlap() -> None:
+    assert not overlaps(at((0, 5), (10, 15)), at((5, 10), (15, 20)))
+
+
+def test_an_overlap_is_found_wherever_it_is() -> None:
+    mine = at((0, 5), (10, 15))
+    assert overlaps(mine, at((4, 10))) == [(Interval(0, 5), Interval(4, 10))]
+    assert overlaps(mine, at((11, 12))) == [(Interval(10, 15), Interval(11, 12))]  # inside
+    assert len(overlaps(mine, at((-1, 99)))) == 2  # around both
+
+
+def test_span_and_switches() -> None:
+    mine, theirs = at((0, 5), (10, 15)), at((5, 10), (15, 30))
+    assert span_s(mine, theirs) == pytest.approx(30e-9)
+    assert switches(mine, theirs) == 3
+    assert switches(mine, at((20, 30))) == 1
+
+
+def test_marks_are_read_as_intervals() -> None:
+    assert intervals(torch.tensor([[1, 2], [3, 4]])) == at((1, 2), (3, 4))
+
+
+@pytest.mark.gpu
+def test_kernels_of_one_stream_run_one_after_the_other_for_the_time_asked() -> None:
+    busy = busy_kernel()
+    marks = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
+    for row in marks:
+        busy(row, 3_000_000)
+    ran = intervals(marks)
+    assert all(3e6 <= end - begin < 30e6 for begin, end in ran)
+    assert all(earlier.end_ns <= later.begin_ns for earlier, later in itertools.pairwise(ran))
+
+
+@pytest.mark.gpu
+def test_a_sleep_lasts_about_as_long_as_asked() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    sleep_s(0.001)
+    begin.record()
+    sleep_s(0.05)
+    end.record()
+    end.synchronize()
+    assert 25 < begin.elapsed_time(end) < 200
