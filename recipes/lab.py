@@ -157,16 +157,16 @@ def progress(jobs: Sequence[Job], out: Path) -> Iterator[Callable[[], None] | No
         yield None
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
-    console = Console(stderr=True)
     began_s = time.monotonic()
-    with console.status("starting") as status:
+    # Nothing that moves by itself: its refreshing would take time from the cores that are measured.
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
 
         def watch() -> None:
-            lines = [
-                f"[bold]{job.name}[/] {_escaped(last_line(out / job.name / 'rank0.log'))}" for job in jobs
-            ]
-            status.update(f"{time.monotonic() - began_s:.0f} s\n" + "\n".join(lines))
+            lines = [f"{job.name}: {last_line(out / job.name / 'rank0.log')}" for job in jobs]
+            live.update(Text("\n".join([f"{time.monotonic() - began_s:.0f} s", *lines])), refresh=True)
 
         yield watch
 
@@ -183,20 +183,15 @@ def last_line(log: Path) -> str:
     return lines[-1][:120] if lines else ""
 
 
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
 def show(result: dict[str, Any], pictures: Sequence[Path], out: Path) -> None:
     """Print the figures as a table."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     columns = {"step": "step_s", "C": "C_s", "N": "N_s", "M": "M_s"}
     units = ["MB/step", "turns", "hand-over ms", "total s"]
-    table = Table(*["job", "steps", *(f"{name} ms" for name in columns), *units], title=str(out))
+    table = Table(*["job", "steps", *(f"{name} ms" for name in columns), *units], title=str(out), box=SIMPLE)
     for run in result["runs"]:
         for name, job in run["jobs"].items():
             handover = job["handover"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,11 +233,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the PNG to write (default: timeline.png in the run)")
     parser.add_argument("--trace", type=Path, help="write all spans as a Chrome trace, too")
     args = parser.parse_args()
-    if args.trace:
-        spans = lab_records.load_run(args.run).spans
-        args.trace.write_text(json.dumps(lab_analysis.chrome_trace(spans)))
-    window_s = (args.begin_s, args.end_s)
-    print(draw_run(args.run, args.out, title=args.title, window_s=window_s))
+    try:
+        if args.trace:
+            spans = lab_records.load_run(args.run).spans
+            args.trace.write_text(json.dumps(lab_analysis.chrome_trace(spans)))
+        print(draw_run(args.run, args.out, title=args.title, window_s=(args.begin_s, args.end_s)))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"timeline_picture: {error}")
 
 
 if __name__ == "__main__":
