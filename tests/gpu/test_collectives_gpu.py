@@ -182,7 +182,6 @@ def test_without_that_order_values_are_wrong() -> None:
 
 def step_in_between(rank: int, world_size: int) -> bool:
     """An owner's step that is slow, and reads the part and writes it on the device."""
-
     with engine_of_this_group() as engine:
         tensor = addend(rank, torch.float32).cuda()
         engine.submit(FakeBucket(tensor), owner_step=slow_quadruple).wait()  # type: ignore[arg-type]
@@ -213,7 +212,7 @@ def native_alone(rank: int, world_size: int, fault: str) -> list[int]:
         results = []
         torch.cuda.synchronize()
         for values in addends:
-            sleep_s(SLOW_S)
+            sleep_s(3 * SLOW_S)  # the owner's step must be over long before, if it does not wait
             buffer.copy_(values)
             future = engine.submit(FakeBucket(buffer), owner_step=slow_quadruple)  # type: ignore[arg-type]
             results.append(future.wait().clone())

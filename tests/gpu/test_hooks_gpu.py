@@ -1,0 +1,316 @@
+"""The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
+
+Over gloo two ranks share the one GPU; NCCL takes one rank per GPU, so two ranks need two GPUs, and with one rank
+the native way is forced where a test is about it.
+"""
+
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper, reduce_scatter_all_gather_hook
+from crossover_ddp._exchange import Exchange
+from tests.harness import Job, run_jobs
+
+pytestmark = pytest.mark.gpu
+
+TIMEOUT_S = 150.0
+# cuBLAS is deterministic only with a workspace of fixed size, which it reads from here once per process.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+BUCKET_CAP_MB = 1.0
+MEET_TIMEOUT_S = 90.0
+
+
+class Plan(NamedTuple):
+    """One training run."""
+
+    hook: str = "none"
+    seed: int = 0
+    steps: int = 8
+    views: bool = True
+    amp: str = "none"
+    accumulate: int = 1
+    force_native: bool = False
+    meeting: str = ""
+    """A directory where sibling jobs wait for each other; none for a job alone."""
+    processes: int = 0
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    digest: str
+    peak_bytes: int
+    stats: dict[str, Any]
+
+
+def network(seed: int) -> torch.nn.Module:
+    """BatchNorm, so that DDP broadcasts buffers inside the turn; several buckets of 1 MB."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, padding=1),
+        torch.nn.BatchNorm2d(32),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        torch.nn.BatchNorm2d(64),
+        torch.nn.ReLU(),
+        torch.nn.AvgPool2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(1024, 1024),
+        torch.nn.ReLU(),
+        torch.nn.Linear(1024, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
+    ).cuda()
+
+
+def register(model: DistributedDataParallel, plan: Plan) -> CrossoverState | None:
+    if plan.hook == "rsag":
+        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    elif plan.hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif plan.hook.startswith("crossover"):
+        state = CrossoverState()
+        inner = default_hooks.fp16_compress_hook
+        model.register_comm_hook(state, crossover_wrapper(inner) if "fp16" in plan.hook else crossover_hook)
+        return state
+    return None
+
+
+@contextlib.contextmanager
+def reproducible(plan: Plan) -> Iterator[None]:
+    """Deterministic algorithms, and put back how it was: the next test gets the same process."""
+    torch.use_deterministic_algorithms(True)
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    native = mock.patch.object(Exchange, "_launch", launch_native)
+    try:
+        with native if plan.force_native else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def launch_native(engine: Exchange, journey: Any) -> None:
+    engine._guarded(journey, "start", lambda: engine._begin_native(journey))
+
+
+def meet(plan: Plan, what: str) -> None:
+    """Wait until every process of every sibling is here."""
+    from tests.gpu.test_device_order import Plan as Meeting
+    from tests.gpu.test_device_order import hear, tell
+
+    if plan.meeting:
+        tell(Meeting("", plan.meeting), what)
+        hear(Meeting("", plan.meeting), what, plan.processes)
+
+
+def train(rank: int, world_size: int, plan: Plan) -> Outcome:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with reproducible(plan):
+        model = DistributedDataParallel(
+            network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=plan.views
+        )
+        state = register(model, plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
+        generator = torch.Generator().manual_seed(100 * plan.seed + rank)
+        losses = [step(model, optimizer, scaler, generator, plan) for _ in range(2)]  # buckets are rebuilt
+        torch.cuda.synchronize()
+        if state is None or state.mutex is None:
+            meet(plan, "warm")
+        else:
+            state.mutex.release()  # nobody waits for a job that waits
+            meet(plan, "warm")
+            state.mutex.acquire()
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+        losses += [step(model, optimizer, scaler, generator, plan) for _ in range(plan.steps)]
+        torch.cuda.synchronize()
+        peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
+        outcome = Outcome(
+            [float(loss) for loss in losses],
+            digest(model),
+            peak_bytes,
+            {} if state is None else state.stats(),
+        )
+        if state is not None:
+            state.close()
+    return outcome
+
+
+def step(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    generator: torch.Generator,
+    plan: Plan,
+) -> torch.Tensor:
+    """Train one step; the loss stays on the device, so that the host runs ahead."""
+    total = torch.zeros((), device="cuda")
+    for part in range(plan.accumulate):
+        inputs = torch.randn(16, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
+        targets = torch.randint(0, 10, (16,), generator=generator).cuda()
+        dtype = torch.float16 if plan.amp == "float16" else torch.bfloat16
+        last = part == plan.accumulate - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            with torch.autocast("cuda", dtype, enabled=plan.amp != "none"):
+                loss = torch.nn.functional.cross_entropy(model(inputs).float(), targets)
+            scaler.scale(loss).backward()
+        total += loss.detach()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total
+
+
+def digest(model: torch.nn.Module) -> str:
+    summed = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        summed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return summed.hexdigest()
+
+
+def run(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> list[Outcome]:
+    job = Job(train, world_size, args=(plan,), backend=backend, environment=DETERMINISTIC)
+    [outcomes] = run_jobs([job], timeout_s=TIMEOUT_S)
+    return outcomes
+
+
+def same(some: list[Outcome], others: list[Outcome]) -> bool:
+    return [one[:2] for one in some] == [one[:2] for one in others]
+
+
+def check(
+    plan: Plan, *, reference: str = "none", world_size: int = 2, backend: str = "gloo"
+) -> list[Outcome]:
+    """Compare a hook with plain DDP, which must itself be reproducible for that to mean anything."""
+    plain = plan._replace(hook=reference, force_native=False)
+    expected = run(plain, world_size=world_size, backend=backend)
+    assert same(run(plain, world_size=world_size, backend=backend), expected), (
+        "plain DDP is not reproducible here"
+    )
+    found = run(plan, world_size=world_size, backend=backend)
+    assert [one.losses for one in found] == [one.losses for one in expected]
+    assert same(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+def test_losses_over_gloo_equal_plain_ddp(hook: str, views: bool) -> None:
+    check(Plan(hook, views=views))
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_losses_with_mixed_precision_equal_plain_ddp(amp: str) -> None:
+    check(Plan("crossover", amp=amp))
+
+
+def test_losses_with_accumulation_equal_plain_ddp() -> None:
+    check(Plan("crossover", accumulate=3))
+
+
+def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
+    check(Plan("crossover fp16"), reference="fp16")
+
+
+@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
+@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+def test_losses_with_one_rank_on_nccl_equal_plain_ddp(hook: str, force_native: bool) -> None:
+    check(Plan(hook, force_native=force_native), world_size=1, backend="nccl")
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+def test_losses_over_nccl_equal_plain_ddp(hook: str, views: bool) -> None:
+    check(Plan(hook, views=views), backend="nccl")
+
+
+def test_a_wrong_mean_would_be_seen() -> None:
+    """The comparison can fail: another seed's losses differ."""
+    assert not same(run(Plan("rsag")), run(Plan("rsag", seed=1)))
+
+
+# --- siblings ------------------------------------------------------------------------------------------------
+
+
+def run_siblings(
+    directory: Path, plan: Plan, *, world_size: int, backend: str
+) -> tuple[list[Outcome], list[Outcome]]:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    plan = plan._replace(meeting=str(directory), processes=2 * world_size)
+    jobs = [
+        Job(
+            train,
+            world_size,
+            args=(plan._replace(seed=seed),),
+            backend=backend,
+            # The group is the job's own already when the rank's leaks are counted.
+            environment={**DETERMINISTIC, "CROSSOVER_GROUP": group},
+            name=f"job {seed}",
+        )
+        for seed in (0, 1)
+    ]
+    first, second = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    return first, second
+
+
+def check_siblings(directory: Path, plan: Plan, *, world_size: int, backend: str) -> None:
+    alone = [run(plan._replace(seed=seed), world_size=world_size, backend=backend) for seed in (0, 1)]
+    together = run_siblings(directory, plan, world_size=world_size, backend=backend)
+    for mine, ours in zip(alone, together, strict=True):
+        assert same(mine, ours), "a sibling changed the results"
+        for outcome in ours:
+            stats = outcome.stats
+            assert stats["disabled_because"] is None
+            assert stats["leases_expired"] == 0
+            assert stats["device"].startswith("GPU-")
+            assert stats["turns"] >= plan.steps
+    # How often somebody had to wait depends on the machine; never would mean that nothing was shared.
+    assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
+
+
+def test_siblings_over_gloo_train_as_if_alone(tmp_path: Path) -> None:
+    check_siblings(tmp_path, Plan("crossover", steps=30), world_size=2, backend="gloo")
+
+
+def test_siblings_around_a_wrapped_hook_train_as_if_alone(tmp_path: Path) -> None:
+    check_siblings(tmp_path, Plan("crossover fp16", steps=15), world_size=2, backend="gloo")
+
+
+@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
+def test_siblings_of_one_rank_on_nccl_train_as_if_alone(force_native: bool, tmp_path: Path) -> None:
+    plan = Plan("crossover", steps=30, force_native=force_native)
+    check_siblings(tmp_path, plan, world_size=1, backend="nccl")
+
+
+@pytest.mark.gpu(count=2)
+def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
+    check_siblings(tmp_path, Plan("crossover", steps=30), world_size=2, backend="nccl")
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
+    bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
+    for plain, hooked in zip(run(Plan()), run(Plan(hook)), strict=True):
+        assert hooked.peak_bytes <= plain.peak_bytes + bucket_bytes
+
+
+def test_device_memory_does_not_grow_with_steps() -> None:
+    short, long = (run(Plan("crossover", steps=steps)) for steps in (5, 60))
+    for few, many in zip(short, long, strict=True):
+        assert many.peak_bytes <= few.peak_bytes + 2**20
