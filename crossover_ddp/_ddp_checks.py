@@ -1,6 +1,7 @@
 """What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words."""
 
 import gc
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def _model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
         if issubclass(type(candidate), DistributedDataParallel) and any(
             parameter is other for other in candidate.module.parameters()
         ):
-            return candidate
+            return cast(DistributedDataParallel, candidate)
     return None
 
 

@@ -1,0 +1,364 @@
+"""Situations of DDP. Each trains a little and tells what came out, with whatever hook ``Wrap`` registers."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+# Makes a DDP model with the hook under test; the keywords are DDP's.
+Wrap = Callable[..., DistributedDataParallel]
+Results = dict[str, torch.Tensor]
+Case = Callable[[Wrap, int, int], Results]
+
+CASES: dict[str, Case] = {}
+TINY_MB = 0.0004
+STEPS = 3
+WIDTH = 12
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+class Recorder:
+    """Trains a model and notes its gradients of every step, and its parameters and buffers at the end."""
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.1) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        self.results: Results = {}
+        self._steps = 0
+
+    def step(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.note_and_update()
+
+    def note_and_update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            # A missing gradient and one of zeros are different results.
+            gradient = parameter.grad
+            noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
+            self.results[f"step {self._steps} gradient of {name}"] = noted
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._steps += 1
+
+    def finish(self) -> Results:
+        self.results.update(
+            (f"final {name}", value.clone()) for name, value in self.model.state_dict().items()
+        )
+        return self.results
+
+
+def mlp(depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def inputs(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, WIDTH, generator=generator).to(dtype)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def train_mlp(wrap: Wrap, rank: int, **options: Any) -> Results:
+    recorder = Recorder(wrap(mlp(), **options))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def many_buckets(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB)
+
+
+@case
+def many_buckets_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, gradient_as_bucket_view=True)
+
+
+@case
+def one_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank)
+
+
+@case
+def one_bucket_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank, gradient_as_bucket_view=True)
+
+
+@case
+def static_graph(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, static_graph=True)
+
+
+@case
+def static_graph_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, static_graph=True, gradient_as_bucket_view=True)
+
+
+@case
+def lazy_bucket_allocation(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again."""
+    known = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel).parameters
+    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, **({"lazy_bucket_allocation": True} if known else {}))
+
+
+def accumulate(wrap: Wrap, rank: int, **options: Any) -> Results:
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB, **options))
+    for step in range(STEPS):
+        with recorder.model.no_sync():  # type: ignore[operator]
+            loss_of(recorder.model(inputs(rank, 10 + step))).backward()
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def accumulation(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return accumulate(wrap, rank)
+
+
+@case
+def accumulation_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return accumulate(wrap, rank, gradient_as_bucket_view=True)
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, and one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, *, left: bool) -> torch.Tensor:
+        branch = self.left if left else self.right
+        return self.head(branch(x))  # type: ignore[no-any-return]
+
+
+def train_branches(wrap: Wrap, rank: int, **options: Any) -> Results:
+    recorder = Recorder(wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=TINY_MB, **options))
+    for step in range(STEPS + 1):
+        # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
+        left = (step + rank) % 2 == 0 if step < 2 else step == 2
+        recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
+    return recorder.finish()
+
+
+@case
+def unused_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_branches(wrap, rank)
+
+
+@case
+def unused_parameters_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+    return train_branches(wrap, rank, gradient_as_bucket_view=True)
+
+
+@case
+def batch_norm_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """DDP broadcasts the running statistics inside forward, on the group that the hook uses."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+    recorder = Recorder(wrap(model, bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        images = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        recorder.step(loss_of(recorder.model(images)))
+    return recorder.finish()
+
+
+class Chatty(nn.Module):
+    """Talks to its peers in forward and in backward, as SyncBatchNorm does, which torch has for GPUs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = MeanOverRanks.apply(torch.tanh(layer(x)))  # type: ignore[no-untyped-call]
+        return x
+
+
+class MeanOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0)
+        dist.all_reduce(mean)
+        return x - mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        mean = gradients[0].mean(0)
+        dist.all_reduce(mean)
+        return gradients[0] - mean / dist.get_world_size()
+
+
+@case
+def collectives_in_forward_and_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Chatty(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step)) - 0.1))
+    return recorder.finish()
+
+
+class Mixed(nn.Module):
+    """Has parameters of four dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x
+
+
+@case
+def several_dtypes(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Mixed()))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def bfloat16_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(mlp(dtype=torch.bfloat16), bucket_cap_mb=TINY_MB), lr=0.01)
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step, torch.bfloat16))))
+    return recorder.finish()
+
+
+@case
+def joined_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Ranks run out of inputs one after the other; they go on to answer with zeros."""
+    model = wrap(mlp(), bucket_cap_mb=TINY_MB)
+    recorder = Recorder(model)
+    with Join([model]):
+        for step in range(STEPS + rank):
+            recorder.step(loss_of(model(inputs(rank, step))))
+    return {name: value for name, value in recorder.finish().items() if name.startswith("final")}
+
+
+class Shared(nn.Module):
+    """Embeds and predicts with the same weights: its last bucket is the largest, and a module runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.block(torch.tanh(self.block(self.embedding(tokens))))))  # type: ignore[no-any-return]
+
+
+@case
+def tied_weights(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Shared(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        tokens = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+        recorder.step(loss_of(recorder.model(tokens)))
+    return recorder.finish()
+
+
+class Scalars(nn.Module):
+    """Has buckets with fewer elements than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+        self.shift = nn.Parameter(torch.tensor([0.5, 0.25]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift.sum()
+
+
+@case
+def fewer_elements_than_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Scalars(), bucket_cap_mb=1e-6))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def frozen_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+    model = mlp()
+    for parameter in list(model.parameters())[2:4]:
+        parameter.requires_grad_(False)
+    recorder = Recorder(wrap(model, bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+class Recomputed(nn.Module):
+    """Runs backward passes inside its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp(1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@case
+def reentrant_checkpointing(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Recomputed(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorders = [Recorder(wrap(mlp(2), bucket_cap_mb=TINY_MB)), Recorder(wrap(mlp(3)))]
+    for step in range(STEPS):
+        first, second = (recorder.model(inputs(rank, step)) for recorder in recorders)
+        loss_of(first + second).backward()
+        for recorder in recorders:
+            recorder.note_and_update()
+    return {
+        f"model {index} {name}": value
+        for index, recorder in enumerate(recorders)
+        for name, value in recorder.finish().items()
+    }
+
+
+@case
+def mixed_precision_by_autocast(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(recorder.model(inputs(rank, step)))
+        recorder.step(loss)
+    return recorder.finish()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,102 @@
+"""Plain DDP and every hook walk the same path, on identical seeds, in all cases and with 1 to 4 ranks.
+
+One launch per world size runs everything; each test then looks up its own finding.
+"""
+
+import contextlib
+import hashlib
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import run_ranks
+from tests.multiprocess.conformance.cases import CASES, Results, Wrap, seeded
+from tests.multiprocess.conformance.hooks import HOOKS, Row
+
+WORLD_SIZES = (1, 2, 3, 4)
+# Finding of one case with one hook: what differs from plain DDP, and a digest of the results.
+Finding = tuple[str, str]
+
+
+def findings_of_rank(rank: int, world_size: int) -> dict[tuple[str, str], Finding]:
+    findings = {}
+    for case in CASES:
+        expected = run_case(case, rank, world_size, None)
+        for hook, row in HOOKS.items():
+            if case not in (row.skip or {}):
+                got = run_case(case, rank, world_size, row)
+                bitwise = world_size in row.bitwise_world_sizes
+                difference = differences(got, expected, 0.0 if bitwise else row.tolerance)
+                findings[hook, case] = difference, digest(got)
+    return findings
+
+
+def run_case(case: str, rank: int, world_size: int, row: Row | None) -> Results:
+    with seeded(5), contextlib.ExitStack() as stack:
+        return CASES[case](wrapping(row, stack), rank, world_size)
+
+
+def wrapping(row: Row | None, stack: contextlib.ExitStack) -> Wrap:
+    def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+        model = DistributedDataParallel(module, **options)
+        if row is not None:
+            stack.enter_context(row.register(model))
+        return model
+
+    return wrap
+
+
+def differences(got: Results, expected: Results, tolerance: float) -> str:
+    assert got.keys() == expected.keys()
+    return "\n".join(
+        found for name in expected if (found := difference(name, got[name], expected[name], tolerance))
+    )
+
+
+def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{name}: {got.shape} {got.dtype}, expected {expected.shape} {expected.dtype}"
+    if torch.equal(got, expected) or (got.isnan().all() and expected.isnan().all()):
+        return ""
+    error = float((got.double() - expected.double()).abs().max())
+    scale = float(expected.double().abs().max())
+    epsilon = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    return "" if error <= tolerance * epsilon * scale else f"{name}: off by {error:.3g} of {scale:.3g}"
+
+
+def digest(results: Results) -> str:
+    state = hashlib.sha256()
+    for name in sorted(results):
+        # Each rank has its own running statistics; DDP makes them equal before the next forward only.
+        if "running_" not in name:
+            state.update(name.encode())
+            state.update(results[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+@cache
+def findings(world_size: int) -> list[dict[tuple[str, str], Finding]]:
+    return run_ranks(findings_of_rank, world_size, timeout_s=240)
+
+
+CELLS = [
+    pytest.param(world_size, hook, case, id=f"{hook}-{case}-{world_size}")
+    for world_size in WORLD_SIZES
+    for hook, row in HOOKS.items()
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("world_size", "hook", "case"), CELLS)
+def test_hook_agrees_with_plain_ddp(world_size: int, hook: str, case: str) -> None:
+    reason = (HOOKS[hook].skip or {}).get(case)
+    if reason:
+        pytest.skip(reason)
+    of_ranks = [of_rank[hook, case] for of_rank in findings(world_size)]
+    for rank, (difference_, _) in enumerate(of_ranks):
+        assert not difference_, f"rank {rank} differs from plain DDP:\n{difference_}"
+    assert len({digest_ for _, digest_ in of_ranks}) == 1, "the ranks differ from each other"
