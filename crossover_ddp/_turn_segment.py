@@ -430,10 +430,12 @@ class TurnSegment:
         raw = os.pread(self._fd, _FILE_BYTES - _HEADER_BYTES, _HEADER_BYTES)
         if len(raw) != _FILE_BYTES - _HEADER_BYTES:
             raise SegmentError(f"expected {_FILE_BYTES} bytes, got {self.path} cut short under way")
-        found = {}
-        for index in range(SLOT_COUNT):
-            if int.from_bytes(raw[index * _SLOT_BYTES : index * _SLOT_BYTES + 8], sys.byteorder) == _JOINED:
-                found[index] = Slot.from_buffer_copy(raw, index * _SLOT_BYTES)
+        states = memoryview(raw).cast("Q")[:: _SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
+        found = {
+            index: Slot.from_buffer_copy(raw, index * _SLOT_BYTES)
+            for index, state in enumerate(states)
+            if state == _JOINED
+        }
         return {
             index: slot
             for index, slot in found.items()
