@@ -246,6 +246,15 @@ def bfloat16_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 
 @case
+def complex_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """DDP shows a hook complex gradients as real ones."""
+    recorder = Recorder(wrap(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)))
+    for step in range(STEPS):
+        recorder.step(recorder.model(inputs(rank, step, torch.complex64)).abs().square().mean())
+    return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in recorder.finish().items()}
+
+
+@case
 def joined_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Ranks run out of inputs one after the other; they go on to answer with zeros."""
     model = wrap(mlp(), bucket_cap_mb=TINY_MB)
