@@ -220,6 +220,8 @@ class GPUMutex:
                 self._channel.close(hear_out=hear_out)
 
     def _give_up(self, error: Exception) -> None:
+        if self._segment is None:  # closed meanwhile by another thread
+            return
         logger.warning(
             "turns on %s failed (%s: %s); this job trains on without them: same results, no crossover",
             self.device,

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from crossover_ddp import gpu_mutex
 from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -341,6 +343,70 @@ def test_a_lead_rank_that_closes_first_is_heard_out() -> None:
     for turns, warnings, _ in run_ranks(_close_early, 2, args=(new_group(),), timeout_s=TIMEOUT_S):
         assert turns == 3
         assert warnings == []
+
+
+def _close_while_listening(rank: int, world_size: int, group: str) -> tuple[float, list[str], str | None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_mutex, "_CLOSE_TIMEOUT_S", 0.2)
+        return _closed_while_listening(rank, group)
+
+
+def _closed_while_listening(rank: int, group: str) -> tuple[float, list[str], str | None]:
+    warnings = _Warnings()
+    logging.getLogger("crossover_ddp").addHandler(warnings)
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+    listening = threading.Thread(target=mutex.acquire)
+    elapsed_s = 0.0
+    if rank == 1:
+        listening.start()  # and its lead rank never draws
+        time.sleep(0.1)
+        begin_s = time.monotonic()
+        mutex.close()
+        elapsed_s = time.monotonic() - begin_s
+    dist.barrier()
+    mutex.close()
+    if rank == 1:
+        listening.join()
+    logging.getLogger("crossover_ddp").removeHandler(warnings)
+    return elapsed_s, warnings.messages, mutex.disabled_because
+
+
+def test_closing_while_a_thread_listens_to_the_lead_rank_returns() -> None:
+    """The thread itself is free when the lead rank closes, too: gloo cannot take a receive back."""
+    results = run_ranks(_close_while_listening, 2, args=(new_group(),), timeout_s=TIMEOUT_S)
+    for elapsed_s, warnings, reason in results:
+        assert elapsed_s < 2.0
+        assert warnings == []
+        assert reason == "closed"
+
+
+def _break_one_device(rank: int, world_size: int, group: str, bad_rank: int) -> tuple[list[str], float]:
+    warnings = _Warnings()
+    logging.getLogger("crossover_ddp").addHandler(warnings)
+    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+    begin_s = time.monotonic()
+    for step in range(10):
+        if step == 5 and rank == bad_rank:
+            assert mutex._segment is not None
+            os.truncate(mutex._segment.path, 100)
+        mutex.acquire()
+        dist.barrier()
+        mutex.release()
+    elapsed_s = time.monotonic() - begin_s
+    dist.barrier()
+    mutex.close()
+    logging.getLogger("crossover_ddp").removeHandler(warnings)
+    return warnings.messages, elapsed_s
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_job_whose_turns_break_on_one_device_goes_on_without(bad_rank: int) -> None:
+    results = run_ranks(_break_one_device, 2, args=(new_group(), bad_rank), timeout_s=TIMEOUT_S)
+    for rank, (warnings, elapsed_s) in enumerate(results):
+        assert elapsed_s < 5.0
+        assert len(warnings) <= 1
+        if rank == bad_rank:
+            assert "trains on without" in warnings[0]
 
 
 # --- a job alone --------------------------------------------------------------------------------------------------
