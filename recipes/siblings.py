@@ -39,7 +39,14 @@ class Worker:
     """One rank of one job, and the conversation with it."""
 
     def __init__(
-        self, cluster: Cluster, job: str, node: int, port: int, arguments: Sequence[str], out: Path
+        self,
+        cluster: Cluster,
+        job: str,
+        node: int,
+        port: int,
+        arguments: Sequence[str],
+        out: Path,
+        script: Path = WORKER,
     ) -> None:
         directory = out / job
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,7 +55,7 @@ class Worker:
         self._log = self._log_path.open("w")
         self.process = cluster.popen(
             node,
-            ["python", str(WORKER), *arguments],
+            ["python", str(script), *arguments],
             cluster.environment(node, port=port, directory=directory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -117,14 +124,29 @@ class Outcome:
 class Siblings:
     """The two jobs of one preset, waiting for orders."""
 
-    def __init__(self, cluster: Cluster, preset: str, out: Path, work: dict[str, int]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        preset: str,
+        out: Path,
+        work: dict[str, int],
+        *,
+        script: Path = WORKER,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self._cluster = cluster
         self.work = work
         ports = {job: cluster.port() for job in JOBS}
         self._workers = {
             job: [
                 Worker(
-                    cluster, job, node, ports[job], ["--preset", preset, "--seed", str(seed)], out / preset
+                    cluster,
+                    job,
+                    node,
+                    ports[job],
+                    ["--preset", preset, "--seed", str(seed), *arguments],
+                    out / preset,
+                    script,
                 )
                 for node in range(cluster.nodes)
             ]

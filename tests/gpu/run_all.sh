@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in at most eight minutes: the tests, the sibling benchmark, the benchmark under MPS.
+# Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
+# Results, some 100 KB, go to $OUT (default runs/gpu): tests.log, siblings_gpu.json, siblings_gpu.log, and the same with mps.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-runs/gpu}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+# The plugins that pyproject.toml asks for are for CPU tests and benchmarks; here they are used if they are there.
+options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15)
+"$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
+"$PYTHON" -c 'import pytest_benchmark' 2>/dev/null && options+=(--benchmark-disable)
+
+{
+    date -u +%FT%TZ
+    nvidia-smi --query-gpu=name,uuid,driver_version,compute_mode,mig.mode.current --format=csv
+    "$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "NCCL", torch.cuda.nccl.version())'
+    command -v ip tc nvidia-cuda-mps-control gcc
+} 2>&1 | tee "$OUT/tests.log"
+
+# The order in which a cut-off hurts least.
+timeout -k 10 250 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider \
+    tests/gpu/test_kernels.py tests/gpu/test_device_order.py tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py \
+    2>&1 | tee -a "$OUT/tests.log"
+status=${PIPESTATUS[0]}
+
+benchmark() { # name, seconds, arguments
+    local name=$1 limit_s=$2
+    shift 2
+    timeout -k 10 "$limit_s" "$PYTHON" recipes/siblings_gpu.py --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
+    # A rank that ended early says why in its own log.
+    tail -n 20 "$work/$name"/*/*/*/rank*.log >"$OUT/$name.ranks.log" 2>/dev/null
+    cp "$work/$name/siblings_gpu.json" "$OUT/$name.json"
+}
+
+benchmark siblings_gpu 145
+benchmark siblings_gpu_mps 70 --mps only --setup gloo --preset convnet --repeats 2
+exit "$status"
