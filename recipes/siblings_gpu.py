@@ -11,7 +11,8 @@ Two set-ups, each alternating its variants in processes that stay alive:
 * ``nccl``: one rank per job, nothing on any wire. N is 0, so the bound is 1: what turns cost, and what sharing a
   busy GPU costs without them.
 
-``--mps also`` measures everything once more under a private NVIDIA MPS daemon, ``--mps only`` nothing else. docs/gpu.md says how to read the table.
+``--mps also`` measures everything once more under a private NVIDIA MPS daemon, ``--mps only`` nothing else.
+docs/gpu.md says how to read the table.
 """
 
 from __future__ import annotations
