@@ -1,0 +1,100 @@
+"""One node of the fault campaign: forks ranks of training jobs on demand, with torch loaded already.
+
+Told over stdin, one JSON object a line; every rank writes its steps to a file of its own. Forking makes a new
+job cost milliseconds instead of an import of torch, so that hundreds of jobs can come and go.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import CrossoverState, crossover_hook
+
+
+def network(seed: int) -> torch.nn.Module:
+    """BatchNorm: DDP broadcasts its buffers in forward, a collective inside the turn."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 12, 3, padding=1),
+        torch.nn.BatchNorm2d(12),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(12, 12, 3, padding=1),
+        torch.nn.BatchNorm2d(12),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12 * 256, 64),
+        torch.nn.Linear(64, 10),
+    )
+
+
+def train(order: dict[str, Any]) -> None:
+    """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
+    seed, stop = order["seed"], Path(order["stop"])
+    os.environ |= {"MASTER_ADDR": order["address"], "MASTER_PORT": str(order["port"])}
+    os.environ["CROSSOVER_GROUP"] = order["group"]
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(network(seed), bucket_cap_mb=0.2, gradient_as_bucket_view=True)
+    state = None
+    if order["hook"] == "crossover":
+        state = CrossoverState()
+        model.register_comm_hook(state, crossover_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    with open(order["log"], "w", buffering=1) as log:
+        going = torch.zeros(1)
+        for step in range(order["steps"]):
+            begin_s = time.monotonic()
+            inputs = torch.randn(16, 1, 16, 16, generator=generator)
+            loss = model(inputs).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(json.dumps([step, begin_s, time.monotonic(), loss.item()]), file=log)
+            going[0] = not stop.exists()
+            dist.broadcast(going, 0)
+            if not going.item():
+                break
+        print(json.dumps({"stats": state.stats() if state is not None else None}), file=log)
+    if state is not None:
+        state.close()
+    dist.destroy_process_group()
+
+
+def born(order: dict[str, Any]) -> int:
+    """Fork a rank; the child never returns."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        error = os.open(order["log"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(error, 2)
+        train(order)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    torch.set_num_threads(1)
+    print(json.dumps({"up": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"pid": born(json.loads(line))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
