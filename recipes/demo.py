@@ -177,7 +177,8 @@ def cost(run: Run, job: str) -> Cost:
         raise ValueError(
             f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
         )
-    return Cost(figures.step_s, figures.busy_s, figures.wire_s or 0.0)
+    # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
+    return Cost(figures.step_s, min(figures.busy_s, figures.step_s), figures.wire_s or 0.0)
 
 
 class Display:
@@ -248,6 +249,7 @@ def introduce(console: Console, args: argparse.Namespace, reason: str | None) ->
 def show(figures: Mapping[str, Any], console: Console) -> None:
     console.print()
     console.print(make_table(figures))
+    console.print(composition(figures), style="dim", soft_wrap=True)
     colour = "green" if figures["identical"] else "bold red"
     console.print(f"[{colour}]{figures['meaning']}[/]\n", soft_wrap=True)
     for warning in warnings(figures):
@@ -272,7 +274,7 @@ def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def make_table(figures: Mapping[str, Any]) -> Table:
     """The demo's one table."""
-    table = Table(title="From the first step to the last of both jobs", caption=caption(figures))
+    table = Table(title="From the first step to the last of both jobs")
     table.add_column("variant", no_wrap=True)
     for heading in ("time", "speed-up", "accuracy " + ", ".join(LEARNING_RATES)):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -293,8 +295,8 @@ def make_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def caption(figures: Mapping[str, Any]) -> str:
-    """The step's composition, from which the bound follows."""
+def composition(figures: Mapping[str, Any]) -> str:
+    """What a step consists of, from which the bound follows."""
     each = figures["costs"].values()
     step, compute, exposed, wire = (
         sum(one[name] for one in each) / len(each) for name in ("step_s", "compute_s", "exposed_s", "wire_s")
@@ -302,7 +304,7 @@ def caption(figures: Mapping[str, Any]) -> str:
     rate = f" at {figures['rate_mbit']:.0f} Mbit/s" if figures["rate_mbit"] else ""
     return (
         f"A step alone takes T1 = {step:.3f} s: device busy C = {compute:.3f} s, idle N = {exposed:.3f} s;\n"
-        f"on the wire M = {wire:.3f} s{rate}. S = 2·T1 / max(2C, T1, 2M)"
+        f"its gradients are on the wire for M = {wire:.3f} s{rate}. S = 2·T1 / max(2C, T1, 2M)\n"
     )
 
 

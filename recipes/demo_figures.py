@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 from lab_analysis import bound
@@ -95,13 +96,18 @@ def differences(expected: Mapping[str, Outcome], got: Mapping[str, Outcome]) -> 
     found = []
     for job, outcome in expected.items():
         for rank, (before, after) in enumerate(zip(outcome.losses, got[job].losses, strict=True)):
-            if before != after:
-                pairs = enumerate(zip(before, after, strict=False))
-                step = next((i for i, (x, y) in pairs if x != y), min(len(before), len(after)))
+            step = _first_difference(before, after)
+            if step is not None:
                 found.append(f"job {job}, rank {rank}: other losses from step {step} on")
         if outcome.parameters_sha256 != got[job].parameters_sha256:
             found.append(f"job {job}: other parameters at the end")
     return found
+
+
+def _first_difference(before: Sequence[float], after: Sequence[float]) -> int | None:
+    # By their digits: a job whose losses are "not a number" alone must have them with a sibling, too.
+    pairs = zip_longest((x.hex() for x in before), (x.hex() for x in after))
+    return next((step for step, (x, y) in enumerate(pairs) if x != y), None)
 
 
 def summarize(

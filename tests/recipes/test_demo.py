@@ -1,0 +1,220 @@
+"""The demo: its figures from made-up logs, and all of it in earnest, with few steps and small images."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import demo
+import lab
+from demo_figures import (
+    AFTER,
+    CROSSOVER,
+    UNMANAGED,
+    Cost,
+    Outcome,
+    differences,
+    foreign_share,
+    makespan_s,
+    outcome_of,
+    rate_for,
+    summarize,
+    verdict,
+)
+
+_REASON = lab.why_not_shaped()
+SMALL = ("--image-size", "32", "--batch-size", "32")
+
+
+def log(*, begin_s: float = 10.0, losses: tuple[float, ...] = (2.0, 1.0), digest: str = "d") -> list[Any]:
+    """The log of a rank whose steps take one second each."""
+    steps = [
+        {"event": "step", "step": i, "loss": loss, "begin_s": begin_s + i, "end_s": begin_s + i + 1}
+        for i, loss in enumerate(losses)
+    ]
+    end = [{"event": "eval", "accuracy": 0.9}, {"event": "end", "parameters_sha256": digest}]
+    return [{"event": "start", "at_s": begin_s - 7}, *steps, *end]
+
+
+def outcome(begin_s: float, end_s: float, losses: tuple[float, ...] = (2.0, 1.0)) -> Outcome:
+    return Outcome(begin_s, end_s, [losses, losses], ["d", "d"], 0.9)
+
+
+def summary(crossover_s: float, unmanaged_s: float = 20.0) -> dict[str, Any]:
+    """Two jobs of 10 s each: computation 0.8 of the time, the wire busy for as long."""
+    alone = {"a": outcome(0, 10), "b": outcome(20, 30)}
+    together = {
+        UNMANAGED: {"a": outcome(50, 50 + unmanaged_s), "b": outcome(50.5, 49 + unmanaged_s)},
+        CROSSOVER: {"a": outcome(80, 80 + crossover_s), "b": outcome(80.5, 80 + crossover_s - 1)},
+    }
+    return summarize(alone, together, dict.fromkeys("ab", Cost(step_s=0.1, compute_s=0.08, wire_s=0.08)))
+
+
+def test_outcome_leaves_out_start_up_and_evaluation() -> None:
+    found = outcome_of([log(begin_s=10.0), log(begin_s=10.5)])
+    assert (found.begin_s, found.end_s, found.length_s) == (10.0, 12.5, 2.5)
+    assert found.losses == [[2.0, 1.0], [2.0, 1.0]]
+    assert found.parameters_sha256 == ["d", "d"]
+    assert found.accuracy == 0.9
+
+
+@pytest.mark.parametrize("event", ["step", "eval", "end"])
+def test_outcome_refuses_an_unfinished_log(event: str) -> None:
+    cut = [record for record in log() if record["event"] != event]
+    with pytest.raises(ValueError, match="expected steps, an evaluation and an end"):
+        outcome_of([cut, cut])
+
+
+def test_makespan_reaches_from_the_first_begin_to_the_last_end() -> None:
+    assert makespan_s({"a": outcome(3, 9), "b": outcome(2, 8)}) == 7
+
+
+def test_differences_name_job_rank_and_step() -> None:
+    expected = {"a": outcome(0, 1), "b": outcome(0, 1)}
+    assert differences(expected, expected) == []
+    got = {**expected, "b": Outcome(0, 1, [(2.0, 1.0), (2.0, math.nextafter(1.0, 2))], ["d", "e"], 0.9)}
+    assert differences(expected, got) == [
+        "job b, rank 1: other losses from step 1 on",
+        "job b: other parameters at the end",
+    ]
+    assert differences(expected, {**expected, "a": outcome(0, 1, (2.0,))})[0].endswith("from step 1 on")
+
+
+def test_losses_that_are_no_numbers_are_compared_too() -> None:
+    diverged = {"a": outcome(0, 1, (2.0, float("nan")))}
+    assert differences(diverged, {"a": outcome(0, 1, (2.0, float("nan")))}) == []
+    assert differences(diverged, {"a": outcome(0, 1, (2.0, 1.0))})
+
+
+def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
+    rate_mbit = rate_for(0.5, compute_s=0.2, wire_bytes=1e6)
+    assert 1e6 * 8 / (rate_mbit * 1e6) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match=r"expected a ratio, computation and traffic > 0, got ratio=0\.5"):
+        rate_for(0.5, compute_s=0.0, wire_bytes=1e6)
+
+
+def test_foreign_share_is_what_neither_the_job_nor_its_messages_explain() -> None:
+    steps = [{"event": "step", "core_busy_s": 0.23, "cpu_s": 0.2}] * 3
+    assert foreign_share([steps]) == pytest.approx(0, abs=1e-9)
+    assert foreign_share([[{**step, "core_busy_s": 0.46} for step in steps]]) == pytest.approx(0.5)
+    assert foreign_share([[{**step, "core_busy_s": None} for step in steps]]) == 0
+
+
+def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
+    figures = summary(crossover_s=16.0)
+    assert figures["variants"][AFTER]["makespan_s"] == 20
+    assert figures["variants"][AFTER]["speed_up"] == 1
+    assert figures["variants"][CROSSOVER]["speed_up"] == pytest.approx(1.25)
+    assert figures["variants"][CROSSOVER]["start_skew_s"] == 0.5
+    assert figures["bound"] == pytest.approx(2 * 0.1 / (2 * 0.08))
+    assert figures["of_bound"] == pytest.approx(1.0)
+    assert figures["over_unmanaged"] == pytest.approx(20 / 16)
+    assert figures["costs"]["a"]["exposed_s"] == pytest.approx(0.02)
+    assert figures["identical"]
+
+
+@pytest.mark.parametrize(
+    ("crossover_s", "unmanaged_s", "meaning"),
+    [
+        (16.0, 20.0, r"16\.0 s instead of 20\.0 s .*1\.25× as fast .* and 1\.25× as fast as .*unmanaged"),
+        (16.0, 16.2, "no faster than side by side unmanaged"),
+        (17.6, 16.0, "slower than side by side unmanaged by 10%"),
+        (20.0, 20.0, r"did not pay here: 20\.0 s .* 1\.25× was possible"),
+    ],
+)
+def test_verdict_follows_the_figures(crossover_s: float, unmanaged_s: float, meaning: str) -> None:
+    sentence = verdict(summary(crossover_s, unmanaged_s), shaped=True)
+    assert re.search(meaning, sentence), sentence
+    assert "bit for bit" in sentence
+
+
+def test_verdict_without_a_network_promises_nothing() -> None:
+    assert "no wire time to fill" in verdict(summary(16.0), shaped=False)
+
+
+def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
+    figures = summary(16.0)
+    figures["variants"][CROSSOVER]["differences"] = ["job a, rank 0: other losses from step 3 on"]
+    figures |= {"identical": False, "dropped_packets": 0, "foreign_share": 0.0}
+    assert verdict(figures, shaped=True).startswith("Something is wrong")
+    assert list(demo.warnings(figures)) == [
+        "crossover: job a, rank 0: other losses from step 3 on than alone"
+    ]
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(demo.make_table(figures))
+    assert "DIFFERENT" in captured.get()
+
+
+def test_table_shows_every_variant_and_the_bound() -> None:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(demo.make_table(summary(16.0)))
+    lines = [line for line in captured.get().splitlines() if "×" in line]
+    assert [line.split("│")[1].strip() for line in lines] == [
+        AFTER,
+        UNMANAGED,
+        CROSSOVER,
+        "at best (bound S)",
+    ]
+    assert "1.25×" in lines[2] and "90.0%, 90.0%" in lines[2] and "identical" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "done"),
+    [
+        ("", 0),
+        ("Traceback", 0),
+        ("step 35 of 100: loss 0.5", 35),
+        ("epoch 19: accuracy 0.98, loss 0.1", 100),
+        ("100 steps, 30.1 s, parameters sha256 d", 100),
+    ],
+)
+def test_progress_reads_the_last_line_of_a_job(line: str, done: int) -> None:
+    assert demo.steps_done(line, 100) == done
+
+
+def run_demo(out: Path, *arguments: str) -> dict[str, Any]:
+    """Run all of the demo; return what it wrote as JSON."""
+    assert demo.main(["--out", str(out), "--steps", "5", *arguments]) == 0
+    figures: dict[str, Any] = json.loads((out / "demo.json").read_text())
+    assert figures["identical"]
+    assert list(figures["variants"]) == [AFTER, UNMANAGED, CROSSOVER]
+    assert all(set(each["accuracy"]) == {"a", "b"} for each in figures["variants"].values())
+    assert (out / "timeline.png").stat().st_size > 10_000
+    return figures
+
+
+@pytest.mark.root
+@pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
+def test_demo_on_an_emulated_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "CALIBRATION_STEPS", 5)
+    figures = run_demo(tmp_path, "--ratio", "0.5", *SMALL)
+    assert figures["rate_mbit"] > 0
+    assert figures["bound"] >= 1
+    assert figures["crossover_run"]["jobs"]["a"]["turns"] > 0
+    printed = capsys.readouterr().out
+    assert "at best (bound S)" in printed
+    assert str(tmp_path / "timeline.png") in printed
+
+
+def test_demo_without_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_demo(tmp_path, "--unshaped", *SMALL)
+    assert figures["rate_mbit"] is None
+    printed = capsys.readouterr().out
+    assert "No network is emulated" in printed
+    assert "no speed-up" in printed
+    assert "no wire time to fill" in printed
+
+
+def test_a_failing_job_is_reported_in_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--out", str(tmp_path), "--unshaped", "--batch-size", "0"]) == 1
+    assert "expected batch_size >= 1, got batch_size=0" in capsys.readouterr().out
