@@ -246,8 +246,9 @@ class RingReduceScatter(_RingHalf):
                 self._buffer.ready(self._layout.part(part))
                 current = part
             self._buffer.piece(span).add_(scratch[: span.numel])
-            self._pass_on(part, span)
+            # Posted before anything is sent: the peer hears of it by a message that queues behind our data.
             self._post(scratch)
+            self._pass_on(part, span)
         if self._ring.size == 1:
             self._own_alone()
         # Not after a failure: a receive may still be posted there.

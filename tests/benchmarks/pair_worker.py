@@ -1,0 +1,78 @@
+"""One rank of the benchmark: the split's pair of halves against ``dist.all_reduce`` of the same buffer.
+
+Run by the lab (``recipes/lab.py``); arguments are pairs SIZE_BYTES:REPEATS. Writes ``pair-<rank>.json`` into
+the job's directory: for each size, and for each way, the times in alternating order, and the wire bytes.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from crossover_ddp._exchange import Exchange
+from tests.unit.fake_bucket import FakeBucket
+
+WARM_UP = 2
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    engine = Exchange(dist.group.WORLD)
+    results = [measure(engine, *map(int, argument.split(":"))) for argument in sys.argv[1:]]
+    engine.close()
+    path = Path(os.environ["CROSSOVER_LAB_DIR"]) / f"pair-{dist.get_rank()}.json"
+    path.write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(engine: Exchange, size_bytes: int, repeats: int) -> dict[str, Any]:
+    buffer = torch.empty(size_bytes // 4)
+
+    def pair() -> None:
+        engine.submit(FakeBucket(buffer)).wait()
+
+    def all_reduce() -> None:
+        buffer.div_(engine.world_size)
+        dist.all_reduce(buffer)
+
+    ways = {"pair": pair, "all_reduce": all_reduce}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for round_ in range(WARM_UP + repeats):
+        for name, way in ways.items():
+            buffer.fill_(1.0 + dist.get_rank())
+            figures = timed(way)
+            assert (buffer - (1 + engine.world_size) / 2).abs().max() < 1e-6, name
+            if round_ >= WARM_UP:
+                taken[name].append(figures)
+    return {"size_bytes": size_bytes, **taken}
+
+
+def timed(way: Callable[[], None]) -> dict[str, float]:
+    dist.barrier()
+    wire_bytes, cpu_s, begin_s = sent_bytes(), time.process_time(), time.perf_counter()
+    way()
+    end_s = time.perf_counter()
+    return {
+        "time_s": end_s - begin_s,
+        "cpu_s": time.process_time() - cpu_s,
+        "wire_bytes": sent_bytes() - wire_bytes,
+    }
+
+
+def sent_bytes() -> int:
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+if __name__ == "__main__":
+    main()
