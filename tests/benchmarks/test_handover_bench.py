@@ -95,7 +95,7 @@ def test_a_hand_over_takes_well_under_a_millisecond(
     arguments = (new_group(), [cores[0], cores[core_count - 1]], TURNS[bench_form])
     stats = benchmark.pedantic(run_ranks, (_alternate, 2), {"args": arguments}, rounds=1)
     assert all(each["disabled_because"] is None and each["turns"] == TURNS[bench_form] for each in stats)
-    assert sum(each["handovers"] for each in stats) > TURNS[bench_form] / 2
+    assert all(each["handovers"] for each in stats), "nobody ever waited"
     median_s = statistics.median(each["handover_median_s"] for each in stats)
     p99_s = max(each["handover_p99_s"] for each in stats)
     benchmark.extra_info.update(core_count=core_count, handover_median_s=median_s, handover_p99_s=p99_s)

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import tempfile
 import threading
 import time
 import uuid
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     early_request: bool = False
     here: str = ""
     """Make this file when all ranks have joined."""
+    others: Sequence[str] = ()
+    """Begin when these files are there."""
     until: str = ""
     """Go on until this file is there."""
 
@@ -68,6 +71,8 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
     if plan.here:
         dist.barrier()
         Path(plan.here).touch()
+    for other in plan.others:
+        _await(other)
     for step in itertools.count():
         if plan.early_request:
             mutex.request()
@@ -89,6 +94,13 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
     )
 
 
+def _await(path: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
 def _is_over(plan: Plan, rank: int, step: int) -> bool:
     """Tell whether that was the last step, the same on all ranks."""
     if not plan.until:
@@ -98,9 +110,19 @@ def _is_over(plan: Plan, rank: int, step: int) -> bool:
     return bool(said[0])
 
 
+def meet(directory: Path, plans: Sequence[Plan]) -> list[Plan]:
+    """Let the jobs begin together: when the last one leaves, turns are counted from one again."""
+    here = [str(directory / f"here-{number}") for number in range(len(plans))]
+    return [plan._replace(here=own, others=here) for plan, own in zip(plans, here, strict=True)]
+
+
 def run_plans(*plans: Plan) -> list[list[Outcome]]:
-    jobs = [Job(train, len(plan.devices), (plan,), name=f"job {number}") for number, plan in enumerate(plans)]
-    return run_jobs(jobs, timeout_s=TIMEOUT_S)
+    with tempfile.TemporaryDirectory(prefix="plans-") as directory:
+        jobs = [
+            Job(train, len(plan.devices), (plan,), name=f"job {number}")
+            for number, plan in enumerate(meet(Path(directory), plans))
+        ]
+        return run_jobs(jobs, timeout_s=TIMEOUT_S)
 
 
 def check_exclusion(outcomes: list[list[Outcome]]) -> None:
@@ -190,9 +212,9 @@ def test_skewed_ranks_keep_to_the_order() -> None:
 def test_a_faster_job_gets_more_turns(tmp_path: Path) -> None:
     """The slow one is in its exchange most of the time; the fast one need not wait for it there."""
     group, over = new_group(), str(tmp_path / "over")
-    slow = Job(_train_and_tell, 2, (Plan(group, ("dev0", "dev1"), 10, 0.01, 0.09), over))
-    fast = Job(train, 2, (Plan(group, ("dev0", "dev1"), compute_s=0.01, exchange_s=0.01, until=over),))
-    outcomes = run_jobs([slow, fast], timeout_s=TIMEOUT_S)
+    slow = Plan(group, ("dev0", "dev1"), 10, compute_s=0.01, exchange_s=0.09)
+    fast = Plan(group, ("dev0", "dev1"), compute_s=0.01, exchange_s=0.01, until=over)
+    outcomes = _run_until_first_is_over(tmp_path, slow, fast, over)
     check_exclusion(outcomes)
     check_one_order(outcomes)
     assert len(outcomes[1][0].turns) >= 2 * len(outcomes[0][0].turns)
@@ -200,11 +222,17 @@ def test_a_faster_job_gets_more_turns(tmp_path: Path) -> None:
 
 def test_a_job_of_long_turns_does_not_starve_the_other(tmp_path: Path) -> None:
     group, over = new_group(), str(tmp_path / "over")
-    short = Job(_train_and_tell, 2, (Plan(group, ("dev0", "dev1"), 12, 0.01, 0.0), over))
-    long = Job(train, 2, (Plan(group, ("dev0", "dev1"), compute_s=0.03, exchange_s=0.0, until=over),))
-    outcomes = run_jobs([short, long], timeout_s=TIMEOUT_S)
+    short = Plan(group, ("dev0", "dev1"), 12, compute_s=0.01, exchange_s=0.0)
+    long = Plan(group, ("dev0", "dev1"), compute_s=0.03, exchange_s=0.0, until=over)
+    outcomes = _run_until_first_is_over(tmp_path, short, long, over)
     check_exclusion(outcomes)
     assert longest_run(outcomes) <= 2, "equal turns, whatever their length"
+
+
+def _run_until_first_is_over(directory: Path, first: Plan, second: Plan, over: str) -> list[list[Outcome]]:
+    first, second = meet(directory, [first, second])
+    jobs = [Job(_train_and_tell, 2, (first, over)), Job(train, 2, (second,))]
+    return run_jobs(jobs, timeout_s=TIMEOUT_S)
 
 
 def _train_and_tell(rank: int, world_size: int, plan: Plan, over: str) -> Outcome:
@@ -221,9 +249,9 @@ def _come_and_go(rank: int, world_size: int, plan: Plan, over: str, rounds: int)
 
 
 def test_a_job_joins_and_leaves_again_and_again(tmp_path: Path) -> None:
-    group, over = new_group(), str(tmp_path / "over")
-    guest = Job(_come_and_go, 2, (Plan(group, ("dev0", "dev1"), turns=4), over, 10))
-    host = Job(train, 2, (Plan(group, ("dev0", "dev1"), until=over),))
+    group, here, over = new_group(), str(tmp_path / "here"), str(tmp_path / "over")
+    guest = Job(_come_and_go, 2, (Plan(group, ("dev0", "dev1"), turns=4, others=[here]), over, 10))
+    host = Job(train, 2, (Plan(group, ("dev0", "dev1"), here=here, until=over),))
     visits, staying = run_jobs([guest, host], timeout_s=TIMEOUT_S)
     by_visit = [list(ranks) for ranks in zip(*visits, strict=True)]
     check_exclusion([*by_visit, staying])
@@ -231,13 +259,6 @@ def test_a_job_joins_and_leaves_again_and_again(tmp_path: Path) -> None:
 
 
 # --- joining fails ------------------------------------------------------------------------------------------------
-
-
-def _await(path: str) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not os.path.exists(path):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def _refuse(rank: int, world_size: int, plan: Plan, here: str, over: str) -> str:
