@@ -4,12 +4,9 @@ Two segments of one process behave as two processes do, since locks and bells be
 processes are used where one of them has to die.
 """
 
-import multiprocessing
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -19,46 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from crossover_ddp import _turn_segment
-from crossover_ddp._turn_segment import SHARED_MEMORY, SLOT_COUNT, Slot, TurnSegment
-from crossover_ddp._turns import Member
+from crossover_ddp._turn_segment import SHARED_MEMORY, SLOT_COUNT, TurnSegment
 from crossover_ddp.errors import SegmentError
+from tests.unit.joined_segments import (
+    DEVICE,
+    Join,
+    Process,
+    context,
+    files,
+    home,
+    jobs,
+    join_at,
+    joining,
+    member,
+)
 
-DEVICE = "dev0"
-NOBODY = 65534
 AT_ONCE_S = 0.5  # generous: the machine may be busy
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness._worker"])
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-
-Join = Callable[..., TurnSegment]
-
-
-def join_at(
-    base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE, lease_s: float = 1.0
-) -> TurnSegment:
-    segment = TurnSegment(group, device, base=str(base))
-    segment.join(job=job, devices=7, rank=0, world_size=1, lease_s=lease_s)
-    return segment
 
 
 @pytest.fixture
 def join(tmp_path: Path) -> Iterator[Join]:
-    """Join segments below tmp_path; all leave at the end."""
-    joined: list[TurnSegment] = []
-
-    def joining(**arguments: Any) -> TurnSegment:
-        joined.append(join_at(tmp_path, **arguments))
-        return joined[-1]
-
-    yield joining
-    for segment in joined:
-        segment.leave()
+    with joining(tmp_path) as join:
+        yield join
 
 
 def join_slot(join: Join, slot: int, *, job: int) -> TurnSegment:
@@ -67,65 +48,6 @@ def join_slot(join: Join, slot: int, *, job: int) -> TurnSegment:
     while (segment := join(job=job)).slot != slot and time.monotonic() < deadline_s:
         segment.leave()
     return segment
-
-
-def member(segment: TurnSegment, job: int) -> Member:
-    return next(found for found in segment.members() if found.job == job)
-
-
-def jobs(segment: TurnSegment) -> list[int]:
-    return sorted(found.job for found in segment.members())
-
-
-def files(base: Path) -> list[str]:
-    return sorted(path.name for path in base.rglob("*") if not path.is_dir())
-
-
-def home(base: Path) -> Path:
-    return base / f"crossover_ddp-{os.geteuid()}"
-
-
-# --- other processes --------------------------------------------------------------------------------------------
-
-
-def _live(orders: "Connection[Any, Any]", base: str, job: int) -> None:
-    """Another process on the device, that does what it is told."""
-    segment = join_at(base, job=job)
-    orders.send(segment.slot)
-    while (order := orders.recv()) is not None:
-        name, *arguments = order
-        orders.send(getattr(segment, name)(*arguments))
-    segment.leave()
-    orders.send(None)
-
-
-class Process:
-    """A process that has joined; it is killed at the end of the block at the latest."""
-
-    def __init__(self, base: Path, job: int) -> None:
-        self.orders, theirs = _context.Pipe()
-        self.process = _context.Process(target=_live, args=(theirs, str(base), job))
-        self.process.start()
-        theirs.close()
-        self.slot: int = self.orders.recv()
-
-    def __enter__(self) -> "Process":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.kill()
-
-    def call(self, name: str, *arguments: object) -> Any:
-        self.orders.send((name, *arguments))
-        return self.orders.recv()
-
-    def leave(self) -> None:
-        self.orders.send(None)
-        self.orders.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
 
 
 def time_of(action: Callable[[], object]) -> float:
@@ -365,8 +287,8 @@ def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
 
 def test_a_forked_child_does_not_keep_the_slot_of_its_dead_parent(join: Join, tmp_path: Path) -> None:
     waiting = join(job=1)
-    orders, theirs = _context.Pipe()
-    parent = _context.Process(target=_fork_and_wait, args=(theirs, str(tmp_path)))
+    orders, theirs = context.Pipe()
+    parent = context.Process(target=_fork_and_wait, args=(theirs, str(tmp_path)))
     parent.start()
     slot, child = orders.recv()
     try:
@@ -419,9 +341,9 @@ def _draw(orders: "Connection[Any, Any]", base: str, job: int, count: int) -> No
 
 def test_turn_numbers_of_several_processes_are_unique_and_without_gaps(join: Join, tmp_path: Path) -> None:
     watching, count = join(job=9), 500
-    pipes = [_context.Pipe() for _ in range(3)]
+    pipes = [context.Pipe() for _ in range(3)]
     processes = [
-        _context.Process(target=_draw, args=(theirs, str(tmp_path), job, count))
+        context.Process(target=_draw, args=(theirs, str(tmp_path), job, count))
         for job, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -460,9 +382,9 @@ def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: in
 
 
 def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
-    pipes = [_context.Pipe() for _ in range(4)]
+    pipes = [context.Pipe() for _ in range(4)]
     processes = [
-        _context.Process(target=_come_and_go, args=(theirs, str(tmp_path), job, 150))
+        context.Process(target=_come_and_go, args=(theirs, str(tmp_path), job, 150))
         for job, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -508,291 +430,3 @@ def test_a_new_file_taken_for_a_leftover_is_made_again(
     assert jobs(segment) == [1]
     segment.leave()
     assert list(tmp_path.iterdir()) == []
-
-
-# --- what others have put there --------------------------------------------------------------------------------------
-
-
-class Left:
-    """A file that must stay as it is."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.before = self._state()
-
-    def _state(self) -> tuple[object, ...]:
-        found = self.path.lstat()
-        contents = self.path.read_bytes() if stat.S_ISREG(found.st_mode) else b""
-        return (
-            found.st_ino,
-            found.st_mode,
-            found.st_uid,
-            found.st_gid,
-            found.st_size,
-            found.st_mtime_ns,
-            contents,
-        )
-
-    def is_untouched(self) -> bool:
-        return self._state() == self.before
-
-
-@pytest.fixture
-def leftover(tmp_path: Path) -> Path:
-    """The file of a process that has ended without leaving."""
-    segment = join_at(tmp_path)
-    segment.draw_turn()
-    path = Path(segment.path)
-    segment.forget()
-    return path
-
-
-def _foreign(path: Path) -> None:
-    os.chown(path, NOBODY, NOBODY)
-
-
-def _permissive(path: Path) -> None:
-    path.chmod(0o644)
-
-
-def _truncated(path: Path) -> None:
-    os.truncate(path, 100)
-
-
-def _empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def _lengthened(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + 1)
-
-
-def _garbage(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.write(os.urandom(64))
-
-
-def _other_layout(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(8)
-        file.write((99).to_bytes(8, sys.byteorder))
-
-
-def _symbolic_link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def _directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir(0o700)
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-MEDDLINGS = [
-    pytest.param(_foreign, "got owner 65534; .* left alone", marks=needs_root),
-    (_permissive, "got mode 0644; chmod 0600 it or remove it"),
-    (_truncated, r"expected a segment of \d+ bytes, got 100 .*; remove it"),
-    (_empty, r"expected a segment of \d+ bytes, got 0 .*; remove it"),
-    (_lengthened, r"expected a segment of \d+ bytes, got \d+ .*; remove it"),
-    (_garbage, "got something else .*; remove it"),
-    (_other_layout, "expected layout 1 .*, got something else .*; *remove it"),
-    (_symbolic_link, "got a symbolic link .*; remove it"),
-    (_directory, "got Is a directory .*; remove it"),
-    (_fifo, "another kind of file .*; remove it"),
-]
-
-
-@pytest.mark.parametrize(("meddle", "message"), MEDDLINGS)
-def test_a_segment_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], None], message: str, leftover: Path, tmp_path: Path
-) -> None:
-    meddle(leftover)
-    left = [Left(path) for path in home(tmp_path).iterdir()]
-    with pytest.raises(SegmentError, match=message) as caught:
-        TurnSegment("jobs", DEVICE, base=str(tmp_path))
-    assert str(leftover) in str(caught.value)
-    assert all(each.is_untouched() for each in left)
-    assert len(left) == len(list(home(tmp_path).iterdir()))
-
-
-def test_the_segment_of_another_device_under_our_name_is_refused(leftover: Path, tmp_path: Path) -> None:
-    other = TurnSegment("jobs", "dev1", base=str(tmp_path))
-    path = Path(other.path)
-    other.leave()
-    leftover.rename(path)
-    with pytest.raises(SegmentError, match="for device 'dev1', got something else"):
-        TurnSegment("jobs", "dev1", base=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("meddle", "message"),
-    [
-        pytest.param(_foreign, "got owner 65534", marks=needs_root),
-        (lambda path: path.chmod(0o755), "got mode 0755; chmod 0700 it"),
-        (
-            _symbolic_link,
-            "to be a directory of this user, got .*; if it is a symbolic link or a file, remove it",
-        ),
-        (
-            lambda path: (path.rename(path.with_name("elsewhere")), path.touch(0o600)),
-            "to be a directory of this user",
-        ),
-    ],
-)
-def test_a_directory_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], object], message: str, leftover: Path, tmp_path: Path
-) -> None:
-    meddle(leftover.parent)
-    left = [Left(path) for path in tmp_path.rglob("*")]
-    with pytest.raises(SegmentError, match=message) as caught:
-        TurnSegment("jobs", DEVICE, base=str(tmp_path))
-    assert str(home(tmp_path)) in str(caught.value)
-    assert all(each.is_untouched() for each in left)
-    assert len(left) == len(list(tmp_path.rglob("*")))
-
-
-@pytest.mark.parametrize(
-    ("meddle", "message"),
-    [
-        pytest.param(_foreign, "got owner 65534", marks=needs_root),
-        (_permissive, "got mode 0644"),
-        (_symbolic_link, "got a symbolic link"),
-        (_fifo, "another kind of file"),
-    ],
-)
-def test_a_log_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], None], message: str, leftover: Path, join: Join, tmp_path: Path
-) -> None:
-    log = leftover.with_suffix(".log")
-    segment = join()
-    meddle(log)
-    left = Left(log)
-    with pytest.raises(SegmentError, match=message) as caught:
-        segment.draw_turn()
-    assert str(log) in str(caught.value)
-    assert left.is_untouched()
-
-
-@pytest.mark.parametrize(
-    ("meddle", "message"),
-    [
-        pytest.param(_foreign, "got owner 65534", marks=needs_root),
-        (_permissive, "got mode 0644"),
-        (_symbolic_link, "got a symbolic link"),
-        (lambda path: (path.unlink(), path.touch(0o600)), "another kind of file"),
-    ],
-)
-def test_a_bell_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], object], message: str, join: Join, tmp_path: Path
-) -> None:
-    with Process(tmp_path, job=2) as sibling:
-        bell = next(home(tmp_path).glob(f"*.{sibling.slot}.bell"))
-        meddle(bell)
-        left = Left(bell)
-        segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
-        with pytest.raises(SegmentError, match=message) as caught:
-            segment.slots()
-        assert str(bell) in str(caught.value)
-        assert left.is_untouched()
-        segment.forget()
-
-
-def test_without_shared_memory_there_are_no_turns(tmp_path: Path) -> None:
-    with pytest.raises(SegmentError, match=r"expected Linux with .*/none"):
-        TurnSegment("jobs", DEVICE, base=str(tmp_path / "none"))
-
-
-@needs_root
-def test_full_shared_memory_is_told(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=1777", "crossover-test", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        (tmp_path / "bulk").write_bytes(b"x" * 4096)
-        with pytest.raises(SegmentError, match=r"cannot make .*jobs.*: No space left on device; free some"):
-            join_at(tmp_path)
-        assert files(tmp_path) == ["bulk"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-# --- under way -------------------------------------------------------------------------------------------------------
-
-
-def test_a_segment_cut_short_under_way_raises_and_is_left_in_good_order(tmp_path: Path) -> None:
-    segment = join_at(tmp_path)
-    os.truncate(segment.path, 1000)
-    with pytest.raises(SegmentError, match="cut short under way"):
-        segment.members()
-    with pytest.raises(SegmentError, match="cut short under way"):
-        segment.publish_returned(1)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    segment.leave()
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 3, "slots, bell, directory"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_removed_under_way_are_noticed(tmp_path: Path) -> None:
-    """Or a job that comes later would make new ones, and neither would see the other."""
-    segment = join_at(tmp_path)
-    segment.draw_turn()
-    for path in home(tmp_path).iterdir():
-        path.unlink()
-    home(tmp_path).rmdir()
-    with pytest.raises(SegmentError, match="removed under way"):
-        segment.members()
-    with pytest.raises(SegmentError, match="removed under way"):
-        segment.draw_turn()
-    following = join_at(tmp_path, job=2)
-    segment.leave()
-    assert jobs(following) == [2]
-    assert os.path.exists(following.path), "the first one's leaving does not touch what is not its own"
-    following.leave()
-
-
-def test_a_log_cut_short_under_way_raises(join: Join) -> None:
-    segment = join()
-    for _ in range(5):
-        segment.draw_turn()
-    os.truncate(segment.path.removesuffix(".turns") + ".log", 2)
-    with pytest.raises(SegmentError, match="cut short under way"):
-        segment.read_log(0, 5)
-
-
-SLOT_AREA_BYTES = SLOT_COUNT * _turn_segment._SLOT_BYTES
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, SLOT_AREA_BYTES - 1),
-            st.one_of(
-                st.binary(min_size=1, max_size=600), st.just(b"\1" + b"\0" * 7), st.just(b"\xff" * 264)
-            ),
-        ),
-        max_size=8,
-    )
-)
-def test_arbitrary_bytes_in_the_slots_crash_nothing(join: Join, splinters: list[tuple[int, bytes]]) -> None:
-    segment, sibling = join(job=1), join(job=2)
-    slot = segment.slot
-    with open(segment.path, "r+b") as file:
-        for offset, splinter in splinters:
-            file.seek(_turn_segment._HEADER_BYTES + offset)
-            file.write(splinter[: SLOT_AREA_BYTES - offset])
-    for each in (segment, sibling):
-        assert all(isinstance(found, Slot) for found in each.slots().values())
-        each.wait(each.members(), 0.0)
-        each.publish_started(3)
-        each.publish_returned(3)
-    assert segment.slot == slot
-    third = join(job=3)
-    assert third.slot not in (segment.slot, sibling.slot), "a slot is whoever's holds its lock"
-    for each in (third, sibling, segment):
-        each.leave()

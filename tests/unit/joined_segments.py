@@ -1,0 +1,100 @@
+"""Segments and processes that have joined them, for the tests of what goes on between them."""
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._turns import Member
+
+DEVICE = "dev0"
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness._worker"])
+
+Join = Callable[..., TurnSegment]
+
+
+def join_at(
+    base: object, *, job: int = 1, group: str = "jobs", device: str = DEVICE, lease_s: float = 1.0
+) -> TurnSegment:
+    segment = TurnSegment(group, device, base=str(base))
+    segment.join(job=job, devices=7, rank=0, world_size=1, lease_s=lease_s)
+    return segment
+
+
+@contextlib.contextmanager
+def joining(base: Path) -> Iterator[Join]:
+    """Join segments below a directory; all leave at the end."""
+    joined: list[TurnSegment] = []
+
+    def join(**arguments: Any) -> TurnSegment:
+        joined.append(join_at(base, **arguments))
+        return joined[-1]
+
+    yield join
+    for segment in joined:
+        segment.leave()
+
+
+def member(segment: TurnSegment, job: int) -> Member:
+    return next(found for found in segment.members() if found.job == job)
+
+
+def jobs(segment: TurnSegment) -> list[int]:
+    return sorted(found.job for found in segment.members())
+
+
+def files(base: Path) -> list[str]:
+    return sorted(path.name for path in base.rglob("*") if not path.is_dir())
+
+
+def home(base: Path) -> Path:
+    return base / f"crossover_ddp-{os.geteuid()}"
+
+
+# --- other processes --------------------------------------------------------------------------------------------
+
+
+def _live(orders: "Connection[Any, Any]", base: str, job: int) -> None:
+    """Another process on the device, that does what it is told."""
+    segment = join_at(base, job=job)
+    orders.send(segment.slot)
+    while (order := orders.recv()) is not None:
+        name, *arguments = order
+        orders.send(getattr(segment, name)(*arguments))
+    segment.leave()
+    orders.send(None)
+
+
+class Process:
+    """A process that has joined; it is killed at the end of the block at the latest."""
+
+    def __init__(self, base: Path, job: int) -> None:
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=_live, args=(theirs, str(base), job))
+        self.process.start()
+        theirs.close()
+        self.slot: int = self.orders.recv()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+    def call(self, name: str, *arguments: object) -> Any:
+        self.orders.send((name, *arguments))
+        return self.orders.recv()
+
+    def leave(self) -> None:
+        self.orders.send(None)
+        self.orders.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
