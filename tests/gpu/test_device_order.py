@@ -283,6 +283,11 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
             time.sleep(0.001)
     took_s = time.monotonic() - begin_s
     assert mutex.stats()["disabled_because"] is None
+    while mutex.stats()[
+        "siblings"
+    ]:  # the last one to leave removes the files; a CUDA process takes a while to die
+        assert time.monotonic() < begin_s + DEATH_TIMEOUT_S, "the killed process is still there"
+        time.sleep(0.001)
     mutex.close()
     return took_s
 
