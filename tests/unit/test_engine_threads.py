@@ -1,0 +1,33 @@
+"""Which thread adopts the bucket's device: the engine's own ones do, the training thread keeps what it has."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp._exchange import Exchange
+from crossover_ddp._staging import Side
+from tests.unit.fake_bucket import FakeBucket, FakeTurn
+
+
+def test_the_engines_threads_adopt_the_device_before_they_work(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = FakeTurn()
+    monkeypatch.setattr(
+        Side, "adopt_thread", lambda side: turn.calls.append(("adopt", threading.current_thread().name))
+    )
+    engine = Exchange(process_group)
+    engine.submit(FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
+    theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    theirs.set_result(torch.ones(3))
+    engine.follow(theirs, FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
+    engine.close()
+    on_threads = [call for call, thread in turn.calls if thread.startswith("crossover")]
+    assert on_threads == ["adopt", "request", "acquire", "adopt", "acquire"]
+    assert all(thread.startswith("crossover") for call, thread in turn.calls if call == "adopt")
+
+
+def test_a_cpu_has_no_device_to_adopt() -> None:
+    Side(torch.device("cpu")).adopt_thread()
