@@ -4,6 +4,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from ._ddp_checks import resolve_group
 from ._exchange import Exchange, Turn
 from .errors import UnsupportedConfigurationError
-from .gpu_mutex import GPUMutex, turns_disabled
+from .gpu_mutex import CLOSED, GPUMutex, turns_disabled
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,10 @@ class CrossoverState:
         return self.mutex.stats() if self.mutex is not None else {}
 
     def close(self) -> None:
-        """Leave the siblings for good; further steps exchange gradients without turns. Not collective."""
+        """Leave the siblings for good, with all models of the process group; steps go on without turns.
+
+        Not collective.
+        """
         if self.mutex is not None:
             self.mutex.close()
 
@@ -121,6 +125,9 @@ class CrossoverState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(hook_state=state["hook_state"])  # type: ignore[misc]
+
+
+_mutexes: "weakref.WeakKeyDictionary[dist.ProcessGroup, GPUMutex]" = weakref.WeakKeyDictionary()
 
 
 class _FirstTurn:
@@ -145,8 +152,17 @@ class _FirstTurn:
 
     def request(self) -> None:
         if self.mutex is None:
-            self.mutex = GPUMutex(device=self.device, process_group=self._process_group)
+            self.mutex = self._join()
         self.mutex.request()
+
+    def _join(self) -> GPUMutex:
+        """Return the job's mutex: a process that trains several models is one job, not its own sibling."""
+        group = resolve_group(cast(dist.ProcessGroup, self._process_group))
+        mutex = _mutexes.get(group)
+        # One that failed stays: another rank's may still work, and making one is collective.
+        if mutex is None or mutex.disabled_because == CLOSED:
+            mutex = _mutexes[group] = GPUMutex(device=self.device, process_group=group)
+        return mutex
 
     def acquire(self, *, ahead: bool = False) -> None:
         self.request()

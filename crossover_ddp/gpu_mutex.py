@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP = "default"
 DEFAULT_LEASE_S = 5.0
+CLOSED = "closed"
 _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest recent turns
 _RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
@@ -139,52 +140,61 @@ class GPUMutex:
     # --- joining and leaving -------------------------------------------------------------------------------
 
     def _join(self, device: "torch.device | str | int | None", process_group: "ProcessGroup | None") -> None:
-        from crossover_ddp._device_order import device_order
-
-        torch_device, self.device = _resolve_device(device)
         self._channel = _channel(process_group)
-        rank = self._channel.rank if self._channel else 0
-        everyone = self._gather((self.device, secrets.randbits(62) | 1))
-        devices = [name for name, _ in everyone]
-        self._lead = devices.index(min(devices))
-        self.job = everyone[self._lead][1]
-        self._is_lead = rank == self._lead
-        problem = ""
-        segment = None
+        problem, torch_device, self.device = "", None, ""
         try:
-            self._order = device_order(torch_device, _turn_segment.EVENT_COUNT)
-            segment = TurnSegment(self.name, self.device)
-            members = "\n".join(sorted(set(devices)))
-            segment.join(
-                job=self.job,
-                devices=_turn_segment.digest(members),
-                rank=rank,
-                world_size=len(everyone),
-                lease_s=self._lease_s,
-                events=self._order.handles,
-            )
-            _check_siblings(segment, self.job, set(devices))
+            torch_device, self.device = _resolve_device(device)
         except Exception as error:  # told to all ranks below: either all take turns or none
             problem = f"{type(error).__name__}: {error}"
-        self._agree(segment, problem)
-
-    def _agree(self, segment: TurnSegment | None, problem: str) -> None:
-        """Keep the segment if every rank has joined; else leave, and raise the first rank's problem."""
+        everyone = self._gather((self.device, secrets.randbits(62) | 1, problem))
+        self._raise_first({rank: text for rank, (_, _, text) in enumerate(everyone) if text})
+        assert torch_device is not None
+        devices = [name for name, _, _ in everyone]
+        self._lead = devices.index(min(devices))
+        self.job = everyone[self._lead][1]
+        self._is_lead = (self._channel.rank if self._channel else 0) == self._lead
+        segment, problem = self._take_slot(torch_device, devices)
         problems = {rank: text for rank, text in enumerate(self._gather(problem)) if text}
-        if problems:
-            if segment is not None:
-                segment.leave()
-            if hasattr(self, "_order"):
-                self._order.close()
-            if self._channel:
-                self._channel.close()
-            rank, text = next(iter(problems.items()))
-            kind, _, what = text.partition(": ")
-            raise _JOIN_ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
+        if problems and segment is not None:
+            segment.leave()
+        self._raise_first(problems)
         assert segment is not None
         self._segment = segment
         self._finalizer = weakref.finalize(self, TurnSegment.leave, segment)
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
+
+    def _take_slot(self, device: "torch.device", devices: list[str]) -> tuple[TurnSegment | None, str]:
+        """Join the own device's segment; return it, and what is wrong if anything is."""
+        from crossover_ddp._device_order import device_order
+
+        segment = None
+        try:
+            self._order = device_order(device, _turn_segment.EVENT_COUNT)
+            segment = TurnSegment(self.name, self.device)
+            segment.join(
+                job=self.job,
+                devices=_turn_segment.digest("\n".join(sorted(set(devices)))),
+                rank=self._channel.rank if self._channel else 0,
+                world_size=len(devices),
+                lease_s=self._lease_s,
+                events=self._order.handles,
+            )
+            _check_siblings(segment, self.job, set(devices))
+        except Exception as error:  # as above
+            return segment, f"{type(error).__name__}: {error}"
+        return segment, ""
+
+    def _raise_first(self, problems: dict[int, str]) -> None:
+        """Leave nothing behind and raise the first rank's problem, if there is one."""
+        if not problems:
+            return
+        if hasattr(self, "_order"):
+            self._order.close()
+        if self._channel:
+            self._channel.close()
+        rank, text = next(iter(problems.items()))
+        kind, _, what = text.partition(": ")
+        raise _JOIN_ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
 
     def _gather(self, value: Any) -> list[Any]:
         return self._channel.gather(value) if self._channel else [value]
@@ -203,7 +213,7 @@ class GPUMutex:
         )  # not idle: another thread listens to the lead rank
         try:
             if self._segment is not None:
-                self._leave("closed", hear_out=True)
+                self._leave(CLOSED, hear_out=True)
         finally:
             if idle:
                 self._busy.release()

@@ -1,5 +1,6 @@
 """Two sibling jobs of two ranks each, on two devices: turns are taken, and nobody's results change."""
 
+import os
 import uuid
 from typing import Any
 
@@ -80,7 +81,7 @@ def environment(world_size: int) -> list[dict[str, str]]:
 
 
 def siblings(hook: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[list[dict[str, Any]]]:
-    monkeypatch.setenv("CROSSOVER_GROUP", f"tests-{uuid.uuid4().hex}")
+    monkeypatch.setenv("CROSSOVER_GROUP", f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}")
     jobs = [
         Job(train, 2, (hook, seed, *options.values()), environment=environment(2), name=f"job {seed}")
         for seed in (1, 2)

@@ -22,7 +22,7 @@ Hook = default_hooks.allreduce_hook
 
 @pytest.fixture
 def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"tests-{uuid.uuid4().hex}"
+    name = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
     monkeypatch.setenv("CROSSOVER_GROUP", name)
     return name
 
@@ -213,3 +213,25 @@ def test_the_turn_is_given_away_before_a_worker_can_take_the_next_one(
     losses(model, steps=2)
     order = [event for event in turn.done if event != "request"]
     assert order == ["release", "acquire"] * 2
+
+
+@pytest.mark.usefixtures("process_group", "group_name")
+def test_two_models_of_one_process_are_one_job() -> None:
+    """Otherwise each would wait for the other to give back a turn, a lease for every step."""
+    first, second = CrossoverState(), CrossoverState()
+    with registered(first) as generator, registered(second) as critic:
+        for model in (generator, critic):
+            losses(model, steps=2)
+        assert first.mutex is second.mutex
+        assert first.stats()["siblings"] == 0
+        assert first.stats()["turns"] == 3, "the second model joins at the end of its first exchange"
+        assert first.stats()["leases_expired"] == 0
+
+
+@pytest.mark.usefixtures("process_group", "group_name")
+def test_a_state_made_after_another_was_closed_joins_anew() -> None:
+    for _ in range(2):
+        state = CrossoverState()
+        with registered(state) as model:
+            losses(model, steps=2)
+            assert state.stats()["turns"] == 2
