@@ -31,28 +31,16 @@ from torch.utils.data import DistributedSampler
 import _data
 import _models
 from _meter import StepMeter, default_log_path
+from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
 
-
-def split_hook() -> tuple[object, Hook]:
-    from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
-
-    return None, reduce_scatter_all_gather_hook
-
-
-def sibling_hook() -> tuple[object, Hook]:
-    from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
-
-    return CrossoverState(), crossover_hook
-
-
 # Every hook with the state that it works on.
 HOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[object, Hook]]] = {
     "allreduce": lambda model, optimizer: (None, allreduce_hook),
-    "rsag": lambda model, optimizer: split_hook(),
-    "crossover": lambda model, optimizer: sibling_hook(),
+    "rsag": lambda model, optimizer: (None, reduce_scatter_all_gather_hook),
+    "crossover": lambda model, optimizer: (CrossoverState(), crossover_hook),
 }
 
 
@@ -77,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(job)
     finally:
         meter.close()
-    dist.destroy_process_group()
+    leave_the_job()
 
 
 class Job(NamedTuple):
@@ -277,9 +265,21 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:  # started without torchrun: a job of one rank
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return device
+
+
+def leave_the_job() -> None:
+    """Leave the other ranks, without the abort at exit that gloo is prone to.
+
+    Gloo's threads let go of the last backward's context a moment after the exchange is done. They need
+    the interpreter for that, outlive the process group, and abort the process if Python is ending by
+    then (https://github.com/pytorch/pytorch/pull/179291): so give them that moment.
+    """
+    if "gloo" in dist.get_backend():
+        time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def count_steps(args: argparse.Namespace, sampler: DistributedSampler[Any]) -> int:
@@ -298,8 +298,9 @@ def autocast(job: Job) -> torch.autocast:
 
 def turn_given_away(hook_state: object) -> contextlib.AbstractContextManager[object]:
     """Let a sibling job compute meanwhile, if the hook shares the device with one."""
-    mutex = getattr(hook_state, "mutex", None)
-    return contextlib.nullcontext() if mutex is None else mutex.paused()
+    paused: Callable[[], contextlib.AbstractContextManager[object]]
+    paused = getattr(hook_state, "paused", contextlib.nullcontext)
+    return paused()
 
 
 def is_evaluation_due(args: argparse.Namespace, epoch: int, step: int, total: int) -> bool:

@@ -116,7 +116,7 @@ def test_another_seed_gives_another_run(reference: list[list[Record]], tmp_path:
     assert parameters_of(other) != parameters_of(reference)
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "rsag"])
+@pytest.mark.parametrize("hook", ["allreduce", "rsag", "crossover"])
 def test_hooks_give_plain_ddps_losses(hook: str, reference: list[list[Record]], tmp_path: Path) -> None:
     # Of two addends the order does not matter, so with two ranks the hooks agree to the last bit.
     hooked = train_ranks([*CONVNET, "--steps", "10", "--hook", hook], tmp_path / "log")

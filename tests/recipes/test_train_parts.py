@@ -17,6 +17,7 @@ import _data
 import _meter
 import _models
 import train
+from crossover_ddp.comm_hooks import CrossoverState
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_batch_beyond_the_data_is_refused() -> None:
         train.count_steps(args, range(718))
 
 
-def test_turn_is_given_away_only_where_there_is_a_mutex() -> None:
+def test_turn_is_given_away_only_where_there_is_one() -> None:
     given_away = []
 
     @contextlib.contextmanager
@@ -178,10 +179,12 @@ def test_turn_is_given_away_only_where_there_is_a_mutex() -> None:
         given_away.append("paused")
         yield
 
-    with train.turn_given_away(None), train.turn_given_away(SimpleNamespace(mutex=None)):
+    with train.turn_given_away(None), train.turn_given_away(object()):
         assert not given_away
-    with train.turn_given_away(SimpleNamespace(mutex=SimpleNamespace(paused=paused))):
+    with train.turn_given_away(SimpleNamespace(paused=paused)):
         assert given_away == ["paused"]
+    with train.turn_given_away(CrossoverState()):  # before the first exchange: no turn yet
+        pass
 
 
 def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
