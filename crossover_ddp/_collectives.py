@@ -14,11 +14,13 @@ least possible for equal parts, and a single owner of everything costs no more w
 chunks: a chunk is passed on as soon as it is added, while the next one is still being received.
 """
 
+import contextlib
 import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -168,6 +170,18 @@ class Ring:
     def receive(self, piece: torch.Tensor, tag: int) -> dist.Work:
         """Begin to receive from the left."""
         return self._group().recv([piece], (self.rank - 1) % self.size, tag)
+
+    def interrupt(self) -> None:
+        """Make every wait on the group's connections fail at once; nothing can be sent on them afterwards.
+
+        gloo cannot cancel a wait, but a wait that runs out of time closes all connections of its group.
+        """
+        group = self.group()
+        if group is not None and self.size > 1:
+            tag = ring_tag(-1, -1, gather=True, part=MAX_RING_RANKS - 1)
+            with contextlib.suppress(RuntimeError, ValueError):
+                work = group.recv([torch.empty(1)], (self.rank - 1) % self.size, tag)
+                work.wait(timedelta(milliseconds=1))
 
     def _group(self) -> dist.ProcessGroup:
         group = self.group()

@@ -38,6 +38,7 @@ from .errors import CrossoverError, ExchangeError
 OwnerStep = Callable[[torch.Tensor], None]
 
 _JOIN_TIMEOUT_S: Final = 5.0
+_END_TIMEOUT_S: Final = 0.5
 
 
 class Turn(Protocol):
@@ -148,8 +149,9 @@ class Exchange:
         self._failure: _Failure | None = None
         self._turn_taken_s: float | None = None
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
-        weakref.finalize(self, _stop, self._reducer, self._gatherer)
-        _on_destruction(process_group, weakref.WeakMethod(self.close))
+        end = functools.partial(_end, self._reducer, self._gatherer, self._ring)
+        weakref.finalize(self, end)
+        _on_destruction(process_group, end)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> "Exchange":
@@ -352,7 +354,7 @@ class Exchange:
 
     def _put(self, worker: Worker, journey: _Journey, job: Callable[[], None]) -> None:
         def on_device() -> None:
-            journey.side.adopt_thread()
+            self._guarded(journey, "start of a thread", journey.side.adopt_thread)
             job()
 
         worker.put(on_device)
@@ -510,10 +512,8 @@ def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in str(config).split(",") if ":" in pair)
 
 
-def _on_destruction(
-    process_group: dist.ProcessGroup, close: "weakref.WeakMethod[Callable[[], None]]"
-) -> None:
-    """Call ``close`` in ``destroy_process_group``.
+def _on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -> None:
+    """Call ``end`` in ``destroy_process_group``.
 
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
     torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
@@ -521,18 +521,24 @@ def _on_destruction(
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if store_of is not None:
-            weakref.finalize(store_of(process_group), _call, close)
+            weakref.finalize(store_of(process_group), end)
 
 
-def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    bound = method()
-    if bound is not None:
-        bound()
+def _end(reducer: Worker, gatherer: Worker, ring: Ring) -> None:
+    """End both threads although a bucket may be in flight that no peer will ever answer.
+
+    A thread that gloo lets go while the interpreter is being torn down would take the process with it
+    ("terminate called without an active exception"), so the threads must be gone before.
+    """
+    if not _stop(reducer, gatherer, _END_TIMEOUT_S):
+        ring.interrupt()
+        _stop(reducer, gatherer, _END_TIMEOUT_S)
 
 
-def _stop(reducer: Worker, gatherer: Worker, timeout_s: float = 0.5) -> None:
+def _stop(reducer: Worker, gatherer: Worker, timeout_s: float) -> bool:
     # The reducer first: what it still has goes on to the gatherer.
     reducer.stop()
-    reducer.join(timeout_s)
+    if not reducer.join(timeout_s):
+        return False
     gatherer.stop()
-    gatherer.join(timeout_s)
+    return gatherer.join(timeout_s)

@@ -127,6 +127,9 @@ class FakeSide(Side):
     def follow_compute(self) -> None:
         pass
 
+    def adopt_thread(self) -> None:
+        pass
+
     def future(self) -> torch.futures.Future[torch.Tensor]:
         return torch.futures.Future()
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,13 +136,44 @@ def test_the_first_step_is_one_bucket_and_the_next_ones_are_real(calls: list[int
     assert first < len(calls) - first
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy])
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled])
 def test_a_copied_model_has_silently_lost_its_hook(copies: Callable[[Any], Any], calls: list[int]) -> None:
     """Not our choice: our documentation says so, and this test says when torch changes it."""
     model = copies(hooked(nn.Linear(3, 3)))
     backward(model)
     assert calls == []
     assert "deep copy" in (reduce_scatter_all_gather_hook.__doc__ or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="DDP's own mixed precision needs a CUDA device")
+def test_native_mixed_precision_takes_the_hook_slot_itself() -> None:
+    precision = pytest.importorskip("torch.nn.parallel.distributed")._MixedPrecision(
+        param_dtype=torch.bfloat16
+    )
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        hooked(nn.Linear(3, 3), mixed_precision=precision)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_compiled_model_calls_the_hook_and_has_the_same_gradients(outside: bool, calls: list[int]) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    plain = DistributedDataParallel(copy.deepcopy(module))
+    backward(plain)
+    if outside:
+        model = torch.compile(hooked(module), backend="eager")
+    else:
+        model = hooked(torch.compile(module, backend="eager"))  # type: ignore[arg-type]
+    backward(model)  # type: ignore[arg-type]
+    assert calls
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None
+        assert torch.equal(got.grad, expected.grad)
 
 
 def test_static_graph_with_no_sync_crashes_in_torch_with_or_without_a_hook() -> None:
