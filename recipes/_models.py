@@ -110,7 +110,7 @@ def _find(name: str) -> tuple[str, str]:
     for candidate, models in known.items():
         if model in models:
             return candidate, model
-    close = difflib.get_close_matches(model, [each for models in known.values() for each in models], n=5)
+    close = difflib.get_close_matches(model, {each for models in known.values() for each in models}, n=5)
     raise ValueError(
         f"expected the name of a model of {' or '.join(known)}, or {GPT!r}, got model={name!r}; "
         + (f"did you mean {', '.join(close)}?" if close else "see timm.list_models()")

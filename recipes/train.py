@@ -349,7 +349,9 @@ def progress(args: argparse.Namespace, total: int) -> Iterator[Report]:
             def show(step: int, news: torch.Tensor | str) -> None:
                 if isinstance(news, str):
                     bar.console.print(news)
-                elif step % args.log_every == 0:  # reading a loss makes the host wait for the GPU
+                elif (
+                    step % args.log_every == 0 or step + 1 == total
+                ):  # reading a loss makes the host wait for the GPU
                     bar.update(task, completed=step + 1, description=f"loss {news.item():.4f}")
 
             yield show
