@@ -185,7 +185,7 @@ class Exchange:
         step = self._enter(bucket)
         try:
             journey = self._journey(bucket, step, turn, owner_step, layout)
-        except (CrossoverError, ValueError) as error:
+        except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
             future = journey.future

@@ -14,7 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ._ddp_checks import resolve_group
 from ._exchange import Exchange, Turn
-from .errors import UnsupportedConfigurationError
 from .gpu_mutex import CLOSED, GPUMutex, turns_disabled
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def reduce_scatter_all_gather_hook(
     """
     try:
         engine = Exchange.of(resolve_group(process_group))
-    except UnsupportedConfigurationError as error:
+    except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)
     return engine.submit(bucket)
 
@@ -198,7 +197,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         return allreduce_hook(group, bucket)
     try:
         engine = Exchange.of(resolve_group(group))
-    except UnsupportedConfigurationError as error:
+    except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)
     return engine.submit(bucket, turn=_turn_of(state, bucket))
 

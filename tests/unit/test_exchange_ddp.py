@@ -119,6 +119,21 @@ def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
         backward(model)
 
 
+@pytest.mark.parametrize("broken", ["of", "_journey"])
+def test_not_even_a_mistake_of_our_own_leaves_the_hook(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hooked(nn.Linear(3, 3))
+    backward(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Exchange, broken, raise_key_error)
+        with pytest.raises(KeyError, match="ours"):
+            backward(model)
+    backward(model)  # an exception that left the hook would have left DDP unusable
+
+
+def raise_key_error(*args: Any) -> None:
+    raise KeyError("ours")
+
+
 def test_no_sync_does_not_call_the_hook(calls: list[int]) -> None:
     model = hooked(nn.Linear(3, 3))
     with model.no_sync():
@@ -189,12 +204,12 @@ def test_sync_batch_norm_needs_a_gpu() -> None:
         hooked(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))))
 
 
-def test_the_python_reducer_is_refused_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    dynamo_config = pytest.importorskip("torch._dynamo.config")
-    monkeypatch.setattr(dynamo_config, "optimize_ddp", "python_reducer")
-    model = hooked(nn.Linear(3, 3))
-    with pytest.raises(UnsupportedConfigurationError, match="python_reducer"):
-        backward(model)
+def test_the_python_reducer_is_refused_after_backward() -> None:
+    # Its own way of patching: what pytest's monkeypatch puts back, the module no longer finds.
+    with pytest.importorskip("torch._dynamo.config").patch(optimize_ddp="python_reducer"):
+        model = hooked(nn.Linear(3, 3))
+        with pytest.raises(UnsupportedConfigurationError, match="python_reducer"):
+            backward(model)
 
 
 def test_a_future_carries_the_error_where_no_backward_pass_runs() -> None:
