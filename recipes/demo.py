@@ -45,14 +45,19 @@ from lab import Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
 from timeline_picture import draw_run
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
-# Small images in large batches: much computation per byte of gradients.
-TRAINING: Final = ("--preset", "convnet", "--image-size", "64", "--batch-size", "120")
+# Small images in large batches: much computation per byte of gradients. With buckets of DDP's own size
+# the gradients travel in two of them, and the larger one is full only when the computation is done.
+TRAINING: Final = (
+    *("--preset", "convnet", "--image-size", "64", "--batch-size", "120"),
+    *("--bucket-cap-mb", "25"),
+)
 TRAIN: Final = Path(__file__).with_name("train.py")
 NODES: Final = 2
 CALIBRATION: Final = "calibrate the link"
 CALIBRATION_MBIT: Final = 1000.0
 CALIBRATION_STEPS: Final = 12
 TIMEOUT_S: Final = 900.0
+FOREIGN_TOLERATED: Final = 0.05
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
 
@@ -136,6 +141,7 @@ def report(
     alone: Mapping[str, Run], together: Mapping[str, Run], args: argparse.Namespace, rate_mbit: float | None
 ) -> dict[str, Any]:
     """Work out the figures, write them and the picture."""
+    runs = (*alone.values(), *together.values())
     figures = summarize(
         {job: outcomes(run)[job] for job, run in alone.items()},
         {variant: outcomes(run) for variant, run in together.items()},
@@ -146,8 +152,8 @@ def report(
     figures |= {
         "meaning": verdict(figures, shaped=rate_mbit is not None),
         "rate_mbit": rate_mbit,
-        "foreign_share": max(foreign_share(rank_logs(run.directory / job)) for job, run in alone.items()),
-        "dropped_packets": sum(run.lab["dropped"] for run in (*alone.values(), *together.values())),
+        "foreign_share": {run.directory.name: foreign_load(run) for run in runs},
+        "dropped_packets": sum(run.lab["dropped"] for run in runs),
         "crossover_run": crossover.as_json(),
         "steps": args.steps,
         "learning_rates": LEARNING_RATES,
@@ -169,6 +175,11 @@ def rank_logs(directory: Path) -> list[list[dict[str, Any]]]:
     """Read the step logs of one job, one per rank."""
     paths = [directory / f"rank{rank}.jsonl" for rank in range(NODES)]
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+def foreign_load(run: Run) -> float:
+    logs = [log for job in run.jobs for log in rank_logs(run.directory / job)]
+    return foreign_share(logs, jobs=len(run.jobs))
 
 
 def cost(run: Run, job: str) -> Cost:
@@ -265,11 +276,9 @@ def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"{variant}: {difference} than alone"
     if figures["dropped_packets"]:
         yield f"{figures['dropped_packets']} packets were dropped: the times are spoiled."
-    if figures["foreign_share"] > 0.1:
-        yield (
-            f"Other processes made {figures['foreign_share']:.0%} of the cores' load: the times are rough. "
-            "Run the demo on an otherwise idle machine."
-        )
+    for run, share in figures["foreign_share"].items():
+        if share > FOREIGN_TOLERATED:
+            yield f"Other processes made {share:.0%} of the cores' load in run {run}: its times are rough."
 
 
 def make_table(figures: Mapping[str, Any]) -> Table:

@@ -69,10 +69,15 @@ def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
     )
 
 
-def foreign_share(logs: Sequence[Sequence[Record]]) -> float:
-    """Share of the cores' load that neither a job running alone nor its messages cause."""
+def foreign_share(logs: Sequence[Sequence[Record]], *, jobs: int = 1) -> float:
+    """Share of the cores' load in a run that neither its jobs nor their messages cause.
+
+    Args:
+        logs: of all ranks of all jobs.
+        jobs: so many shared each core, and each of them logged all of its load.
+    """
     steps = [record for log in logs for record in log if record["event"] == "step"]
-    busy_s = sum(record["core_busy_s"] or 0.0 for record in steps)
+    busy_s = sum(record["core_busy_s"] or 0.0 for record in steps) / jobs
     own_s = sum(record["cpu_s"] for record in steps)
     return max(0.0, 1 - own_s * (1 + MESSAGES_SHARE) / busy_s) if busy_s else 0.0
 

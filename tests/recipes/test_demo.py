@@ -101,6 +101,7 @@ def test_foreign_share_is_what_neither_the_job_nor_its_messages_explain() -> Non
     steps = [{"event": "step", "core_busy_s": 0.23, "cpu_s": 0.2}] * 3
     assert foreign_share([steps]) == pytest.approx(0, abs=1e-9)
     assert foreign_share([[{**step, "core_busy_s": 0.46} for step in steps]]) == pytest.approx(0.5)
+    assert foreign_share([steps] * 2, jobs=2) == 0
     assert foreign_share([[{**step, "core_busy_s": None} for step in steps]]) == 0
 
 
@@ -139,7 +140,7 @@ def test_verdict_without_a_network_promises_nothing() -> None:
 def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     figures = summary(16.0)
     figures["variants"][CROSSOVER]["differences"] = ["job a, rank 0: other losses from step 3 on"]
-    figures |= {"identical": False, "dropped_packets": 0, "foreign_share": 0.0}
+    figures |= {"identical": False, "dropped_packets": 0, "foreign_share": {"alone-a": 0.2, "unmanaged": 0.0}}
     assert verdict(figures, shaped=True).startswith("Something is wrong")
     assert list(demo.warnings(figures)) == [
         "crossover: job a, rank 0: other losses from step 3 on than alone"
