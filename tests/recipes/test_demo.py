@@ -122,6 +122,7 @@ def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
     ("crossover_s", "unmanaged_s", "meaning"),
     [
         (16.0, 20.0, r"16\.0 s instead of 20\.0 s .*1\.25× as fast .* and 1\.25× as fast as .*unmanaged"),
+        (14.0, 20.0, r"above the bound of 1\.25×: something has slowed the runs alone"),
         (16.0, 16.2, "no faster than side by side unmanaged"),
         (17.6, 16.0, "slower than side by side unmanaged by 10%"),
         (20.0, 20.0, r"did not pay here: 20\.0 s .* 1\.25× was possible"),
@@ -143,7 +144,8 @@ def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     figures |= {"identical": False, "dropped_packets": 0, "foreign_share": {"alone-a": 0.2, "unmanaged": 0.0}}
     assert verdict(figures, shaped=True).startswith("Something is wrong")
     assert list(demo.warnings(figures)) == [
-        "crossover: job a, rank 0: other losses from step 3 on than alone"
+        "crossover: job a, rank 0: other losses from step 3 on than alone",
+        "Other processes made 20% of the cores' load in run alone-a: its times are rough.",
     ]
     console = Console(width=100)
     with console.capture() as captured:
