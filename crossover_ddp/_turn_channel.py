@@ -1,17 +1,25 @@
-"""How the lead rank's grants reach the job's other ranks: a small gloo group of the job's own.
+"""How the lead rank's grants reach the job's other ranks: small gloo connections of the job's own.
 
-A group apart from the gradients' one: its messages need no place in the order of the job's collectives, and
-its failure takes nothing else down. Point-to-point, so that one rank that has stopped listening
+Apart from the gradients' group: the messages need no place in the order of the job's collectives, and
+their failure takes nothing else down. Point-to-point, so that one rank that has stopped listening
 does not cut others off. Our design.
+
+[Note: a backend without a group] ``dist.new_group`` needs every rank of the default group, or else names the group
+after its ranks; made again after it was destroyed it has the same name, and a rank may find the addresses of the
+group before in the store and wait there for ever. So the gloo backend is made directly, on a part of the
+store that is new for each channel.
 """
 
 import collections
 import contextlib
 import datetime
-from typing import Any, cast
+import pickle
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._turns import Grant, decode, encode
 from crossover_ddp.errors import TurnError
@@ -19,6 +27,7 @@ from crossover_ddp.errors import TurnError
 _TAG = 0x7C05
 _UNHEARD_LIMIT = 64
 _HEARD_TIMEOUT = datetime.timedelta(seconds=5)
+_channel_count: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class TurnChannel:
@@ -37,29 +46,41 @@ class TurnChannel:
         self.rank = group.rank()
         self.size = group.size()
         self._numel = message_numel
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._group: dist.ProcessGroup | None = None
-        self._sent: collections.deque[tuple[list[Any], torch.Tensor]] = collections.deque()
+        self._gloo: Any = None  # a ProcessGroupGloo, whose methods its stubs leave out
+        self._sent: collections.deque[tuple[list[dist.Work], torch.Tensor]] = collections.deque()
         self._expected: tuple[dist.Work, torch.Tensor] | None = None
         if self.size > 1:
-            made = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
-            self._group = cast(dist.ProcessGroup, made)
+            # The same number on all ranks, since making a channel is collective.
+            number = _channel_count[group] = _channel_count.get(group, 0) + 1
+            store = dist.PrefixStore(f"crossover-turns-{number}", _get_process_group_store(group))
+            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank. Collective."""
-        values: list[Any] = [value] * self.size
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        if self._gloo is None:
+            return [value] * self.size
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([packed.numel()]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: packed.numel()] = packed
+        everyone = self._all_gather(padded)
+        return [
+            pickle.loads(bytes(one[: int(size)].tolist())) for one, size in zip(everyone, sizes, strict=True)
+        ]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._gloo.allgather([found], [tensor]).wait()
+        return found
 
     def send(self, grant: Grant) -> None:
         """Lead rank: tell ``grant`` to all others; waits only for those that are many turns behind."""
         if len(self._sent) == _UNHEARD_LIMIT:
             self._let_go_of_oldest()
         message = torch.tensor(encode(grant, self._numel), dtype=torch.int64)
-        peers = [peer for rank, peer in enumerate(self._global_ranks) if rank != self.rank]
-        works = [dist.isend(message, peer, group=self._group, tag=_TAG) for peer in peers]
-        self._sent.append((works, message))
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._sent.append(([self._gloo.send([message], peer, _TAG) for peer in peers], message))
 
     def _let_go_of_oldest(self) -> None:
         """Free a message that was taken long ago; gloo tells so only to whoever waits for it."""
@@ -76,12 +97,10 @@ class TurnChannel:
         """Other ranks: be ready for the next grant, so that it need not wait for us."""
         if self._expected is None:
             message = torch.empty(self._numel, dtype=torch.int64)
-            work = dist.irecv(message, self._global_ranks[lead], group=self._group, tag=_TAG)
-            assert work is not None
-            self._expected = work, message
+            self._expected = self._gloo.recv([message], lead, _TAG), message
 
     def receive(self) -> Grant:
-        """Other ranks: return the grant that `expect` waits for, within the group's timeout."""
+        """Other ranks: return the grant that `expect` waits for, within half an hour."""
         assert self._expected is not None
         work, message = self._expected
         work.wait()
@@ -94,11 +113,17 @@ class TurnChannel:
         Args:
             hear_out: wait a little for ranks that have yet to take what was sent; closing would lose it.
         """
-        group, self._group = self._group, None
+        gloo, self._gloo = self._gloo, None
         with contextlib.suppress(TurnError):
             while self._sent and hear_out:
                 self._let_go_of_oldest()
         self._sent.clear()
+        if gloo is not None and self._expected is not None:
+            _break_off(gloo, (self.rank + 1) % self.size)
         self._expected = None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+
+
+def _break_off(gloo: Any, peer: int) -> None:
+    """End a `receive` that another thread sits in: a time-out closes all of a gloo context's connections."""
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.empty(1)], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))

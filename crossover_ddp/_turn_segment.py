@@ -371,6 +371,8 @@ class TurnSegment:
                 self.ring_others()
                 os.unlink(self._bell_name(self.slot), dir_fd=self._directory_fd)
         with contextlib.suppress(OSError):
+            if self.slot >= 0:  # first: two that leave at once must not each take the other for one who stays
+                self._lock(self.slot, 1, fcntl.F_UNLCK)
             if self._lock(0, SLOT_COUNT) and self._is_current():
                 self._remove_files()
         self.forget()

@@ -4,9 +4,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
+from crossover_ddp.comm_hooks import (
+    CrossoverState,
+    crossover_hook,
+    crossover_wrapper,
+    reduce_scatter_all_gather_hook,
+)
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
@@ -42,7 +48,26 @@ def split_on_own_group(model: DistributedDataParallel) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def crossover(model: DistributedDataParallel) -> Iterator[None]:
+    """All ranks of a test share one device here; a turn is the job's, so that changes nothing."""
+    state = CrossoverState()
+    model.register_comm_hook(state, crossover_hook)
+    yield
+    state.close()
+
+
+@contextlib.contextmanager
+def wrapped_all_reduce(model: DistributedDataParallel) -> Iterator[None]:
+    state = CrossoverState()
+    model.register_comm_hook(state, crossover_wrapper(allreduce_hook))
+    yield
+    state.close()
+
+
 HOOKS: dict[str, Row] = {
     "split": Row(split),
     "split_on_own_group": Row(split_on_own_group),
+    "crossover": Row(crossover),
+    "wrapped_all_reduce": Row(wrapped_all_reduce),
 }
