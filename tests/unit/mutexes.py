@@ -1,0 +1,75 @@
+"""What the tests of the mutex share: mutexes that are closed at the end, and threads to wait in."""
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossover_ddp._turn_segment import SHARED_MEMORY
+from crossover_ddp.gpu_mutex import GPUMutex
+
+DEVICE = "dev0"
+LEASE_S = 20.0  # longer than any test: a turn that overlaps another one was not forgiven
+SOON_S = 5.0  # far less than the lease, and enough on a busy machine
+
+Make = Callable[..., GPUMutex]
+
+
+@pytest.fixture
+def group() -> str:
+    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def make(group: str) -> Iterator[Make]:
+    """Make mutexes of one group on one device, unless told otherwise; all are closed at the end."""
+    made: list[GPUMutex] = []
+
+    def making(name: str | None = group, **arguments: Any) -> GPUMutex:
+        made.append(GPUMutex(name, **{"device": DEVICE, "lease": LEASE_S, **arguments}))
+        return made[-1]
+
+    yield making
+    for mutex in made:
+        mutex.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as pool:
+        yield pool
+
+
+def files_of(group: str) -> list[Path]:
+    return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-{os.geteuid()}/{group}*"))
+
+
+def segment_of(group: str) -> Path:
+    return next(path for path in files_of(group) if path.suffix == ".turns")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def acquire_in(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Future[float]":
+    """Acquire in a thread; the result is when that was done."""
+
+    def acquiring() -> float:
+        mutex.acquire()
+        return time.monotonic()
+
+    return threads.submit(acquiring)
+
+
+def blocks(future: "Future[float]") -> bool:
+    with contextlib.suppress(TimeoutError):
+        future.result(0.1)
+    return not future.done()
