@@ -13,6 +13,7 @@ import pytest
 from crossover_ddp import gpu_mutex
 from crossover_ddp._turn_segment import SHARED_MEMORY
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.harness import run_ranks
 from tests.unit.mutexes import (
     DEVICE,
     LEASE_S,
