@@ -59,7 +59,7 @@ NODES: Final = 2
 CALIBRATION: Final = "calibrate the link"
 CALIBRATION_MBIT: Final = 1000.0
 CALIBRATION_STEPS: Final = 12
-TIMEOUT_S: Final = 900.0
+TIMEOUT_S: Final = 300.0
 FOREIGN_TOLERATED: Final = 0.05
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
