@@ -41,7 +41,7 @@ from demo_figures import (
     summarize,
     verdict,
 )
-from lab import Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
+from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
 from timeline_picture import draw_run
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
@@ -51,9 +51,6 @@ TRAINING: Final = (
     *("--preset", "convnet", "--image-size", "64", "--batch-size", "120"),
     *("--bucket-cap-mb", "25"),
 )
-# Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
-# chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
-STEADY_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 TRAIN: Final = Path(__file__).with_name("train.py")
 NODES: Final = 2
 CALIBRATION: Final = "calibrate the link"

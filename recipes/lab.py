@@ -25,13 +25,14 @@ from typing import Any
 
 from lab_analysis import bound
 from lab_cluster import Cluster, clean
-from lab_jobs import Job, JobFailedError, RunResult, RunTimeoutError
+from lab_jobs import STEADY_MEMORY, Job, JobFailedError, RunResult, RunTimeoutError
 from lab_link import measure
 from lab_network import LabError, why_not_shaped
 from lab_records import Run, load_run
 from timeline_picture import draw_run
 
 __all__ = [
+    "STEADY_MEMORY",
     "Cluster",
     "Job",
     "JobFailedError",

@@ -18,6 +18,9 @@ from lab_network import LabError
 if TYPE_CHECKING:
     from lab_cluster import Cluster
 
+# Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
+# chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
+STEADY_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 RUN_FILE: Final = "lab.json"
 _TAIL_LINES: Final = 20
 _AFTERMATH_S: Final = 1.0

@@ -26,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lab_cluster import Cluster
+from lab_jobs import STEADY_MEMORY
 
 JOBS = ("a", "b")
 WORKER = Path(__file__).with_name("sibling_worker.py")
@@ -56,7 +57,7 @@ class Worker:
         self.process = cluster.popen(
             node,
             ["python", str(script), *arguments],
-            cluster.environment(node, port=port, directory=directory),
+            cluster.environment(node, port=port, directory=directory) | STEADY_MEMORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
