@@ -227,8 +227,11 @@ def crossover_wrapper(hook: Hook) -> Hook:
         future = hook(state.hook_state, bucket)
         if turns_disabled():
             return future
-        engine = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
-        return engine.follow(future, bucket, turn=_turn_of(state, bucket))
+        try:
+            engine = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
+            return engine.follow(future, bucket, turn=_turn_of(state, bucket))
+        except Exception as error:  # must not leave the hook: DDP is unusable afterwards
+            return Exchange.refuse(bucket, error)
 
     return crossover_wrapped_hook
 

@@ -235,3 +235,20 @@ def test_a_state_made_after_another_was_closed_joins_anew() -> None:
         with registered(state) as model:
             losses(model, steps=2)
             assert state.stats()["turns"] == 2
+
+
+@pytest.mark.usefixtures("process_group", "group_name")
+@pytest.mark.parametrize("hook", [crossover_hook, crossover_wrapper(default_hooks.allreduce_hook)])
+def test_no_exception_leaves_the_hook(hook: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP survives: the error comes out of backward, and the next step works again."""
+
+    def broken(group: dist.ProcessGroup) -> None:
+        raise ValueError("broken on purpose")
+
+    state = CrossoverState()
+    with registered(state, hook) as model:
+        with monkeypatch.context() as patch:
+            patch.setattr("crossover_ddp.comm_hooks.Exchange.of", broken)
+            with pytest.raises(ValueError, match="broken on purpose"):
+                losses(model, steps=1)
+        assert len(losses(model, steps=2)) == 2
