@@ -2,8 +2,10 @@
 
 from .comm_hooks import (
     CrossoverState,
+    DecoupledState,
     crossover_hook,
     crossover_wrapper,
+    decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
 from .errors import (
@@ -18,6 +20,7 @@ from .gpu_mutex import GPUMutex
 __all__ = [
     "CrossoverError",
     "CrossoverState",
+    "DecoupledState",
     "ExchangeError",
     "GPUMutex",
     "SegmentError",
@@ -25,5 +28,6 @@ __all__ = [
     "UnsupportedConfigurationError",
     "crossover_hook",
     "crossover_wrapper",
+    "decoupled_hook",
     "reduce_scatter_all_gather_hook",
 ]

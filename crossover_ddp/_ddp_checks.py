@@ -1,6 +1,7 @@
 """What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words."""
 
 import gc
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -58,7 +59,7 @@ def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> No
     It would average over the wrong ranks without a word. A bucket does not know its model, so this looks
     through all objects: tens of milliseconds, to be spent once per bucket and not once per step.
     """
-    model = _model_of(bucket)
+    model = model_of(bucket)
     if model is None:
         return
     expected, got = (dist.get_process_group_ranks(group) for group in (model.process_group, process_group))
@@ -69,15 +70,24 @@ def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> No
         )
 
 
-def _model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
+def model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
+    """Return the DDP model whose gradients ``bucket`` holds, found among all objects of the process."""
     parameter = bucket.parameters()[0]
     for candidate in gc.get_objects():
         # Not isinstance: it would run the __class__ property of whatever lazy object is around.
-        if issubclass(type(candidate), DistributedDataParallel) and any(
-            parameter is other for other in candidate.module.parameters()
-        ):
+        if not issubclass(type(candidate), DistributedDataParallel):
+            continue
+        # None: a constructor or a copy that has failed half-way.
+        network = vars(candidate).get("_modules", {}).get("module")
+        if network is not None and any(parameter is other for other in _parameters_of(network)):
             return cast(DistributedDataParallel, candidate)
     return None
+
+
+def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    """Yield the parameters as they are: looking at a model must not make a decoupled one update itself."""
+    for module in network.modules():
+        yield from dict.values(module._parameters)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -9,7 +9,7 @@ that no rank waits for a bucket that a peer will not come to.
 
 [Note: native order] On NCCL and its like every collective is issued by the thread that runs the hook: the
 model's own collectives (SyncBatchNorm, buffer broadcasts) share the communicator, and only the program's
-order is the same on all ranks.
+order is the same on all ranks. Deferred gathers follow the step's last reduce-scatter, last bucket first.
 """
 
 import contextlib
@@ -20,85 +20,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
 
-from ._collectives import HostBuffer, NativeHalves, Ring, RingAllGather, RingReduceScatter
+from ._collectives import HostBuffer, NativeHalves, Ring
 from ._ddp_checks import Bucket, check_group, flat_gradients
+from ._gathers import GatherOrder
+from ._journey import Deferred, Failure, Journey, OwnerStep, RingTrip, Turn
 from ._layout import Layout
 from ._staging import Side, StagedBuffer
 from ._step import GradientFuture, Step
 from ._timeline import Timeline
 from ._worker import Worker
-from .errors import CrossoverError, ExchangeError
-
-OwnerStep = Callable[[torch.Tensor], None]
+from .errors import CrossoverError
 
 _JOIN_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 0.5
-
-
-class Turn(Protocol):
-    """What a mutex offers to the engine. No method raises."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether a sibling is present; the same answer on all ranks during one step."""
-
-    def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
-
-    def request(self) -> None:
-        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        """Take the turn again: the step's buckets are complete. Called on a thread of the engine; may block.
-
-        ``ahead``: the device may still be busy with them, nobody shares it.
-        """
-
-
-class _Failure(NamedTuple):
-    """Why no exchange can succeed any more."""
-
-    text: str
-    cause: BaseException
-
-    def error(self) -> CrossoverError:
-        """Make the error that one step raises; what says its own remedy stays as it is."""
-        if isinstance(self.cause, CrossoverError):
-            return self.cause
-        error = ExchangeError(self.text)
-        error.__cause__ = self.cause
-        return error
-
-
-@dataclass(eq=False)
-class _Journey:
-    """One bucket on its way from the hook to its Future."""
-
-    index: int
-    tensor: torch.Tensor
-    layout: Layout
-    sequence: int
-    step: Step
-    last: bool
-    side: Side
-    turn: Turn | None
-    owner_step: OwnerStep | None
-    future: GradientFuture = field(init=False)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.future = self.side.future()
-
-    @property
-    def last_turn(self) -> Turn | None:
-        """The turn to be taken again when this journey ends."""
-        return self.turn if self.last else None
 
 
 class Exchange:
@@ -141,15 +80,16 @@ class Exchange:
         self._native = NativeHalves(process_group)
         self._reducer = Worker("crossover-reduce")
         self._gatherer = Worker("crossover-gather")
+        self._order = GatherOrder(self._ring)
         self._sequence = itertools.count()
         self._step = Step()
         self._sides: dict[torch.device, Side] = {}
         self._lock = threading.Lock()
-        self._in_flight: set[_Journey] = set()
-        self._failure: _Failure | None = None
+        self._in_flight: set[Journey] = set()
+        self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
-        end = functools.partial(_end, self._reducer, self._gatherer, self._ring)
+        end = functools.partial(_end, self._reducer, self._gatherer, self._ring, self._order)
         weakref.finalize(self, end)
         _on_destruction(process_group, end)
 
@@ -193,6 +133,40 @@ class Exchange:
         if _is_last(bucket):
             self._leave(step, turn)
         return future
+
+    def defer(
+        self, bucket: dist.GradBucket, *, turn: Turn | None = None, urgency: int = 0
+    ) -> tuple[GradientFuture, Deferred | None]:
+        """Begin to average ``bucket`` in the background; backward does not wait for it.
+
+        Args:
+            bucket: what DDP gave to the hook; its gradients must be views of its buffer.
+            turn: given away after the last bucket; the caller takes it again.
+            urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
+
+        Returns:
+            The Future for DDP, complete already, and where to wait; None for the latter if the bucket was refused.
+        """
+        step = self._enter(bucket)
+        deferred = None
+        try:
+            journey = self._journey(bucket, step, turn, None, None)
+            # Its own version counter: the user's changes show in the gradients', ours do not.
+            journey.tensor, journey.urgency = journey.tensor.data, urgency
+        except Exception as error:  # whatever it is, it must not leave the hook
+            future = _refused(bucket, step, error)
+        else:
+            deferred = Deferred(journey)
+            future = journey.side.future()
+            self._launch(journey)
+            future.set_result(bucket.buffer())
+        if _is_last(bucket):
+            self._leave(step, turn)
+        return future, deferred
+
+    def begin_compute(self) -> None:
+        """Note that forward begins, for the timeline."""
+        self._turn_taken_s = time.monotonic()
 
     @staticmethod
     def refuse(bucket: dist.GradBucket, error: Exception) -> GradientFuture:
@@ -263,14 +237,14 @@ class Exchange:
         turn: Turn | None,
         owner_step: OwnerStep | None,
         layout: Layout | None,
-    ) -> _Journey:
+    ) -> Journey:
         tensor = flat_gradients(bucket)
         self._check_group(bucket, tensor)
         side = self._sides.get(tensor.device)
         if side is None:
             side = self._sides[tensor.device] = Side(tensor.device)
         step.last_hook_s = time.monotonic()
-        return _Journey(
+        return Journey(
             index=bucket.index(),
             tensor=tensor,
             layout=layout or Layout.equal(tensor.numel(), self.world_size),
@@ -289,7 +263,7 @@ class Exchange:
             check_group(bucket, group)
             self._checked.add(key)
 
-    def _launch(self, journey: _Journey) -> None:
+    def _launch(self, journey: Journey) -> None:
         device_type = journey.tensor.device.type
         if self.world_size == 1:
             begin = self._begin_alone
@@ -299,21 +273,22 @@ class Exchange:
             begin = self._begin_native
         self._guarded(journey, "start", functools.partial(begin, journey))
 
-    def _end_own_compute(self, journey: _Journey) -> None:
+    def _end_own_compute(self, journey: Journey) -> None:
         if journey.last:
             self._end_compute(journey.step, journey.turn)
 
-    def _begin_alone(self, journey: _Journey) -> None:
+    def _begin_alone(self, journey: Journey) -> None:
         if journey.owner_step is not None:
             journey.owner_step(journey.tensor)
         journey.side.follow_compute()
         self._end_own_compute(journey)
         if journey.last_turn is None:
+            self._arrive_half_way(journey, journey.tensor)
             self._complete(journey)
         else:
             self._put(self._gatherer, journey, functools.partial(self._end_alone, journey))
 
-    def _begin_ring(self, journey: _Journey) -> None:
+    def _begin_ring(self, journey: Journey) -> None:
         # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
         journey.tensor.div_(self.world_size)
         copier = journey.side.copier
@@ -324,12 +299,15 @@ class Exchange:
         )
         gather = self._ring.all_gather(buffer, journey.layout, journey.sequence)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
-        on_owned = gather.offer if journey.owner_step is None else None
+        on_owned = gather.offer if journey.owner_step is None and not journey.deferred else None
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
+        journey.trip = trip = RingTrip(buffer, scatter, gather)
         self._end_own_compute(journey)
-        self._put(self._reducer, journey, functools.partial(self._reduce, journey, buffer, scatter, gather))
+        if journey.deferred:
+            self._order.scatter_begins(journey)
+        self._put(self._reducer, journey, functools.partial(self._reduce, journey, trip))
 
-    def _begin_native(self, journey: _Journey) -> None:
+    def _begin_native(self, journey: Journey) -> None:
         # All collectives are issued here, see [Note: native order].
         journey.tensor.div_(self.world_size)
         side = journey.side
@@ -339,9 +317,13 @@ class Exchange:
             for work in self._native.reduce_scatter(journey.tensor, journey.layout):
                 work.wait()
             half_way = side.mark()
+            part = journey.layout.part(self.rank)
             if journey.owner_step is not None:
-                part = journey.layout.part(self.rank)
                 journey.owner_step(journey.tensor[part.start : part.stop])
+            if journey.deferred:
+                self._arrive_half_way(journey, journey.tensor[part.start : part.stop])
+                self._gather_natively_at_the_end(journey)
+                return
             for work in self._native.all_gather(journey.tensor, journey.layout):
                 work.wait()
             whole_way = side.mark()
@@ -352,7 +334,17 @@ class Exchange:
                 self._gatherer, journey, functools.partial(self._end_native, journey, half_way, whole_way)
             )
 
-    def _put(self, worker: Worker, journey: _Journey, job: Callable[[], None]) -> None:
+    def _gather_natively_at_the_end(self, journey: Journey) -> None:
+        """Gather the step's deferred buckets behind its last reduce-scatter, see [Note: native order]."""
+        journey.step.deferred.append(journey)
+        if not journey.last:
+            return
+        for each in reversed(journey.step.deferred):
+            for work in self._native.all_gather(each.tensor, each.layout):
+                work.wait()
+            self._complete(each)
+
+    def _put(self, worker: Worker, journey: Journey, job: Callable[[], None]) -> None:
         def on_device() -> None:
             self._guarded(journey, "start of a thread", journey.side.adopt_thread)
             job()
@@ -361,32 +353,36 @@ class Exchange:
 
     # On the reducer.
 
-    def _reduce(
-        self, journey: _Journey, buffer: HostBuffer, scatter: RingReduceScatter, gather: RingAllGather
-    ) -> None:
+    def _reduce(self, journey: Journey, trip: RingTrip) -> None:
         def drive() -> None:
             begin_s = time.monotonic()
-            gather.start()
-            scatter.start()
-            scatter.wait()
+            trip.gather.start()
+            trip.scatter.start()
+            trip.scatter.wait()
             self._span("reduce_scatter", begin_s, journey)
             if journey.last_turn is not None:
                 journey.last_turn.request()
-            self._put(
-                self._gatherer, journey, functools.partial(self._gather, journey, buffer, scatter, gather)
-            )
+            if journey.deferred:
+                part = journey.layout.part(self.rank)
+                trip.buffer.landed(part)
+                self._arrive_half_way(journey, journey.tensor[part.start : part.stop])
+                self._order.scatter_ends(journey)
+                self._put(self._gatherer, journey, functools.partial(self._gather_next, journey))
+            else:
+                self._put(self._gatherer, journey, functools.partial(self._gather, journey, trip))
 
         self._guarded(journey, "reduce-scatter", drive)
 
     # On the gatherer.
 
-    def _gather(
-        self, journey: _Journey, buffer: HostBuffer, scatter: RingReduceScatter, gather: RingAllGather
-    ) -> None:
+    def _gather(self, journey: Journey, trip: RingTrip) -> None:
+        buffer, scatter, gather = trip
+
         def drive() -> None:
             begin_s = time.monotonic()
             if journey.owner_step is not None:
                 buffer.step(journey.layout.part(self.rank), journey.owner_step)
+            if journey.owner_step is not None or journey.deferred:
                 gather.offer_all()
             gather.wait()
             scatter.drain()
@@ -397,7 +393,17 @@ class Exchange:
 
         self._guarded(journey, "all-gather", drive)
 
-    def _end_alone(self, journey: _Journey) -> None:
+    def _gather_next(self, journey: Journey) -> None:
+        """Gather one deferred bucket, see [Note: order of gathers]; ``journey`` is the one that made it due."""
+
+        def choose() -> None:
+            chosen = self._order.next()
+            assert chosen.trip is not None
+            self._gather(chosen, chosen.trip)
+
+        self._guarded(journey, "choice of the next gather", choose)
+
+    def _end_alone(self, journey: Journey) -> None:
         def drive() -> None:
             if journey.turn is not None:
                 journey.turn.request()
@@ -406,7 +412,7 @@ class Exchange:
         self._guarded(journey, "turn", drive)
 
     def _end_native(
-        self, journey: _Journey, half_way: Callable[[], None], whole_way: Callable[[], None]
+        self, journey: Journey, half_way: Callable[[], None], whole_way: Callable[[], None]
     ) -> None:
         def drive() -> None:
             # Alone the host runs ahead of the device as it would without a mutex.
@@ -419,7 +425,7 @@ class Exchange:
 
         self._guarded(journey, "exchange", drive)
 
-    def _follow(self, journey: _Journey) -> None:
+    def _follow(self, journey: Journey) -> None:
         def drive() -> None:
             with journey.side.current():
                 for future in journey.step.futures:
@@ -433,9 +439,9 @@ class Exchange:
 
         self._guarded(journey, "wrapped hook", drive)
 
-    def _complete(self, journey: _Journey, *, ahead: bool = False) -> None:
+    def _complete(self, journey: Journey, *, ahead: bool = False) -> None:
         """End a journey that succeeded; the step's last one takes the turn first."""
-        if journey.last:
+        if journey.last and not journey.deferred:
             done_s = time.monotonic()
             if journey.turn is not None:
                 with journey.side.current():
@@ -448,7 +454,12 @@ class Exchange:
 
     # On any thread.
 
-    def _guarded(self, journey: _Journey, doing: str, drive: Callable[[], None]) -> None:
+    def _arrive_half_way(self, journey: Journey, own_part: torch.Tensor) -> None:
+        if journey.deferred:
+            with journey.side.current():
+                journey.reduced.set_result(own_part)
+
+    def _guarded(self, journey: Journey, doing: str, drive: Callable[[], None]) -> None:
         """Run ``drive`` unless the exchange has failed before; turn its exception into the failure of all."""
         with self._lock:
             failure = self._failure
@@ -463,30 +474,33 @@ class Exchange:
         except Exception as error:
             self._fail(journey, doing, error)
 
-    def _fail(self, journey: _Journey, doing: str, cause: Exception) -> None:
+    def _fail(self, journey: Journey, doing: str, cause: Exception) -> None:
         text = (
             f"rank {self.rank} of {self.world_size}: the {doing} of bucket {journey.index} failed: {cause}; "
             "no later exchange on this process group can succeed, restart the job"
         )
         with self._lock:
-            failure = self._failure = self._failure or _Failure(text, cause)
+            failure = self._failure = self._failure or Failure(text, cause)
             doomed = list(self._in_flight)
+        self._order.abandon()
         for other in doomed:
             self._finish(other, failure.error())
 
-    def _finish(self, journey: _Journey, error: CrossoverError | None) -> None:
+    def _finish(self, journey: Journey, error: CrossoverError | None) -> None:
         with self._lock:
             if journey.finished:
                 return
             journey.finished = True
             self._in_flight.discard(journey)
         with journey.side.current():
-            if error is None or journey.step.leave(error):
+            if error is None or (not journey.deferred and journey.step.leave(error)):
                 journey.future.set_result(journey.tensor)
-            else:
-                journey.future.set_exception(error)  # type: ignore[arg-type]
+                return
+            for future in (journey.future, journey.reduced):
+                if not future.done():
+                    future.set_exception(error)  # type: ignore[arg-type]
 
-    def _span(self, kind: str, begin_s: float, journey: _Journey) -> None:
+    def _span(self, kind: str, begin_s: float, journey: Journey) -> None:
         if self.timeline is not None:
             size_bytes = journey.tensor.numel() * journey.tensor.itemsize
             self.timeline.span(kind, begin_s, time.monotonic(), bucket=journey.index, bytes=size_bytes)
@@ -524,13 +538,14 @@ def _on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -
             weakref.finalize(store_of(process_group), end)
 
 
-def _end(reducer: Worker, gatherer: Worker, ring: Ring) -> None:
+def _end(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:
     """End both threads although a bucket may be in flight that no peer will ever answer.
 
     A thread that gloo lets go while the interpreter is being torn down would take the process with it
     ("terminate called without an active exception"), so the threads must be gone before.
     """
     if not _stop(reducer, gatherer, _END_TIMEOUT_S):
+        order.abandon()
         ring.interrupt()
         _stop(reducer, gatherer, _END_TIMEOUT_S)
 

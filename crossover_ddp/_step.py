@@ -10,6 +10,7 @@ as in Join's shadow pass) the Future does carry the exception.
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -22,6 +23,7 @@ class Step:
 
     def __init__(self) -> None:
         self.futures: list[GradientFuture] = []
+        self.deferred: list[Any] = []
         self.entered = False
         self.last_hook_s = 0.0
         self.compute_ended = False

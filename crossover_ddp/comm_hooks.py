@@ -13,8 +13,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ._ddp_checks import resolve_group
-from ._exchange import Exchange, Turn
+from ._decoupled import DecoupledState, decoupled_hook
+from ._exchange import Exchange
+from ._journey import Turn
 from .gpu_mutex import CLOSED, GPUMutex, turns_disabled
+
+__all__ = [
+    "CrossoverState",
+    "DecoupledState",
+    "crossover_hook",
+    "crossover_wrapper",
+    "decoupled_hook",
+    "reduce_scatter_all_gather_hook",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,13 @@ from torch.utils.data import DistributedSampler
 import _data
 import _models
 from _meter import StepMeter, default_log_path
-from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
+from crossover_ddp.comm_hooks import (
+    CrossoverState,
+    DecoupledState,
+    crossover_hook,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
@@ -41,13 +47,18 @@ HOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[object, Hook
     "allreduce": lambda model, optimizer: (None, allreduce_hook),
     "rsag": lambda model, optimizer: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizer: (CrossoverState(), crossover_hook),
+    "decoupled": lambda model, optimizer: (DecoupledState(optimizer), decoupled_hook),
 }
+FINEST_BUCKETS = 48
+PLANNING_STEPS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     device = join_the_job(args)
     data = load_data(args)
+    if args.bucket_cap_mb == "auto":
+        args.bucket_cap_mb = plan_bucket_cap_mb(args, device, data)
     torch.manual_seed(args.seed)
     model = DistributedDataParallel(
         make_model(args, data).to(device), bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True
@@ -224,6 +235,33 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     if args.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay)
+
+
+def plan_bucket_cap_mb(args: argparse.Namespace, device: torch.device, data: _data.Data) -> float:
+    """Train a throw-away copy of the model for a few steps, and let the package choose the size of buckets."""
+    network = make_model(args, data).to(device)
+    size_mb = sum(each.numel() * each.element_size() for each in network.parameters()) / 2**20
+    model = DistributedDataParallel(
+        network, bucket_cap_mb=size_mb / FINEST_BUCKETS, gradient_as_bucket_view=True
+    )
+    optimizer = make_optimizer(args, model)
+    state = DecoupledState(optimizer)
+    model.register_comm_hook(state, decoupled_hook)
+    sampler: DistributedSampler[Any] = DistributedSampler(data.train, drop_last=True)  # type: ignore[arg-type]
+    batches = _data.epoch_batches(data.train, sampler, epoch=0, batch_size=args.batch_size)
+    for _, (inputs, targets) in zip(range(PLANNING_STEPS), batches, strict=False):
+        _models.loss_of(model(inputs.to(device)), targets.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = state.plan_buckets()
+    state.close()
+    if dist.get_rank() == 0:
+        print(
+            f"buckets of {plan.bucket_cap_mb:.2f} MB, {plan.buckets} of them: a step should take "
+            f"{plan.step_s:.3f} s, and {plan.limit_s:.3f} s at the very least",
+            flush=True,
+        )
+    return plan.bucket_cap_mb
 
 
 def load_data(args: argparse.Namespace) -> _data.Data:
@@ -433,7 +471,11 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hook", choices=("none", *HOOKS), default="none", help="how gradients are exchanged")
-    group.add_argument("--bucket-cap-mb", type=float, help="size of DDP's buckets (default: DDP's own)")
+    group.add_argument(
+        "--bucket-cap-mb",
+        type=cap_or_auto,
+        help="size of DDP's buckets, or auto: measure and choose, for decoupled (default: DDP's own)",
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
     group.add_argument("--backend", help="nccl or gloo (default: nccl if each rank has a GPU of its own)")
     group.add_argument("--threads", type=int, help="of torch on the CPU (default: torch's choice)")
@@ -443,6 +485,11 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stop-after", type=int, help="stop after so many steps of this run, to be resumed")
     group.add_argument("--log-json", help="file for one JSON object per line; {rank} stands for the rank")
     group.add_argument("--log-every", type=int, default=10, help="steps per line of output (default 10)")
+
+
+def cap_or_auto(text: str) -> float | str:
+    """Read a size in megabytes, or ``auto``."""
+    return text if text == "auto" else float(text)
 
 
 def key_and_value(text: str) -> tuple[str, Any]:

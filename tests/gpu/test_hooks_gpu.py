@@ -19,7 +19,14 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper, reduce_scatter_all_gather_hook
+from crossover_ddp import (
+    CrossoverState,
+    DecoupledState,
+    crossover_hook,
+    crossover_wrapper,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
 from crossover_ddp._exchange import Exchange
 from tests.harness import Job, run_jobs
 
@@ -74,7 +81,9 @@ def network(seed: int) -> torch.nn.Module:
     ).cuda()
 
 
-def register(model: DistributedDataParallel, plan: Plan) -> CrossoverState | None:
+def register(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, plan: Plan
+) -> CrossoverState | DecoupledState | None:
     if plan.hook == "rsag":
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
     elif plan.hook == "fp16":
@@ -84,6 +93,10 @@ def register(model: DistributedDataParallel, plan: Plan) -> CrossoverState | Non
         inner = default_hooks.fp16_compress_hook
         model.register_comm_hook(state, crossover_wrapper(inner) if "fp16" in plan.hook else crossover_hook)
         return state
+    elif plan.hook == "decoupled":
+        decoupled = DecoupledState(optimizer)
+        model.register_comm_hook(decoupled, decoupled_hook)
+        return decoupled
     return None
 
 
@@ -121,13 +134,13 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         model = DistributedDataParallel(
             network(plan.seed), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=plan.views
         )
-        state = register(model, plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        state = register(model, optimizer, plan)
         scaler = torch.amp.GradScaler("cuda", enabled=plan.amp == "float16")
         generator = torch.Generator().manual_seed(100 * plan.seed + rank)
         losses = [step(model, optimizer, scaler, generator, plan) for _ in range(2)]  # buckets are rebuilt
         torch.cuda.synchronize()
-        if state is None or state.mutex is None:
+        if not isinstance(state, CrossoverState) or state.mutex is None:
             meet(plan, "warm")
         else:
             state.mutex.release()  # nobody waits for a job that waits
@@ -142,7 +155,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
             [float(loss) for loss in losses],
             digest(model),
             peak_bytes,
-            {} if state is None else state.stats(),
+            state.stats() if isinstance(state, CrossoverState) else {},
         )
         if state is not None:
             state.close()
@@ -219,8 +232,50 @@ def test_losses_with_mixed_precision_equal_plain_ddp(amp: str) -> None:
     check(Plan("crossover", amp=amp))
 
 
-def test_losses_with_accumulation_equal_plain_ddp() -> None:
-    check(Plan("crossover", accumulate=3))
+@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
+def test_losses_with_accumulation_equal_plain_ddp(hook: str) -> None:
+    check(Plan(hook, accumulate=3))
+
+
+def test_losses_of_decoupled_training_over_gloo_equal_plain_ddp() -> None:
+    check(Plan("decoupled"))
+
+
+@pytest.mark.gpu(count=2)
+def test_losses_of_decoupled_training_over_nccl_equal_plain_ddp() -> None:
+    check(Plan("decoupled"), backend="nccl")
+
+
+def test_decoupled_training_with_mixed_precision_equals_plain_ddp() -> None:
+    check(Plan("decoupled", amp="bfloat16"))
+
+
+def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
+    """Clip by the state's norm, from the parts that each rank owns on its device."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    model = DistributedDataParallel(network(0), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state = DecoupledState(optimizer) if decoupled else None
+    if state is not None:
+        model.register_comm_hook(state, decoupled_hook)
+    generator = torch.Generator().manual_seed(rank)
+    norms = []
+    for _ in range(6):
+        model(torch.randn(16, 3, 32, 32, generator=generator).cuda()).square().mean().backward()
+        clip = torch.nn.utils.clip_grad_norm_ if state is None else None
+        norm = clip(model.parameters(), 0.1) if clip else state.clip_grad_norm_(0.1)  # type: ignore[union-attr]
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    if state is not None:
+        state.close()
+    return norms
+
+
+def test_clipping_on_a_gpu_is_torchs() -> None:
+    plain, decoupled = (run_jobs([Job(clipped, 2, args=(way,))])[0] for way in (False, True))
+    for got, expected in zip(decoupled, plain, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
@@ -228,7 +283,7 @@ def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
 
 
 @pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
-@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+@pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
 def test_losses_with_one_rank_on_nccl_equal_plain_ddp(hook: str, force_native: bool) -> None:
     check(Plan(hook, force_native=force_native), world_size=1, backend="nccl")
 
@@ -306,7 +361,7 @@ def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", ["rsag", "crossover"])
+@pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
 def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
     bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
     for plain, hooked in zip(run(Plan()), run(Plan(hook)), strict=True):

@@ -19,7 +19,7 @@ Case = Callable[[Wrap, int, int], Results]
 
 CASES: dict[str, Case] = {}
 TINY_MB = 0.0004
-STEPS = 3
+STEPS = 5  # decoupled training defers from the third on
 WIDTH = 12
 
 
@@ -29,11 +29,17 @@ def case(function: Case) -> Case:
 
 
 class Recorder:
-    """Trains a model and notes its gradients of every step, and its parameters and buffers at the end."""
+    """Trains a model and notes its gradients of every step, and its parameters and buffers at the end.
+
+    A hook that needs the optimizer is registered here: ``wrap`` leaves it with the model as ``attach``, a function that
+    returns what makes gradients whole before they are read, or None where nobody may read them.
+    """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.1) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        attach = vars(model).get("attach")
+        self._before_reading: Callable[[], None] | None = attach(self.optimizer) if attach else lambda: None
         self.results: Results = {}
         self._steps = 0
 
@@ -42,14 +48,19 @@ class Recorder:
         self.note_and_update()
 
     def note_and_update(self) -> None:
+        if self._before_reading is not None:
+            self._before_reading()
+            self._note()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._steps += 1
+
+    def _note(self) -> None:
         for name, parameter in self.model.named_parameters():
             # A missing gradient and one of zeros are different results.
             gradient = parameter.grad
             noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
             self.results[f"step {self._steps} gradient of {name}"] = noted
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._steps += 1
 
     def finish(self) -> Results:
         self.results.update(
@@ -224,9 +235,8 @@ class Mixed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(dtype) for dtype in dtypes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x
+        # Side by side: one after the other, the coarse ones' roundings would show in the fine ones.
+        return torch.cat([torch.tanh(layer(x.to(layer.weight.dtype))).float() for layer in self.layers], -1)
 
 
 @case

@@ -1,21 +1,29 @@
 """The hooks that must agree with plain DDP."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.comm_hooks import (
     CrossoverState,
+    DecoupledState,
     crossover_hook,
     crossover_wrapper,
+    decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
+# The same for a hook that works on the optimizer as well; the block is given what makes gradients whole.
+Attachment = Callable[
+    [DistributedDataParallel, torch.optim.Optimizer],
+    contextlib.AbstractContextManager[Callable[[], None] | None],
+]
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,17 @@ class Row:
 
     Args:
         register: a context manager that registers the hook on the model and cleans up after it.
+        attach: the same with the model's optimizer, instead of ``register``.
+        options: of DDP, in all cases.
         bitwise_world_sizes: with these many ranks results are identical; otherwise they are equal within
             ``tolerance``, and always identical on all ranks.
         tolerance: times the machine epsilon of the dtype, relative to the largest magnitude of a tensor.
         skip: names of cases that the hook does not support, with the reason.
     """
 
-    register: Registration
+    register: Registration | None = None
+    attach: Attachment | None = None
+    options: Mapping[str, bool] = field(default_factory=dict)
     bitwise_world_sizes: tuple[int, ...] = (1, 2)
     tolerance: float = 128.0
     skip: dict[str, str] | None = None
@@ -65,9 +77,32 @@ def wrapped_all_reduce(model: DistributedDataParallel) -> Iterator[None]:
     state.close()
 
 
+@contextlib.contextmanager
+def decoupled(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Nobody looks at gradients between backward and step, so that every step is deferred that can be."""
+    state = DecoupledState(optimizer)
+    model.register_comm_hook(state, decoupled_hook)
+    yield None
+    state.close()
+
+
+@contextlib.contextmanager
+def decoupled_and_flushed(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> Iterator[Callable[[], None]]:
+    state = DecoupledState(optimizer)
+    model.register_comm_hook(state, decoupled_hook)
+    yield state.flush
+    state.close()
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+
 HOOKS: dict[str, Row] = {
     "split": Row(split),
     "split_on_own_group": Row(split_on_own_group),
     "crossover": Row(crossover),
     "wrapped_all_reduce": Row(wrapped_all_reduce),
+    "decoupled": Row(attach=decoupled, options=VIEWS),
+    "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
 }

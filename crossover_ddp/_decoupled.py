@@ -1,0 +1,656 @@
+"""Decoupled training: gradients are gathered, and parameters updated, while the next forward runs.
+
+After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward. Our design: the
+order of the gathers, updates by the user's own optimizer, and that nobody reads a parameter before its update.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import functools
+import logging
+import math
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ._ddp_checks import Bucket, flat_gradients, model_of, resolve_group
+from ._exchange import Exchange
+from ._guards import Watch, guard
+from ._journey import Deferred, Turn
+from ._link_probe import measure_link
+from ._partial_optimizer import PartialOptimizer, StepPlan, Update, check_separable
+from ._planning import BucketPlan, plan_buckets
+from ._step_times import StepTimes
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex, turns_disabled
+
+logger = logging.getLogger(__name__)
+
+_EARLY_READS_TO_WARN: Final = 3
+_MARK: Final = "_crossover_ddp_decoupled"
+_SCALES: Final = "_step_supports_amp_scaling"
+_CHANGED: Final = (
+    "expected the gradients that backward() left, got gradients that were changed in place (by "
+    "torch.nn.utils.clip_grad_norm_, GradScaler, zero_grad(set_to_none=False) ...) while only a part of them had been "
+    "averaged; use state.clip_grad_norm_, or call state.flush() before"
+)
+
+
+@dataclass(eq=False)
+class _Share:
+    """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters."""
+
+    deferred: Deferred
+    parameters: list[torch.Tensor]
+    buffer: torch.Tensor
+    version: int
+    urgency: int
+    place: int
+    updates: list[Update] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    plan: StepPlan | None = None
+    factor: float | torch.Tensor | None = None
+
+
+class DecoupledState:
+    """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
+
+    The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
+    optimizer's own code, with the hyper-parameters of that moment, just before it is read for the
+    first time: by a module's forward, ``state_dict()``, ``parameters()`` or ``module.weight``. Losses and
+    parameters are those of plain DDP, to the last bit with one or two ranks, and up to the order of
+    additions with more.
+
+    What nobody can see is a tensor taken earlier (``p = model.weight``) and read directly after ``step()``, and
+    ``p.grad`` between ``backward()`` and the next forward, which holds the mean only in parts. Call `flush` before.
+
+    Args:
+        optimizer: any torch optimizer that treats each parameter by itself, with all parameters of the model.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: take turns with sibling jobs: the turn is given away when backward's compute is done, and taken before
+            the next forward's. Default: no turns.
+
+    On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from the first
+    ``backward()`` or ``step()``. When a peer dies, whoever waits for its gradients gets ``ExchangeError``, in bounded
+    time.
+
+    **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
+
+    Example::
+
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mutex: GPUMutex | None = None,
+    ) -> None:
+        check_separable(optimizer)
+        if getattr(optimizer, _MARK, None) is not None:
+            raise UnsupportedConfigurationError(
+                "expected an optimizer without a DecoupledState, got one that has another already; "
+                "make one optimizer for each model, or close() the other state"
+            )
+        self.process_group = process_group
+        self.optimizer = optimizer
+        self.mutex = mutex
+        self._turn: Turn | None = mutex
+        self._partial = PartialOptimizer(optimizer)
+        self._engine: Exchange | None = None
+        self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self._known: set[int] = set()
+        self._watch = Watch(self._bring_up_to_date)
+        self._loaded_order: list[str] = []
+        self._round: list[_Share] = []
+        self._round_is_open = False
+        self._rounds = 0
+        self._shape: tuple[object, ...] = ()
+        self._settled = False
+        self._stale: dict[int, _Share] = {}
+        self._in_forward = False
+        self._early_reads = 0
+        self._times = StepTimes()
+        self._scales = vars(optimizer).get(_SCALES)
+        self._hooks = contextlib.ExitStack()
+        self._closed = False
+        self._intercept()
+
+    # --- for users -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Finish what is under way: parameters and gradients are those of plain DDP afterwards. Not collective.
+
+        Between ``backward()`` and ``step()`` it makes ``p.grad`` whole, for whoever wants to read or change
+        gradients; after ``step()`` it applies the update.
+        """
+        self._update_all()
+        self._make_round_whole()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; call it before ``step()``.
+
+        Each rank looks at its own parts only; one number per rank is exchanged. The gradients are scaled when
+        they are applied.
+
+        Args:
+            max_norm: greatest norm that is left.
+            norm_type: p of the p-norm; may be infinity.
+            error_if_nonfinite: raise ``RuntimeError`` if the norm is infinite or not a number.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        **Collective**: all ranks of the job.
+        """
+        if not self._round:
+            return nn.utils.clip_grad_norm_(
+                (p for group in self.optimizer.param_groups for p in group["params"]),
+                max_norm,
+                norm_type,
+                error_if_nonfinite,
+            )
+        self._check_round()
+        norm = self._norm(float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
+                "look for the step that blew up, or pass error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for share in self._round:
+            share.factor = factor if share.factor is None else share.factor * factor
+        return norm
+
+    def plan_buckets(self) -> BucketPlan:
+        """Choose the size of DDP's buckets for this model on this link, from the steps so far and a few probes.
+
+        Train some ten steps with small buckets first (``bucket_cap_mb`` of a fiftieth of the model: no plan can cut
+        finer), then give ``plan.bucket_cap_mb`` to a new DistributedDataParallel of the same model.
+
+        Returns:
+            Rank 0's choice, the same on all ranks: ``bucket_cap_mb``, and the predicted seconds per step.
+
+        On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
+        run, and as long as no step has been deferred.
+
+        **Collective**: all ranks of the job, between two steps.
+        """
+        self.flush()
+        group = resolve_group(self.process_group)
+        model = self._model()
+        device = torch.device("cpu") if model is None else next(model.module.parameters()).device
+        workload = self._times.workload()
+        if workload is None or device.type != "cpu":
+            raise UnsupportedConfigurationError(
+                f"expected some deferred steps on CPU devices to plan from, got "
+                f"{'none' if workload is None else f'device={device}'}; train some ten steps before, or choose "
+                "bucket_cap_mb by hand: a twentieth of the model is a good start"
+            )
+        choice: list[Any] = [plan_buckets(workload, measure_link(group, device))]
+        dist.broadcast_object_list(choice, group=group, group_src=0)
+        return cast(BucketPlan, choice[0])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed job may take over: the order in which forward needs the parameters.
+
+        Updates under way are applied first, so that model and optimizer may be saved right after.
+        """
+        self.flush()
+        model = self._model()
+        names = {id(p): name for name, p in model.module.named_parameters()} if model is not None else {}
+        order = sorted(self._watch.order, key=lambda key: self._watch.order[key])
+        return {"forward_order": [names[key] for key in order if key in names]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; optional, since the first forward tells the same."""
+        unknown = set(state) - {"forward_order"}
+        if unknown or not isinstance(state.get("forward_order"), list):
+            raise ValueError(
+                f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
+                "pass what state_dict() returned"
+            )
+        self._loaded_order = list(state["forward_order"])
+        model = self._model()
+        if model is not None:
+            self._take_order(model)
+
+    def close(self) -> None:
+        """Finish what is under way and let the optimizer and the model go; later steps are those of the split hook.
+
+        Not collective.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        finally:
+            self._hooks.close()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Stay behind when the model is copied or pickled, as its hook does: it acts for one optimizer only."""
+        logger.warning(
+            "a copied model trains without its DecoupledState; register a new one with its optimizer"
+        )
+        return _Nothing, ()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
+        engine = self._engine = Exchange.of(process_group)
+        if self._closed:
+            return engine.submit(bucket)
+        self._check_bucket(bucket)
+        if not self._round_is_open:
+            self._begin_round()
+        urgency = self._urgency(bucket)
+        buffer = bucket.buffer()
+        version = buffer._version
+        future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency)
+        if deferred is not None:
+            share = _Share(deferred, bucket.parameters(), buffer, version, urgency, place=len(self._round))
+            self._round.append(share)
+            self._times.ready(buffer.numel() * buffer.element_size())
+        self._round_is_open = not bucket.is_last()
+        if bucket.is_last():
+            self._end_round()
+        return future
+
+    def _urgency(self, bucket: dist.GradBucket) -> int:
+        """Return when forward first reads one of the bucket's parameters; the last bucket comes first at first."""
+        order = self._watch.order
+        if not order:
+            return -bucket.index()
+        return min(order.get(id(p), len(order)) for p in bucket.parameters())
+
+    def _begin_round(self) -> None:
+        self._round_is_open = True
+        # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
+        self._update_all()
+        self._round = []
+        # GradScaler would change half-averaged gradients, unseen: unscaling counts no version. An optimizer that
+        # scales by itself is told the scale instead, and `_on_step` refuses it.
+        setattr(self.optimizer, _SCALES, True)
+
+    def _end_round(self) -> None:
+        """Learn whether DDP's buckets stay as they are: only then may their gathers wait for forward."""
+        shape = tuple(
+            (share.deferred.tensor.numel(), *(id(p) for p in share.parameters)) for share in self._round
+        )
+        self._rounds += 1
+        model = self._model()
+        rebuilt_after = 2 if model is not None and model.static_graph else 1
+        self._settled = shape == self._shape and self._rounds > rebuilt_after
+        self._times.backward_ends()
+        if shape != self._shape:
+            self._times.forget()
+        self._shape = shape
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        """Look at each parameter once in its life."""
+        flat_gradients(bucket)
+        assert isinstance(bucket, dist.GradBucket)
+        new = [p for p in bucket.parameters() if id(p) not in self._known]
+        if not new:
+            return
+        model = model_of(bucket)
+        known = self._model()
+        if known is not None and model is not known:
+            raise UnsupportedConfigurationError(
+                "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
+            )
+        if model is not None and known is None:
+            self._adopt(model)
+        owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        foreign = [p for p in new if id(p) not in owned]
+        if foreign:
+            raise UnsupportedConfigurationError(
+                f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
+                f"({_names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+                "wrapped (requires_grad=False)"
+            )
+        self._known.update(id(p) for p in new)
+
+    def _adopt(self, model: DistributedDataParallel) -> None:
+        if not model.gradient_as_bucket_view:
+            raise UnsupportedConfigurationError(
+                "expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False; "
+                "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
+            )
+        self._model = weakref.ref(model)
+        self._hooks.push(guard(model.module, self._watch))
+        before = model.register_forward_pre_hook(_OfModel(self, "_before_forward"), prepend=True)
+        after = model.register_forward_hook(_OfModel(self, "_after_forward"))
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        self._take_order(model)
+        logger.info("decoupled: %s with %s", type(model.module).__name__, type(self.optimizer).__name__)
+
+    def _take_order(self, model: DistributedDataParallel) -> None:
+        parameters = dict(model.module.named_parameters())
+        self._watch.order.update(
+            (id(parameters[name]), place)
+            for place, name in enumerate(self._loaded_order)
+            if name in parameters
+        )
+        self._loaded_order = []
+
+    # --- around forward --------------------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        self._in_forward = True
+        if not self._settled:
+            self.flush()
+        if torch.is_grad_enabled():
+            self._watch.recording = self._settled and not self._watch.order
+            if self._turn is not None:
+                self._take_turn(self._turn)
+        if self._engine is not None:
+            self._engine.begin_compute()
+        self._times.forward_begins()
+
+    def _take_turn(self, turn: Turn) -> None:
+        """Take the turn when there is something to compute: the first parameters' gradients have come."""
+        waiting = {id(share): share for share in self._stale.values()}.values()
+        if waiting:
+            min(waiting, key=lambda share: share.urgency).deferred.wait()
+        turn.acquire()
+
+    def _after_forward(self) -> None:
+        """Leave nothing open that backward would write into."""
+        self._watch.recording = False
+        self.flush()
+        self._times.forward_ends()
+        self._in_forward = False
+
+    def _bring_up_to_date(self, parameter: torch.Tensor) -> None:
+        if not self._in_forward:
+            self._note_early_read()
+        self._update(self._stale[id(parameter)])
+
+    def _note_early_read(self) -> None:
+        self._early_reads += 1
+        if self._early_reads == _EARLY_READS_TO_WARN:
+            logger.warning(
+                "parameters are read between optimizer.step() and the next forward (a moving average, "
+                "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but the update then waits for "
+                "the network and decoupling gains little"
+            )
+
+    # --- updates ---------------------------------------------------------------------------------------------
+
+    def _update_all(self) -> None:
+        for share in sorted(set(self._stale.values()), key=lambda each: each.urgency):
+            self._update(share)
+
+    def _update(self, share: _Share) -> None:
+        """Wait for one bucket and apply the optimizer to its parameters."""
+        begin_s = time.monotonic()
+        share.deferred.wait()
+        waited_s = time.monotonic()
+        self._check_untouched(share)
+        with torch.no_grad():
+            self._scale(share)
+            assert share.plan is not None
+            self._partial.apply(share.plan, share.updates)
+        for parameter in share.parameters:
+            self._stale.pop(id(parameter), None)
+            self._watch.stale.discard(id(parameter))
+        self._times.updated(share.place, begin_s, waited_s)
+
+    def _scale(self, share: _Share) -> None:
+        if share.factor is not None:
+            share.deferred.tensor.mul_(share.factor)
+            share.factor = None
+
+    def _make_round_whole(self) -> None:
+        for share in self._round:
+            share.deferred.wait()
+            self._check_version(share)
+            self._scale(share)
+        if not self._round_is_open:
+            self._end_custody()
+
+    def _end_custody(self) -> None:
+        """Let the round go: its gradients are whole, or noted by ``step()``."""
+        self._round = []
+        if self._scales is None:
+            vars(self.optimizer).pop(_SCALES, None)
+        else:
+            setattr(self.optimizer, _SCALES, self._scales)
+
+    # --- the optimizer ---------------------------------------------------------------------------------------
+
+    def _intercept(self) -> None:
+        """Put our ``step`` and ``zero_grad`` in the place of the optimizer's."""
+        optimizer = self.optimizer
+        own = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        original_zero_grad = optimizer.zero_grad
+
+        @functools.wraps(optimizer.step)
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._on_step(closure)
+
+        @functools.wraps(optimizer.zero_grad)
+        def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self.flush()
+            original_zero_grad(set_to_none)
+
+        # Methods, since learning-rate schedulers wrap ``optimizer.step.__func__``.
+        ours = {
+            "step": types.MethodType(step, optimizer),
+            "zero_grad": types.MethodType(zero_grad, optimizer),
+        }
+        vars(optimizer).update(ours)
+        setattr(optimizer, _MARK, True)
+        self._hooks.callback(_restore, optimizer, ours, own)
+        for register in (
+            optimizer.register_state_dict_pre_hook,
+            optimizer.register_load_state_dict_pre_hook,
+        ):
+            self._hooks.callback(register(lambda *_: self.flush()).remove)
+
+    def _on_step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            raise UnsupportedConfigurationError(
+                "expected optimizer.step() without a closure, got closure="
+                f"{getattr(closure, '__name__', closure)!r}; call backward() before step()"
+            )
+        self._update_all()
+        if self._round_is_open:
+            raise UnsupportedConfigurationError(
+                "expected step() after a whole backward(), got one that ended with an exception; "
+                "let step() wait for the next backward()"
+            )
+        if not self._round:
+            return self._partial.step()
+        if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            raise UnsupportedConfigurationError(_CHANGED)
+        self._check_round()
+        if self._must_step_at_once():
+            self._make_round_whole()
+            return self._partial.step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        plan = self._partial.plan()
+        for share in self._round:
+            share.plan = plan
+            share.versions = [update.parameter._version for update in share.updates]
+            for parameter in share.parameters:
+                self._stale[id(parameter)] = share
+        self._watch.stale.update(self._stale)
+        self._end_custody()
+        return None
+
+    def _must_step_at_once(self) -> bool:
+        """Whether DDP may still rebuild its buckets, or somebody wants to see the parameters after this step."""
+        return not self._settled or self._partial.is_watched()
+
+    def _check_round(self) -> None:
+        """Collect the step's gradients; refuse what would not give the result of plain DDP."""
+        for share in self._round:
+            self._check_version(share)
+            storage = share.buffer.untyped_storage().data_ptr()
+            gradients = [(p, p.grad) for p in share.parameters]
+            share.updates = [Update(p, gradient) for p, gradient in gradients if gradient is not None]
+            if any(update.gradient.untyped_storage().data_ptr() != storage for update in share.updates):
+                raise UnsupportedConfigurationError(
+                    "expected the gradients that backward() left, got others in their place; "
+                    "call flush() before you replace p.grad"
+                )
+        strangers = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and id(p) not in self._known
+        ]
+        if strangers:
+            raise UnsupportedConfigurationError(
+                f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
+                "give them an optimizer of their own"
+            )
+
+    def _check_version(self, share: _Share) -> None:
+        if share.buffer._version != share.version:
+            raise UnsupportedConfigurationError(_CHANGED)
+
+    def _check_untouched(self, share: _Share) -> None:
+        self._check_version(share)
+        if [update.parameter._version for update in share.updates] != share.versions:
+            raise UnsupportedConfigurationError(
+                "expected parameters that nobody writes between optimizer.step() and their update, got some changed "
+                "in place; call state.flush() after step()"
+            )
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
+        """Return the norm of all gradients: each rank looks at its own parts."""
+        if norm_type != 2.0 and any(
+            update.gradient.is_complex() for share in self._round for update in share.updates
+        ):
+            raise ValueError(
+                f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() "
+                "and torch.nn.utils.clip_grad_norm_"
+            )
+        mine = [
+            torch.linalg.vector_norm(piece, norm_type).double()
+            for share in self._round
+            for piece in self._own_pieces(share)
+        ]
+        like = self._round[0].buffer
+        infinite = math.isinf(norm_type)
+        summed = torch.zeros((), dtype=torch.float64, device=like.device)
+        for norm in mine:
+            norm = norm.to(like.device)
+            summed = torch.maximum(summed, norm) if infinite else summed + norm**norm_type
+        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        dist.all_reduce(summed, operation, group=resolve_group(self.process_group))
+        total = (summed if infinite else summed ** (1.0 / norm_type)).to(like.dtype)
+        factor = self._round[0].factor
+        return total if factor is None else total * factor
+
+    def _own_pieces(self, share: _Share) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of the mean, without parameters whose gradient the user has dropped."""
+        own = share.deferred.own_part()
+        part = share.deferred.layout.part(dist.get_rank(resolve_group(self.process_group)))
+        for update in share.updates:
+            reals = update.gradient.element_size() // share.buffer.element_size()  # DDP shows complex as real
+            begin = update.gradient.storage_offset() * reals - share.buffer.storage_offset()
+            first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
+            if first < stop:
+                yield own[first - part.start : stop - part.start]
+
+
+class _Nothing:
+    """What a copied model has in the place of the state."""
+
+
+class _OfModel:
+    """A hook of the DDP model itself; a copied model gets one that does nothing."""
+
+    def __init__(self, state: DecoupledState | None, method: str) -> None:
+        self._state, self._method = state, method
+
+    def __call__(self, *_: Any) -> None:
+        if self._state is not None:
+            getattr(self._state, self._method)()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _OfModel, (None, self._method)
+
+
+def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start to average the bucket, and let backward go on; see `DecoupledState`.
+
+    The bucket is reduce-scattered during backward and gathered when the wire is free, at the latest in the next
+    forward. ``p.grad`` holds the mean from then on, or after `DecoupledState.flush`.
+
+    Args:
+        state: made once per model and optimizer.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future that is complete already.
+
+    On failure: nothing leaves the hook; see `DecoupledState`.
+
+    **Collective**: DDP calls it on all ranks in the same order. Source: after DeAR (arXiv 2302.12445); see the module.
+
+    Example::
+
+        model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
+    """
+    group = cast(dist.ProcessGroup, state.process_group)
+    if turns_disabled():
+        return allreduce_hook(group, bucket)
+    try:
+        return state.exchange(resolve_group(group), bucket)
+    except Exception as error:  # whatever it is, it must not leave the hook
+        return Exchange.refuse(bucket, error)
+
+
+def _no_model() -> None:
+    return None
+
+
+def _restore(optimizer: Optimizer, ours: dict[str, Any], own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        # A scheduler may have wrapped ours meanwhile; ours hands everything on by now.
+        if vars(optimizer).get(name) is not ours[name]:
+            continue
+        if value is None:
+            vars(optimizer).pop(name, None)
+        else:
+            vars(optimizer)[name] = value
+    vars(optimizer).pop(_MARK, None)
+
+
+def _names_of(parameters: list[torch.Tensor], model: DistributedDataParallel | None) -> str:
+    names = {id(p): name for name, p in model.module.named_parameters()} if model is not None else {}
+    known = [names[id(p)] for p in parameters if id(p) in names]
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

@@ -1,0 +1,127 @@
+"""Whoever reads a parameter whose update is still to come makes it come first.
+
+[Note: no stale read] Parameters are read in two ways: by the forward of the module that has them, and by anybody
+who asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an exponential moving average,
+tied weights in another module's forward). A forward pre-hook sees the first, also where a module keeps references
+of its own (``nn.LSTM``); a dictionary in the place of ``module._parameters`` sees the second. What nobody
+can see is a tensor that somebody got before and reads directly.
+"""
+
+import contextlib
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Entry = nn.Parameter | None
+
+
+class Watch:
+    """The parameters that must not be read as they are, and what to do about it.
+
+    Args:
+        update: bring one of them up to date; it and maybe others leave ``stale`` then.
+    """
+
+    def __init__(self, update: Callable[[torch.Tensor], None]) -> None:
+        self.stale: set[int] = set()
+        self.order: dict[int, int] = {}
+        self.recording = False
+        self._update = update
+
+    def reads(self, parameters: Iterable[Entry]) -> None:
+        """Somebody is about to read these parameters."""
+        for parameter in parameters:
+            if parameter is not None:
+                if self.recording:
+                    self.order.setdefault(id(parameter), len(self.order))
+                if id(parameter) in self.stale:
+                    self._update(parameter)
+
+
+class GuardedParameters(dict[str, Entry]):
+    """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
+
+    def __init__(self, entries: dict[str, Entry], watch: Watch) -> None:
+        super().__init__(entries)
+        self._watch = watch
+
+    def unguarded(self) -> ValuesView[Entry]:
+        """Return the parameters as they are."""
+        return super().values()
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = super().__getitem__(name)
+        if self._watch.stale or self._watch.recording:
+            self._watch.reads((entry,))
+        return entry
+
+    # Overriding it keeps ``dict(self)`` and ``{**self}`` from reading around ``__getitem__``.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``dict.get``."""
+        return self[name] if name in self else default  # noqa: SIM401  # that would be this very method
+
+    def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # the view is of a private class
+        """As ``dict.items``."""
+        self._watch.reads(super().values())
+        return super().items()
+
+    def values(self) -> ValuesView[Entry]:  # type: ignore[override]  # the same
+        """As ``dict.values``."""
+        self._watch.reads(super().values())
+        return super().values()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As ``dict.pop``."""
+        if name in self:
+            self._watch.reads((super().__getitem__(name),))
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, Entry]:
+        """Make a plain dictionary."""
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (self.copy(),)
+
+
+class BeforeForward:
+    """A forward pre-hook for all guarded modules; a copied module gets one that does nothing."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        parameters = module._parameters
+        if (self._watch.stale or self._watch.recording) and isinstance(parameters, GuardedParameters):
+            self._watch.reads(parameters.unguarded())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Inert, ()
+
+
+class _Inert:
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
+def guard(network: nn.Module, watch: Watch) -> contextlib.ExitStack:
+    """Guard all parameters of ``network``; close what is returned to end it."""
+    stack = contextlib.ExitStack()
+    before_forward = BeforeForward(watch)
+    for module in network.modules():
+        if module._parameters:
+            stack.callback(_unguard, module)
+            module.__dict__["_parameters"] = GuardedParameters(dict(module._parameters), watch)
+            handle: RemovableHandle = module.register_forward_pre_hook(before_forward, prepend=True)
+            stack.callback(handle.remove)
+    return stack
+
+
+def _unguard(module: nn.Module) -> None:
+    module.__dict__["_parameters"] = dict(module._parameters)

@@ -1,0 +1,125 @@
+"""One bucket on its way from the hook to its Future, and the turn around it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ._collectives import HostBuffer, RingAllGather, RingReduceScatter
+from ._layout import Layout
+from ._staging import Side
+from ._step import GradientFuture, Step
+from .errors import CrossoverError, ExchangeError
+
+OwnerStep = Callable[[torch.Tensor], None]
+
+
+class Turn(Protocol):
+    """What a mutex offers to the engine. No method raises."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether a sibling is present; the same answer on all ranks during one step."""
+
+    def release(self) -> None:
+        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
+
+    def request(self) -> None:
+        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+
+    def acquire(self, *, ahead: bool = False) -> None:
+        """Take the turn again: the step's buckets are complete. Called on a thread that may block.
+
+        ``ahead``: the device may still be busy with them, nobody shares it.
+        """
+
+
+class Failure(NamedTuple):
+    """Why no exchange can succeed any more."""
+
+    text: str
+    cause: BaseException
+
+    def error(self) -> CrossoverError:
+        """Make the error that one step raises; what says its own remedy stays as it is."""
+        if isinstance(self.cause, CrossoverError):
+            return self.cause
+        error = ExchangeError(self.text)
+        error.__cause__ = self.cause
+        return error
+
+
+class RingTrip(NamedTuple):
+    """Both halves of a bucket on a ring."""
+
+    buffer: HostBuffer
+    scatter: RingReduceScatter
+    gather: RingAllGather
+
+
+@dataclass(eq=False)
+class Journey:
+    """One bucket on its way from the hook to its Future.
+
+    ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
+    before those with a greater one. ``reduced`` is completed half-way, with the owned part.
+    """
+
+    index: int
+    tensor: torch.Tensor
+    layout: Layout
+    sequence: int
+    step: Step
+    last: bool
+    side: Side
+    turn: Turn | None = None
+    owner_step: OwnerStep | None = None
+    urgency: int | None = None
+    trip: RingTrip | None = None
+    future: GradientFuture = field(init=False)
+    reduced: GradientFuture = field(init=False)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.future = self.side.future()
+        self.reduced = self.side.future()
+
+    @property
+    def deferred(self) -> bool:
+        """Whether nobody waits for this bucket at the end of backward."""
+        return self.urgency is not None
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """The turn to be taken again when this journey ends."""
+        return self.turn if self.last and not self.deferred else None
+
+
+class Deferred:
+    """A bucket that is exchanged in the background; whoever needs it waits.
+
+    Waiting blocks the calling thread on gloo; on NCCL it orders the current stream instead. Both methods raise
+    ``ExchangeError`` if the exchange failed. Not collective.
+    """
+
+    def __init__(self, journey: Journey) -> None:
+        self._journey = journey
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bucket's buffer, with a version counter of its own."""
+        return self._journey.tensor
+
+    @property
+    def layout(self) -> Layout:
+        """Who owns which part of the buffer."""
+        return self._journey.layout
+
+    def own_part(self) -> torch.Tensor:
+        """Wait for the reduce-scatter; return this rank's part of the mean."""
+        return self._journey.reduced.wait()
+
+    def wait(self) -> None:
+        """Wait until the buffer holds the mean over the ranks."""
+        self._journey.future.wait()

@@ -1,0 +1,222 @@
+"""What a schedule of buckets will take, and which buckets are best. Pure: no tensors, no processes, no clock.
+
+The cost of one half of an exchange (reduce-scatter or all-gather) of m bytes is α + β·m. The wire is one queue that
+is never idle while something is ready: reduce-scatters first, then the gather that forward needs first; what has
+begun is not interrupted. Source: the α–β model is common; the schedule is our design after DeAR (arXiv 2302.12445).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
+
+_ITERATIONS: Final = 8
+_INDIFFERENCE: Final = 1e-3
+_MEGABYTE: Final = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one half of an exchange costs.
+
+    Args:
+        alpha_s: seconds whatever the size.
+        beta_s: seconds per byte of the bucket.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+    def half_s(self, size_bytes: float) -> float:
+        """Return the time of a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
+        return self.alpha_s + self.beta_s * size_bytes
+
+    @classmethod
+    def fitted(cls, samples: Iterable[tuple[float, float]]) -> "Link":
+        """Fit α and β to pairs (bytes, seconds of one half) by least squares; neither becomes negative."""
+        points = list(samples)
+        if len({size for size, _ in points}) < 2:
+            raise ValueError(f"expected samples of at least two sizes, got {points}; measure another size")
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_y = sum(y for _, y in points) / len(points)
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        beta_s = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
+        return cls(max(0.0, mean_y - beta_s * mean_x), beta_s)
+
+
+class BucketTimes(NamedTuple):
+    """One bucket of a recorded step, in the order of backward.
+
+    ``ready_s``: seconds of backward's compute until its last gradient. ``needed_s``: seconds of forward's compute
+    until one of its parameters is read. ``update_s``: seconds that the optimizer takes for it.
+    """
+
+    size_bytes: int
+    ready_s: float
+    needed_s: float
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step of one rank: compute and buckets."""
+
+    forward_s: float
+    backward_s: float
+    buckets: tuple[BucketTimes, ...]
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the optimizer."""
+        return sum(bucket.update_s for bucket in self.buckets)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the whole step without communication."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    def wire_s(self, link: Link) -> float:
+        """Seconds of the whole exchange, both halves."""
+        return 2 * sum(link.half_s(bucket.size_bytes) for bucket in self.buckets)
+
+    def merged(self, cap_bytes: float) -> "Workload":
+        """Join consecutive buckets as DDP does: one is full when it has reached ``cap_bytes``."""
+        groups: list[list[BucketTimes]] = [[]]
+        for bucket in self.buckets:
+            if groups[-1] and sum(each.size_bytes for each in groups[-1]) >= cap_bytes:
+                groups.append([])
+            groups[-1].append(bucket)
+        return Workload(self.forward_s, self.backward_s, tuple(_joined(group) for group in groups if group))
+
+
+def _joined(group: Sequence[BucketTimes]) -> BucketTimes:
+    return BucketTimes(
+        sum(bucket.size_bytes for bucket in group),
+        max(bucket.ready_s for bucket in group),
+        min(bucket.needed_s for bucket in group),
+        sum(bucket.update_s for bucket in group),
+    )
+
+
+def all_reduce_step_s(work: Workload, link: Link) -> float:
+    """Return the time of a step of plain DDP: every bucket is all-reduced during backward, which waits for all."""
+    wire_s = 0.0
+    for bucket in work.buckets:
+        wire_s = max(wire_s, bucket.ready_s) + 2 * link.half_s(bucket.size_bytes)
+    return work.forward_s + max(work.backward_s, wire_s) + work.update_s
+
+
+def decoupled_step_s(work: Workload, link: Link) -> float:
+    """Return the time of a step of decoupled training in its steady state."""
+    wire = _Wire(link)
+    now_s = ended_s = 0.0
+    for iteration in range(_ITERATIONS):
+        begin_s = now_s
+        now_s = _forward(work, wire, now_s) if iteration else now_s + work.forward_s
+        for place, bucket in enumerate(work.buckets):
+            wire.scatter(now_s + bucket.ready_s, place, bucket)
+        now_s += work.backward_s
+        ended_s = begin_s
+    return now_s - ended_s
+
+
+def _forward(work: Workload, wire: "_Wire", now_s: float) -> float:
+    """Run a forward that waits for each bucket where it is needed; return when it ends."""
+    done_s = 0.0
+    for place in sorted(range(len(work.buckets)), key=lambda each: work.buckets[each].needed_s):
+        bucket = work.buckets[place]
+        now_s += bucket.needed_s - done_s
+        done_s = bucket.needed_s
+        now_s = max(now_s, wire.gathered_s(place)) + bucket.update_s
+    return now_s + work.forward_s - done_s
+
+
+class _Wire:
+    """The link as one queue."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._free_s = 0.0
+        self._scatters: list[tuple[float, int, BucketTimes]] = []
+        self._gathers: list[tuple[float, int, BucketTimes]] = []
+        self._done_s: dict[int, float] = {}
+
+    def scatter(self, ready_s: float, place: int, bucket: BucketTimes) -> None:
+        """Queue a reduce-scatter; its gather follows by itself."""
+        self._done_s.pop(place, None)
+        self._scatters.append((ready_s, place, bucket))
+
+    def gathered_s(self, place: int) -> float:
+        """Run the wire until this bucket is gathered; return when that is."""
+        while place not in self._done_s:
+            self._run_one()
+        return self._done_s[place]
+
+    def _run_one(self) -> None:
+        waiting = self._scatters or self._gathers
+        earliest_s = min(ready_s for ready_s, *_ in [*self._scatters, *self._gathers]) if waiting else 0.0
+        self._free_s = max(self._free_s, earliest_s)
+        ready = [task for task in self._scatters if task[0] <= self._free_s]
+        if ready:
+            task = min(ready)
+            self._scatters.remove(task)
+            self._free_s += self._link.half_s(task[2].size_bytes)
+            self._gathers.append((self._free_s, task[1], task[2]))
+        else:
+            ready = [task for task in self._gathers if task[0] <= self._free_s]
+            task = min(ready, key=lambda each: each[2].needed_s)
+            self._gathers.remove(task)
+            self._free_s += self._link.half_s(task[2].size_bytes)
+            self._done_s[task[1]] = self._free_s
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which buckets to give to DDP, and what that is expected to take.
+
+    Args:
+        cap_bytes: size at which a bucket is full.
+        buckets: number of buckets.
+        step_s: predicted seconds per step.
+        limit_s: the wire's own limit, max(compute, wire time of all bytes without start-ups).
+    """
+
+    cap_bytes: int
+    buckets: int
+    step_s: float
+    limit_s: float
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """What DDP calls ``bucket_cap_mb``."""
+        return self.cap_bytes / _MEGABYTE
+
+    @property
+    def digest(self) -> str:
+        """A short name of the plan, equal if and only if the plans are."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+Predict = Callable[[Workload, Link], float]
+
+
+def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
+    """Choose the cap with the shortest predicted step; of equal ones the largest, which costs the least.
+
+    Args:
+        work: recorded with buckets as small as DDP makes them; no plan can cut finer.
+        link: as measured.
+        predict: `decoupled_step_s` or `all_reduce_step_s`.
+    """
+    if not work.buckets:
+        raise ValueError("expected at least one recorded bucket, got none; record a step first")
+    total = sum(bucket.size_bytes for bucket in work.buckets)
+    caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
+    limit_s = max(work.compute_s, 2 * link.beta_s * total)
+    plans = []
+    for cap in sorted(caps, reverse=True):
+        merged = work.merged(cap)
+        plans.append(BucketPlan(cap, len(merged.buckets), predict(merged, link), limit_s))
+    good_s = min(plan.step_s for plan in plans) * (1 + _INDIFFERENCE)
+    return next(plan for plan in plans if plan.step_s <= good_s)

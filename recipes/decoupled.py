@@ -1,0 +1,214 @@
+"""Decoupled training against plain DDP, FSDP2 and ZeRO on an emulated cluster.
+
+    python recipes/decoupled.py --preset convnet vit mixer --ratio 0.75 1.0 1.25 1.5 2.0 --out runs/decoupled
+
+For each preset and each ratio M/C (wire time of a step's gradients to its compute) it sets the link's rate, looks for
+plain DDP's best bucket size, lets the package plan its own, and then alternates the ways of training. The wire's
+limit is max(C, M), with C and the bytes of plain DDP's own runs. Needs root (see docs/lab.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lab_cluster import Cluster
+from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, Worker
+
+WORKER = Path(__file__).with_name("decoupled_worker.py")
+WAYS = ("ddp", "decoupled", "fsdp", "zero")
+UNSHAPED_MBIT = 8000.0
+# Plain DDP's candidates: the model in one bucket, in two, ...
+BUCKETS = (1, 2, 4, 8, 16)
+SEARCH_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks said of one run."""
+
+    answers: list[dict[str, Any]]
+
+    def mean(self, figure: str) -> float:
+        return float(statistics.mean(answer[figure] for answer in self.answers))
+
+    @property
+    def step_s(self) -> float:
+        return max(float(answer["step_s"]) for answer in self.answers)
+
+    @property
+    def losses(self) -> list[list[float]]:
+        return [answer["losses"] for answer in self.answers]
+
+
+class Ranks:
+    """The ranks of one preset, waiting for orders."""
+
+    def __init__(self, cluster: Cluster, preset: str, out: Path) -> None:
+        port = cluster.port()
+        self._workers = [
+            Worker(cluster, "ranks", node, port, ["--preset", preset], out / preset, WORKER)
+            for node in range(cluster.nodes)
+        ]
+        self._hear("up")
+
+    def run(self, way: str, steps: int, cap_mb: float | None = None) -> Outcome:
+        self._tell(do="run", way=way, steps=steps, cap_mb=cap_mb)
+        self._hear("ready")
+        self._tell(do="go")
+        return Outcome(self._hear("done"))
+
+    def plan(self) -> dict[str, Any]:
+        self._tell(do="plan")
+        return self._hear("plan")[0]
+
+    def close(self) -> None:
+        self._tell(do="quit")
+        for worker in self._workers:
+            worker.process.wait(timeout=30)
+
+    def _tell(self, **order: Any) -> None:
+        for worker in self._workers:
+            worker.tell(**order)
+
+    def _hear(self, event: str) -> list[dict[str, Any]]:
+        return [worker.hear(event) for worker in self._workers]
+
+
+def best_cap_mb(ranks: Ranks, size_bytes: float) -> float:
+    """Find plain DDP's best bucket size, by trying."""
+    caps = [size_bytes / 2**20 / count for count in BUCKETS]
+    return min(caps, key=lambda cap: ranks.run("ddp", SEARCH_STEPS, cap).step_s)
+
+
+def measure_once(
+    ranks: Ranks, steps: int, ways: Sequence[str], caps_mb: dict[str, float], seed: int
+) -> dict[str, Outcome]:
+    order = list(ways)
+    random.Random(seed).shuffle(order)
+    outcomes = {way: ranks.run(way, steps, caps_mb.get(way)) for way in order}
+    if outcomes["decoupled"].losses != outcomes["ddp"].losses and len(outcomes["ddp"].answers) == 2:
+        raise RuntimeError("decoupled training has other losses than plain DDP")
+    return outcomes
+
+
+def summarize(
+    preset: str, ratio: float, rate_mbit: float, plan: dict[str, Any], runs: list[dict[str, Outcome]]
+) -> dict[str, Any]:
+    """Medians over the repeats, and the wire's limit from plain DDP's own C and M."""
+    step_s = {way: statistics.median(run[way].step_s for run in runs) for way in runs[0]}
+    c_s = statistics.median(run["ddp"].mean("core_busy_s") for run in runs)
+    sent = statistics.median(run["ddp"].mean("wire_bytes") for run in runs)
+    m_s = sent * 8 / (rate_mbit * 1e6)
+    return {
+        "preset": preset,
+        "ratio": ratio,
+        "rate_mbit": rate_mbit,
+        "c_s": c_s,
+        "m_s": m_s,
+        "decoupled_c_s": statistics.median(run["decoupled"].mean("core_busy_s") for run in runs),
+        "limit_s": max(c_s, m_s),
+        "of_limit": max(c_s, m_s) / step_s["decoupled"],
+        "step_s": step_s,
+        "speed_up": {
+            way: statistics.median(run[way].step_s / run["decoupled"].step_s for run in runs)
+            for way in step_s
+        },
+        "wire_ratio": statistics.median(
+            run["decoupled"].mean("wire_bytes") / run["ddp"].mean("wire_bytes") for run in runs
+        ),
+        "plan": plan,
+        "runs": [{way: outcome.step_s for way, outcome in run.items()} for run in runs],
+    }
+
+
+def measure_preset(
+    cluster: Cluster, preset: str, args: argparse.Namespace, advance: Any
+) -> Iterable[dict[str, Any]]:
+    """All ratios of one preset; the link's rate follows from the compute time measured first."""
+    ranks = Ranks(cluster, preset, args.out)
+    cluster.set_rate(CALIBRATION_MBIT)
+    first = ranks.run("ddp", CALIBRATION_STEPS)
+    for ratio in args.ratio:
+        rate_mbit = UNSHAPED_MBIT
+        if ratio:
+            rate_mbit = first.mean("wire_bytes") * 8 / (ratio * first.mean("core_busy_s")) / 1e6
+        cluster.set_rate(rate_mbit)
+        plan = ranks.plan()
+        ddp_mb = best_cap_mb(ranks, plan["size_bytes"])
+        caps_mb = {"ddp": ddp_mb, "zero": ddp_mb, "decoupled": args.cap_mb or plan["cap_mb"]}
+        plan["ddp_cap_mb"] = ddp_mb
+        runs = []
+        for repeat in range(args.repeats):
+            runs.append(measure_once(ranks, args.steps, args.way, caps_mb, repeat))
+            advance()
+        yield summarize(preset, ratio, rate_mbit, plan, runs)
+    ranks.close()
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    ways = [way for way in rows[0]["step_s"] if way != "decoupled"]
+    table = Table(title="Decoupled training: speed-up over the other ways (medians)")
+    for column in ("model", "M/C", "C s", "M s", "step s", "of limit", "planned s", "buckets"):
+        table.add_column(column, justify="right")
+    for way in ways:
+        table.add_column(f"over {way}", justify="right")
+    for row in rows:
+        cells = [row["m_s"] / row["c_s"], row["c_s"], row["m_s"], row["step_s"]["decoupled"], row["of_limit"]]
+        cells.append(row["plan"]["step_s"])
+        speed_ups = [f"{row['speed_up'][way]:.3f}" for way in ways]
+        table.add_row(
+            row["preset"], *(f"{cell:.3f}" for cell in cells), str(row["plan"]["buckets"]), *speed_ups
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", nargs="+", default=["convnet", "vit", "mixer"])
+    parser.add_argument(
+        "--ratio", nargs="+", type=float, default=[0.75, 1.0, 1.25, 1.5, 2.0], help="M/C; 0: unshaped"
+    )
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--cap-mb", type=float, help="bucket size of decoupled, instead of the planned one")
+    parser.add_argument("--out", type=Path, default=Path("runs/decoupled"))
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    args.way = list(dict.fromkeys(["ddp", "decoupled", *args.way]))
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    with (
+        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster,
+        Progress(console=console) as progress,
+    ):
+        task = progress.add_task("measuring", total=len(args.preset) * len(args.ratio) * args.repeats)
+        for preset in args.preset:
+            for row in measure_preset(cluster, preset, args, lambda: progress.advance(task)):
+                rows.append(row)
+                show([row], console)
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / "decoupled.json").write_text(json.dumps(rows, indent=1))
+        if cluster.dropped():
+            console.print(f"[red]{cluster.dropped()} packets were dropped: the timings are spoilt[/red]")
+    show(rows, Console(file=sys.stdout))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Decoupled training in real ranks: the path of plain DDP, clipping, checkpoints, turns, and the loss of a peer."""
+
+import contextlib
+import copy
+import itertools
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import timm.utils
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from crossover_ddp import (
+    DecoupledState,
+    ExchangeError,
+    GPUMutex,
+    UnsupportedConfigurationError,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
+from tests.harness import Job, run_jobs, run_ranks
+
+STEPS = 200
+CAP_MB = 0.002
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+}
+SETTINGS = list(itertools.product(MAKERS, (1, 4)))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(96, 24),
+        nn.ReLU(),
+        nn.Linear(24, 10),
+    )
+
+
+class Training:
+    """A model under plain DDP, with the split hook, or decoupled."""
+
+    def __init__(
+        self,
+        rank: int,
+        optimizer: str,
+        way: str = "plain",
+        *,
+        mutex: GPUMutex | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.dtype = dtype
+        self.model = DistributedDataParallel(
+            network().to(dtype), bucket_cap_mb=CAP_MB, gradient_as_bucket_view=True
+        )
+        self.optimizer = MAKERS[optimizer](self.model)
+        self.state = DecoupledState(self.optimizer, mutex=mutex) if way == "decoupled" else None
+        if self.state is not None:
+            self.model.register_comm_hook(self.state, decoupled_hook)
+        elif way == "split":
+            self.model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+        self.generator = torch.Generator().manual_seed(50 + rank)
+        self.deferred = 0
+
+    def backward(self) -> float:
+        images = torch.randn(8, 1, 6, 6, generator=self.generator).to(self.dtype)
+        targets = torch.randint(0, 10, (8,), generator=self.generator)
+        loss = nn.functional.cross_entropy(self.model(images), targets)
+        loss.backward()
+        return float(loss.detach())
+
+    def step(self, accumulate: int = 1) -> list[float]:
+        losses = []
+        for part in range(accumulate):
+            with contextlib.nullcontext() if part == accumulate - 1 else self.model.no_sync():
+                losses.append(self.backward())
+        self.optimizer.step()
+        self.deferred += bool(self.state is not None and self.state._stale)
+        self.optimizer.zero_grad()
+        return losses
+
+    def end(self) -> torch.Tensor:
+        values = self.model.module.state_dict().values()
+        flat = torch.cat([value.flatten().double() for value in values])
+        if self.state is not None:
+            self.state.close()
+        return flat
+
+
+def path(training: Training, steps: int, accumulate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = [loss for _ in range(steps) for loss in training.step(accumulate)]
+    return torch.tensor(losses), training.end()
+
+
+def walk_both(rank: int, world_size: int) -> dict[tuple[str, int], dict[str, float]]:
+    """Train both ways in every setting; return the greatest differences, relative to the greatest value."""
+    torch.set_num_threads(1)
+    found = {}
+    for optimizer, accumulate in SETTINGS:
+        steps = STEPS // accumulate
+        single = torch.float32 if world_size == 2 else torch.float64
+        decoupled = Training(rank, optimizer, "decoupled", dtype=single)
+        against_plain = differences(
+            path(decoupled, steps, accumulate),
+            path(Training(rank, optimizer, dtype=single), steps, accumulate),
+        )
+        against_split = differences(
+            *(path(Training(rank, optimizer, way), steps, accumulate) for way in ("decoupled", "split"))
+        )
+        found[optimizer, accumulate] = {
+            "deferred": decoupled.deferred / steps,
+            **against_plain,
+            **{f"split {name}": value for name, value in against_split.items()},
+        }
+    return found
+
+
+def differences(
+    got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, float]:
+    return {
+        name: float((a - b).abs().max() / b.abs().max())
+        for name, a, b in zip(("losses", "parameters"), got, expected, strict=True)
+    }
+
+
+@cache
+def walks(world_size: int) -> list[dict[tuple[str, int], dict[str, float]]]:
+    return run_ranks(walk_both, world_size, timeout_s=240)
+
+
+@pytest.mark.parametrize(("optimizer", "accumulate"), SETTINGS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_200_steps_are_those_of_plain_ddp(world_size: int, optimizer: str, accumulate: int) -> None:
+    for of_rank in walks(world_size):
+        figures = of_rank[optimizer, accumulate]
+        assert figures["deferred"] > 0.9
+        # With more ranks DDP's all-reduce adds in another order than the split, and Adam enlarges roundings: in
+        # double precision nothing is left of that.
+        assert max(figures["split losses"], figures["split parameters"]) == 0.0
+        tolerance = 0.0 if world_size == 2 else 1e-6
+        assert max(figures["losses"], figures["parameters"]) <= tolerance
+
+
+def clip_both(rank: int, world_size: int) -> list[float]:
+    trainings = [Training(rank, "sgd", way) for way in ("decoupled", "plain")]
+    differences = []
+    for _ in range(6):
+        norms = []
+        for each in trainings:
+            each.backward()
+            if each.state is not None:
+                norms.append(each.state.clip_grad_norm_(0.5))
+            else:
+                norms.append(clip_grad_norm_(each.model.parameters(), 0.5))
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+        differences.append(float((norms[0] - norms[1]).abs() / norms[1]))
+    ends = [each.end() for each in trainings]
+    return [*differences, float((ends[0] - ends[1]).abs().max())]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_norm_of_the_parts_is_torchs(world_size: int) -> None:
+    of_ranks = run_ranks(clip_both, world_size)
+    assert max(max(of_rank) for of_rank in of_ranks) < 1e-6
+    assert len({tuple(of_rank) for of_rank in of_ranks}) == 1
+
+
+def only_rank_0_looks(rank: int, world_size: int) -> bool:
+    """Checkpoints, averages and evaluations of one rank need no other rank."""
+    training, plain = (Training(rank, "adamw", way) for way in ("decoupled", "plain"))
+    average = timm.utils.ModelEmaV3(training.model.module, decay=0.9) if rank == 0 else None
+    for step in range(12):
+        training.step()
+        plain.step()
+        if rank == 0:
+            look(training, step, average)
+    return torch.equal(training.end(), plain.end())
+
+
+def look(training: Training, step: int, average: Any) -> None:
+    ways: list[Callable[[], object]] = [
+        lambda: training.model.state_dict(),
+        lambda: training.optimizer.state_dict(),
+        lambda: average.update(training.model.module),
+        lambda: copy.deepcopy(training.model.module)(torch.ones(2, 1, 6, 6)),
+        lambda: time.sleep(0.05),
+    ]
+    ways[step % len(ways)]()
+
+
+def test_one_rank_may_look_alone() -> None:
+    assert run_ranks(only_rank_0_looks, 2) == [True, True]
+
+
+def lose_a_peer(rank: int, world_size: int) -> str:
+    training = Training(rank, "sgd", "decoupled")
+    for _ in range(5):
+        training.step()
+    training.backward()
+    training.optimizer.step()
+    dist.barrier()
+    if rank == 1:
+        signal.raise_signal(signal.SIGKILL)
+    try:
+        for _ in range(3):
+            training.step()
+    except (ExchangeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time() -> None:
+    begin_s = time.monotonic()
+    outcome = run_ranks(lose_a_peer, 2, deaths={1: signal.SIGKILL})
+    assert outcome[0].startswith(("ExchangeError", "RuntimeError"))
+    assert time.monotonic() - begin_s < 30
+
+
+def leave_by_exception(rank: int, world_size: int) -> bool:
+    """What a ``finally`` saves after an exception holds the last step."""
+    training, plain = (Training(rank, "sgd", way) for way in ("decoupled", "plain"))
+    saved: dict[str, torch.Tensor] = {}
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            for _ in range(6):
+                training.step()
+            raise KeyboardInterrupt
+        finally:
+            saved = copy.deepcopy(training.model.module.state_dict())
+    for _ in range(6):
+        plain.step()
+    expected = plain.model.module.state_dict()
+    plain.end()
+    training.end()
+    return all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def test_what_is_saved_on_the_way_out_holds_the_last_step() -> None:
+    assert run_ranks(leave_by_exception, 2) == [True, True]
+
+
+def train_with_turns(rank: int, world_size: int, group: str, decoupled: bool) -> dict[str, Any]:
+    mutex = GPUMutex(group, device=f"device{rank}") if decoupled else None
+    training = Training(rank, "sgd", "decoupled" if decoupled else "plain", mutex=mutex)
+    held = []
+    training.model.module[0].register_forward_pre_hook(lambda *_: held.append(mutex is None or mutex.holding))
+    losses, end = path(training, 20, 1)
+    stats = mutex.stats() if mutex is not None else {}
+    if mutex is not None:
+        mutex.close()
+    return {"losses": losses.tolist(), "end": end.tolist(), "held": held, "turns": stats.get("turns", 0)}
+
+
+def test_siblings_take_turns_and_compute_in_them() -> None:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    jobs = [Job(train_with_turns, 2, (group, True), name=name) for name in "ab"]
+    alone = run_ranks(train_with_turns, 2, args=(group, False))
+    for job in run_jobs(jobs, timeout_s=120):
+        for rank, of_rank in enumerate(job):
+            assert of_rank["losses"] == alone[rank]["losses"]
+            assert of_rank["end"] == alone[rank]["end"]
+            assert all(of_rank["held"][1:]), "the first forward comes before the first hook"
+            assert of_rank["turns"] >= 19
+
+
+def plan(rank: int, world_size: int) -> dict[str, Any]:
+    training = Training(rank, "sgd", "decoupled")
+    assert training.state is not None
+    for _ in range(8):
+        training.step()
+    chosen = training.state.plan_buckets()
+    training.end()
+    return {**vars(chosen), "digest": chosen.digest, "cap_mb": chosen.bucket_cap_mb}
+
+
+def test_all_ranks_plan_the_same_buckets() -> None:
+    first, second = run_ranks(plan, 2)
+    assert first == second
+    assert 0 < first["limit_s"] <= first["step_s"]
+    assert first["cap_bytes"] > 0
+
+
+def plan_too_early(rank: int, world_size: int) -> str:
+    training = Training(rank, "sgd", "decoupled")
+    assert training.state is not None
+    training.step()
+    try:
+        training.state.plan_buckets()
+    except UnsupportedConfigurationError as error:
+        return str(error)
+    finally:
+        training.end()
+    return ""
+
+
+def test_a_plan_needs_deferred_steps() -> None:
+    for message in run_ranks(plan_too_early, 2):
+        assert "train some ten steps before" in message

@@ -1,0 +1,252 @@
+"""A step in several parts is the step: every optimizer, its groups, schedulers, state; and who is refused."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+from crossover_ddp._partial_optimizer import PartialOptimizer, Update, check_separable
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+Make = Callable[[Iterable[Any]], Optimizer]
+
+TORCH: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "sgd maximize": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adam foreach amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, amsgrad=True),
+    "adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+TIMM = ("lion", "lars", "adan", "adamp", "sgdp", "nadamw", "rmsproptf", "adopt", "novograd")
+
+
+def timm_optimizer(name: str) -> Make:
+    return lambda parameters: timm.optim.create_optimizer_v2(list(parameters), opt=name, lr=0.01)
+
+
+OPTIMIZERS = TORCH | {f"timm {name}": timm_optimizer(name) for name in TIMM}
+
+
+def parameters_of(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 4), (4,), (5, 2), (2, 2))]
+
+
+def gradients_of(step: int, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator) for p in parameters]
+
+
+def whole_steps(make: Make, steps: int = 3) -> tuple[list[nn.Parameter], Optimizer]:
+    parameters = parameters_of()
+    optimizer = make(parameters)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients_of(step, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer
+
+
+def steps_in_parts(make: Make, steps: int = 3) -> tuple[list[nn.Parameter], Optimizer]:
+    parameters = parameters_of()
+    optimizer = make(parameters)
+    partial = PartialOptimizer(optimizer)
+    for step in range(steps):
+        updates = [Update(p, g) for p, g in zip(parameters, gradients_of(step, parameters), strict=True)]
+        plan = partial.plan()
+        for part in (updates[2:], updates[:1], updates[1:2]):
+            partial.apply(plan, part)
+    return parameters, optimizer
+
+
+def assert_equal_states(one: Optimizer, other: Optimizer) -> None:
+    a, b = one.state_dict(), other.state_dict()
+    assert a["state"].keys() == b["state"].keys()
+    for key, entries in a["state"].items():
+        assert entries.keys() == b["state"][key].keys()
+        for name, value in entries.items():
+            torch.testing.assert_close(value, b["state"][key][name], rtol=0, atol=0)
+    assert [str(group) for group in a["param_groups"]] == [str(group) for group in b["param_groups"]]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_in_parts_are_the_steps(name: str) -> None:
+    expected, plain = whole_steps(OPTIMIZERS[name])
+    got, partial = steps_in_parts(OPTIMIZERS[name])
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+        assert a.grad is None
+    assert_equal_states(partial, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_that_kind_is_accepted_and_left_as_it_was(name: str) -> None:
+    optimizer = OPTIMIZERS[name](parameters_of())
+    before = copy.deepcopy(optimizer.state_dict())
+    random = torch.random.get_rng_state()
+    check_separable(optimizer)
+    assert str(optimizer.state_dict()) == str(before)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+
+
+@given(
+    cuts=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    group=st.lists(st.integers(0, 1), min_size=4, max_size=4),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_parts_of_any_groups_are_the_step(cuts: list[int], group: list[int]) -> None:
+    def made() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = parameters_of()
+        groups = [
+            {
+                "params": [p for p, g in zip(parameters, group, strict=True) if g == which],
+                "lr": 0.1 / (1 + which),
+            }
+            for which in (0, 1)
+        ]
+        return parameters, torch.optim.SGD([g for g in groups if g["params"]], lr=1.0, momentum=0.9)
+
+    (expected, plain), (got, optimizer) = made(), made()
+    partial = PartialOptimizer(optimizer)
+    for step in range(2):
+        for parameter, gradient in zip(expected, gradients_of(step, expected), strict=True):
+            parameter.grad = gradient
+        plain.step()
+        updates = [Update(p, g) for p, g in zip(got, gradients_of(step, got), strict=True)]
+        plan = partial.plan()
+        for which in range(4):
+            partial.apply(plan, [u for u, cut in zip(updates, cuts, strict=True) if cut == which])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam tensor lr"])
+def test_the_hyper_parameters_are_those_of_the_moment_of_the_plan(name: str) -> None:
+    expected, _ = whole_steps(OPTIMIZERS[name], steps=1)
+    parameters = parameters_of()
+    optimizer = OPTIMIZERS[name](parameters)
+    partial = PartialOptimizer(optimizer)
+    plan = partial.plan()
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(5.0)
+        else:
+            group["lr"] = 5.0
+    partial.apply(plan, [Update(p, g) for p, g in zip(parameters, gradients_of(0, parameters), strict=True)])
+    assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+    assert float(optimizer.param_groups[0]["lr"]) == 5.0
+
+
+class CountsPerGroup(torch.optim.SGD):
+    """Keeps a step count in its groups, as some do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+def test_what_is_kept_per_group_is_kept_once_per_step() -> None:
+    expected, plain = whole_steps(lambda p: CountsPerGroup(p, lr=0.1))
+    got, partial = steps_in_parts(lambda p: CountsPerGroup(p, lr=0.1))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert partial.param_groups[0]["k"] == plain.param_groups[0]["k"] == 3
+    check_separable(partial)
+
+
+class SumsPerGroup(torch.optim.SGD):
+    """Keeps in its group what depends on all its parameters, without using it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["total"] = sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad + torch.randn(()) * len(group["params"])
+        return super().step(closure)
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "a line search": (lambda p: torch.optim.LBFGS(p), "needs no closure"),
+    "sparse gradients": (lambda p: torch.optim.SparseAdam(list(p)), "use another optimizer"),
+    "a global norm": (timm_optimizer("lamb"), "depends on the others"),
+    "a value of the whole group": (lambda p: SumsPerGroup(p, lr=0.1), "param_groups"),
+    "noise": (lambda p: Noisy(p, lr=0.1), "depends on the others"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_mixes_parameters_is_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    optimizer = make(parameters_of())
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        check_separable(optimizer)
+    assert not optimizer.state
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got optimizer=list"):
+        check_separable([])  # type: ignore[arg-type]
+
+
+class Wrapper(Optimizer):
+    """Hands everything on to another one, as Accelerate's does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+
+def test_a_wrapper_is_refused_in_favour_of_what_it_wraps() -> None:
+    inner = torch.optim.SGD(parameters_of(), lr=0.1)
+    with pytest.raises(UnsupportedConfigurationError, match="pass the optimizer that it wraps"):
+        check_separable(Wrapper(inner))
+    assert len(inner.param_groups[0]["params"]) == 4
+
+
+def test_a_failing_step_leaves_groups_and_gradients_as_they_were() -> None:
+    parameters = parameters_of()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    groups = optimizer.param_groups
+
+    def failing() -> None:
+        raise ArithmeticError("no")
+
+    partial = PartialOptimizer(optimizer, failing)
+    with pytest.raises(ArithmeticError):
+        partial.apply(partial.plan(), [Update(parameters[0], torch.ones(3, 4))])
+    assert optimizer.param_groups is groups
+    assert parameters[0].grad is None

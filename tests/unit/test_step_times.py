@@ -1,0 +1,79 @@
+"""What is recorded of a step, on a clock of the test's own."""
+
+import pytest
+
+from crossover_ddp import _step_times
+from crossover_ddp._step_times import StepTimes
+
+
+class Clock:
+    """Seconds pass only when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def __call__(self, seconds: float) -> float:
+        self.now_s += seconds
+        return self.now_s
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(_step_times, "time", clock)
+    return clock
+
+
+def one_step(times: StepTimes, after: Clock, wait_s: float = 0.5) -> None:
+    """Forward 3 s, backward 4 s; bucket 1 is read after 1 s, bucket 0 after 2 s of compute."""
+    times.forward_begins()
+    for place in (1, 0):
+        asked_s = after(1.0)
+        waited_s = after(wait_s)
+        after(0.25)
+        times.updated(place, asked_s, waited_s)
+    after(1.0)
+    times.forward_ends()
+    for _ in range(2):
+        after(2.0)
+        times.ready(1000)
+    times.backward_ends()
+
+
+def test_waiting_and_updating_are_no_compute(after: Clock) -> None:
+    times = StepTimes()
+    for wait_s in (0.0, 0.5, 9.0):
+        one_step(times, after, wait_s)
+    work = times.workload()
+    assert work is not None
+    assert (work.forward_s, work.backward_s) == pytest.approx((3.0, 4.0))
+    assert [bucket.needed_s for bucket in work.buckets] == pytest.approx([2.0, 1.0])
+    assert [bucket.ready_s for bucket in work.buckets] == pytest.approx([2.0, 4.0])
+    assert [bucket.update_s for bucket in work.buckets] == pytest.approx([0.25, 0.25])
+    assert [bucket.size_bytes for bucket in work.buckets] == [1000, 1000]
+
+
+def test_steps_that_were_not_deferred_tell_nothing(after: Clock) -> None:
+    times = StepTimes()
+    times.forward_begins()
+    after(1.0)
+    times.forward_ends()
+    times.ready(1000)
+    times.backward_ends()
+    assert times.workload() is None
+    one_step(times, after)
+    assert times.workload() is not None
+    times.forget()
+    assert times.workload() is None
+
+
+def test_what_happens_outside_of_a_step_is_no_error(after: Clock) -> None:
+    times = StepTimes()
+    times.updated(0, 1.0, 1.0)
+    times.forward_ends()
+    times.ready(10)
+    times.backward_ends()
+    assert times.workload() is None
