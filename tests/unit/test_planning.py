@@ -15,7 +15,6 @@ from crossover_ddp._planning import (
     plan_buckets,
 )
 
-
 MODEL_BYTES = 1_200_000
 
 
