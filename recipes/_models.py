@@ -182,14 +182,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             1e-3,
             {"patch_size": 8, "embed_dim": 96, "depth": 5, "num_heads": 3},
         ),
-        # Many equal layers without attention or convolution: nine tenths of the bytes are in the blocks.
-        "mixer": Preset(
-            "timm:mixer_s16_224",
-            64,
-            0.3,
-            "sgd",
-            0.1,
-            {"patch_size": 8, "embed_dim": 128, "num_blocks": 8},
+        # Many small layers, no buffers: what decoupled training wants.
+        "deep_vit": Preset(
+            "timm:vit_tiny_patch16_224",
+            80,
+            0.15,
+            "adamw",
+            1e-3,
+            {"patch_size": 8, "embed_dim": 64, "depth": 12, "num_heads": 2},
+        ),
+        # Nine tenths of the bytes are in the last two stages, whose gradients come first.
+        "convnext": Preset(
+            "timm:convnext_atto", 128, 0.2, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
         ),
         # The last bucket holds the tied embedding, more than half of all bytes.
         "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),

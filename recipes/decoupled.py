@@ -1,6 +1,6 @@
 """Decoupled training against plain DDP, FSDP2 and ZeRO on an emulated cluster.
 
-    python recipes/decoupled.py --preset convnet vit mixer --ratio 0.75 1.0 1.25 1.5 2.0 --out runs/decoupled
+    python recipes/decoupled.py --preset convnet deep_vit convnext --ratio 0.75 1.0 1.25 1.5 2.0 --out runs/decoupled
 
 For each preset and each ratio M/C (wire time of a step's gradients to its compute) it sets the link's rate, looks for
 plain DDP's best bucket size, lets the package plan its own, and then alternates the ways of training. The wire's
@@ -27,11 +27,12 @@ from lab_cluster import Cluster
 from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, Worker
 
 WORKER = Path(__file__).with_name("decoupled_worker.py")
-WAYS = ("ddp", "decoupled", "fsdp", "zero")
+FIRST_WAYS = ("ddp", "decoupled")
+WAYS = (*FIRST_WAYS, "fsdp", "zero")
 UNSHAPED_MBIT = 8000.0
-# Plain DDP's candidates: the model in one bucket, in two, ...
-BUCKETS = (1, 2, 4, 8, 16)
-SEARCH_STEPS = 6
+# Plain DDP's candidates: the model in two buckets, in four, ...
+BUCKETS = (2, 4, 8, 16)
+SEARCH_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ def best_cap_mb(ranks: Ranks, size_bytes: float) -> float:
 
 
 def measure_once(
-    ranks: Ranks, steps: int, ways: Sequence[str], caps_mb: dict[str, float], seed: int
+    ranks: Ranks, args: argparse.Namespace, caps_mb: dict[str, float], repeat: int
 ) -> dict[str, Outcome]:
-    order = list(ways)
-    random.Random(seed).shuffle(order)
+    order = [way for way in args.way if way in FIRST_WAYS or repeat < args.other_repeats]
+    random.Random(repeat).shuffle(order)
+    steps = args.steps
     outcomes = {way: ranks.run(way, steps, caps_mb.get(way)) for way in order}
     if outcomes["decoupled"].losses != outcomes["ddp"].losses and len(outcomes["ddp"].answers) == 2:
         raise RuntimeError("decoupled training has other losses than plain DDP")
@@ -107,7 +109,7 @@ def summarize(
     preset: str, ratio: float, rate_mbit: float, plan: dict[str, Any], runs: list[dict[str, Outcome]]
 ) -> dict[str, Any]:
     """Medians over the repeats, and the wire's limit from plain DDP's own C and M."""
-    step_s = {way: statistics.median(run[way].step_s for run in runs) for way in runs[0]}
+    step_s = {way: statistics.median(run[way].step_s for run in runs if way in run) for way in runs[0]}
     c_s = statistics.median(run["ddp"].mean("core_busy_s") for run in runs)
     sent = statistics.median(run["ddp"].mean("wire_bytes") for run in runs)
     m_s = sent * 8 / (rate_mbit * 1e6)
@@ -122,7 +124,7 @@ def summarize(
         "of_limit": max(c_s, m_s) / step_s["decoupled"],
         "step_s": step_s,
         "speed_up": {
-            way: statistics.median(run[way].step_s / run["decoupled"].step_s for run in runs)
+            way: statistics.median(run[way].step_s / run["decoupled"].step_s for run in runs if way in run)
             for way in step_s
         },
         "wire_ratio": statistics.median(
@@ -151,7 +153,7 @@ def measure_preset(
         plan["ddp_cap_mb"] = ddp_mb
         runs = []
         for repeat in range(args.repeats):
-            runs.append(measure_once(ranks, args.steps, args.way, caps_mb, repeat))
+            runs.append(measure_once(ranks, args, caps_mb, repeat))
             advance()
         yield summarize(preset, ratio, rate_mbit, plan, runs)
     ranks.close()
@@ -178,19 +180,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", nargs="+", default=["convnet", "vit", "mixer"])
+    parser.add_argument("--preset", nargs="+", default=["convnet", "deep_vit", "convnext"])
     parser.add_argument(
         "--ratio", nargs="+", type=float, default=[0.75, 1.0, 1.25, 1.5, 2.0], help="M/C; 0: unshaped"
     )
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--other-repeats", type=int, default=2, help="of fsdp and zero (default 2)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cap-mb", type=float, help="bucket size of decoupled, instead of the planned one")
     parser.add_argument("--out", type=Path, default=Path("runs/decoupled"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
-    args.way = list(dict.fromkeys(["ddp", "decoupled", *args.way]))
+    args.way = list(dict.fromkeys([*FIRST_WAYS, *args.way]))
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
     with (

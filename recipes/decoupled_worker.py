@@ -28,6 +28,7 @@ from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from sibling_worker import heard, say
 
 WARM_UP_STEPS = 5  # DDP rebuilds its buckets after the first; decoupled training defers from the third
+SWING_STEPS = 2
 PLANNING_STEPS = 12
 FINEST = 48
 
@@ -84,18 +85,15 @@ def run(order: dict[str, Any], preset: str) -> None:
     """Warm up, wait for the start signal, run the steps, report."""
     job = Run(preset, order["way"], order.get("cap_mb"))
     losses = [job.step() for _ in range(WARM_UP_STEPS)]
-    if job.state is not None:
-        job.state.flush()
     dist.barrier()
     say(event="ready")
     heard()
+    # The measured steps begin and end in full swing, with as much still under way.
+    losses += [job.step() for _ in range(SWING_STEPS)]
     core = pinned_core()
     begin_s, busy_s, sent = time.monotonic(), core_busy_s(core), wire_bytes()
     for _ in range(order["steps"]):
         losses.append(job.step())
-    # The last update belongs to the last step.
-    if job.state is not None:
-        job.state.flush()
     end_s, busy_end_s, sent_end = time.monotonic(), core_busy_s(core), wire_bytes()
     steps = order["steps"]
     say(
