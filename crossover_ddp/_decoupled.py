@@ -9,12 +9,10 @@ order of the gathers, updates by the user's own optimizer, and that nobody reads
 import contextlib
 import functools
 import logging
-import math
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -27,10 +25,11 @@ from torch.optim import Optimizer
 from ._ddp_checks import Bucket, flat_gradients, model_of, resolve_group
 from ._exchange import Exchange
 from ._guards import Watch, guard
-from ._journey import Deferred, Turn
+from ._journey import Turn
 from ._link_probe import measure_link
-from ._partial_optimizer import PartialOptimizer, StepPlan, Update, check_separable
+from ._partial_optimizer import PartialOptimizer, check_separable
 from ._planning import BucketPlan, plan_buckets
+from ._shares import CHANGED, Share, gradient_norm
 from ._step_times import StepTimes
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -40,27 +39,6 @@ logger = logging.getLogger(__name__)
 _EARLY_READS_TO_WARN: Final = 3
 _MARK: Final = "_crossover_ddp_decoupled"
 _SCALES: Final = "_step_supports_amp_scaling"
-_CHANGED: Final = (
-    "expected the gradients that backward() left, got gradients that were changed in place (by "
-    "torch.nn.utils.clip_grad_norm_, GradScaler, zero_grad(set_to_none=False) ...) while only a part of them had been "
-    "averaged; use state.clip_grad_norm_, or call state.flush() before"
-)
-
-
-@dataclass(eq=False)
-class _Share:
-    """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters."""
-
-    deferred: Deferred
-    parameters: list[torch.Tensor]
-    buffer: torch.Tensor
-    version: int
-    urgency: int
-    place: int
-    updates: list[Update] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    plan: StepPlan | None = None
-    factor: float | torch.Tensor | None = None
 
 
 class DecoupledState:
@@ -116,12 +94,12 @@ class DecoupledState:
         self._known: set[int] = set()
         self._watch = Watch(self._bring_up_to_date)
         self._loaded_order: list[str] = []
-        self._round: list[_Share] = []
+        self._round: list[Share] = []
         self._round_is_open = False
         self._rounds = 0
         self._shape: tuple[object, ...] = ()
         self._settled = False
-        self._stale: dict[int, _Share] = {}
+        self._stale: dict[int, Share] = {}
         self._in_forward = False
         self._early_reads = 0
         self._times = StepTimes()
@@ -167,7 +145,7 @@ class DecoupledState:
                 error_if_nonfinite,
             )
         self._check_round()
-        norm = self._norm(float(norm_type))
+        norm = gradient_norm(self._round, float(norm_type), resolve_group(self.process_group))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
@@ -175,7 +153,7 @@ class DecoupledState:
             )
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for share in self._round:
-            share.factor = factor if share.factor is None else share.factor * factor
+            share.clip(factor)
         return norm
 
     def plan_buckets(self) -> BucketPlan:
@@ -271,11 +249,9 @@ class DecoupledState:
             self._begin_round()
         urgency = self._urgency(bucket)
         buffer = bucket.buffer()
-        version = buffer._version
         future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency)
         if deferred is not None:
-            share = _Share(deferred, bucket.parameters(), buffer, version, urgency, place=len(self._round))
-            self._round.append(share)
+            self._round.append(Share(deferred, bucket.parameters(), buffer, urgency, place=len(self._round)))
             self._times.ready(buffer.numel() * buffer.element_size())
         self._round_is_open = not bucket.is_last()
         if bucket.is_last():
@@ -409,14 +385,15 @@ class DecoupledState:
         for share in sorted(set(self._stale.values()), key=lambda each: each.urgency):
             self._update(share)
 
-    def _update(self, share: _Share) -> None:
+    def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
         begin_s = time.monotonic()
         share.deferred.wait()
         waited_s = time.monotonic()
-        self._check_untouched(share)
+        share.check_gradients()
+        share.check_parameters()
         with torch.no_grad():
-            self._scale(share)
+            share.scale()
             assert share.plan is not None
             self._partial.apply(share.plan, share.updates)
         for parameter in share.parameters:
@@ -424,16 +401,11 @@ class DecoupledState:
             self._watch.stale.discard(id(parameter))
         self._times.updated(share.place, begin_s, waited_s)
 
-    def _scale(self, share: _Share) -> None:
-        if share.factor is not None:
-            share.deferred.tensor.mul_(share.factor)
-            share.factor = None
-
     def _make_round_whole(self) -> None:
         for share in self._round:
             share.deferred.wait()
-            self._check_version(share)
-            self._scale(share)
+            share.check_gradients()
+            share.scale()
         if not self._round_is_open:
             self._end_custody()
 
@@ -492,7 +464,7 @@ class DecoupledState:
         if not self._round:
             return self._partial.step()
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-            raise UnsupportedConfigurationError(_CHANGED)
+            raise UnsupportedConfigurationError(CHANGED)
         self._check_round()
         if self._must_step_at_once():
             self._make_round_whole()
@@ -500,8 +472,7 @@ class DecoupledState:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
         plan = self._partial.plan()
         for share in self._round:
-            share.plan = plan
-            share.versions = [update.parameter._version for update in share.updates]
+            share.take_step(plan)
             for parameter in share.parameters:
                 self._stale[id(parameter)] = share
         self._watch.stale.update(self._stale)
@@ -515,15 +486,7 @@ class DecoupledState:
     def _check_round(self) -> None:
         """Collect the step's gradients; refuse what would not give the result of plain DDP."""
         for share in self._round:
-            self._check_version(share)
-            storage = share.buffer.untyped_storage().data_ptr()
-            gradients = [(p, p.grad) for p in share.parameters]
-            share.updates = [Update(p, gradient) for p, gradient in gradients if gradient is not None]
-            if any(update.gradient.untyped_storage().data_ptr() != storage for update in share.updates):
-                raise UnsupportedConfigurationError(
-                    "expected the gradients that backward() left, got others in their place; "
-                    "call flush() before you replace p.grad"
-                )
+            share.collect()
         strangers = [
             p
             for group in self.optimizer.param_groups
@@ -535,55 +498,6 @@ class DecoupledState:
                 f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
                 "give them an optimizer of their own"
             )
-
-    def _check_version(self, share: _Share) -> None:
-        if share.buffer._version != share.version:
-            raise UnsupportedConfigurationError(_CHANGED)
-
-    def _check_untouched(self, share: _Share) -> None:
-        self._check_version(share)
-        if [update.parameter._version for update in share.updates] != share.versions:
-            raise UnsupportedConfigurationError(
-                "expected parameters that nobody writes between optimizer.step() and their update, got some changed "
-                "in place; call state.flush() after step()"
-            )
-
-    def _norm(self, norm_type: float) -> torch.Tensor:
-        """Return the norm of all gradients: each rank looks at its own parts."""
-        if norm_type != 2.0 and any(
-            update.gradient.is_complex() for share in self._round for update in share.updates
-        ):
-            raise ValueError(
-                f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() "
-                "and torch.nn.utils.clip_grad_norm_"
-            )
-        mine = [
-            torch.linalg.vector_norm(piece, norm_type).double()
-            for share in self._round
-            for piece in self._own_pieces(share)
-        ]
-        like = self._round[0].buffer
-        infinite = math.isinf(norm_type)
-        summed = torch.zeros((), dtype=torch.float64, device=like.device)
-        for norm in mine:
-            norm = norm.to(like.device)
-            summed = torch.maximum(summed, norm) if infinite else summed + norm**norm_type
-        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        dist.all_reduce(summed, operation, group=resolve_group(self.process_group))
-        total = (summed if infinite else summed ** (1.0 / norm_type)).to(like.dtype)
-        factor = self._round[0].factor
-        return total if factor is None else total * factor
-
-    def _own_pieces(self, share: _Share) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of the mean, without parameters whose gradient the user has dropped."""
-        own = share.deferred.own_part()
-        part = share.deferred.layout.part(dist.get_rank(resolve_group(self.process_group)))
-        for update in share.updates:
-            reals = update.gradient.element_size() // share.buffer.element_size()  # DDP shows complex as real
-            begin = update.gradient.storage_offset() * reals - share.buffer.storage_offset()
-            first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
-            if first < stop:
-                yield own[first - part.start : stop - part.start]
 
 
 class _Nothing:

@@ -356,7 +356,8 @@ class Exchange:
     def _reduce(self, journey: Journey, trip: RingTrip) -> None:
         def drive() -> None:
             begin_s = time.monotonic()
-            trip.gather.start()
+            if not journey.deferred:
+                trip.gather.start()
             trip.scatter.start()
             trip.scatter.wait()
             self._span("reduce_scatter", begin_s, journey)
@@ -380,6 +381,9 @@ class Exchange:
 
         def drive() -> None:
             begin_s = time.monotonic()
+            if journey.deferred:
+                # Not before: gloo's thread pays dearly for every receive that waits long.
+                gather.start()
             if journey.owner_step is not None:
                 buffer.step(journey.layout.part(self.rank), journey.owner_step)
             if journey.owner_step is not None or journey.deferred:

@@ -6,9 +6,8 @@ begun is not interrupted. Source: the α–β model is common; the schedule is o
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _ITERATIONS: Final = 8
@@ -195,7 +194,7 @@ class BucketPlan:
     @property
     def digest(self) -> str:
         """A short name of the plan, equal if and only if the plans are."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 Predict = Callable[[Workload, Link], float]

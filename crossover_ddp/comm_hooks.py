@@ -16,9 +16,11 @@ from ._ddp_checks import resolve_group
 from ._decoupled import DecoupledState, decoupled_hook
 from ._exchange import Exchange
 from ._journey import Turn
+from ._planning import BucketPlan
 from .gpu_mutex import CLOSED, GPUMutex, turns_disabled
 
 __all__ = [
+    "BucketPlan",
     "CrossoverState",
     "DecoupledState",
     "crossover_hook",

@@ -1,0 +1,126 @@
+"""The buckets of one step while they are in our custody: from backward until their update is applied.
+
+[Note: versions] A tensor counts its in-place changes. What we do to a bucket goes through an alias with a counter of
+its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ._journey import Deferred
+from ._partial_optimizer import StepPlan, Update
+from .errors import UnsupportedConfigurationError
+
+CHANGED: Final = (
+    "expected the gradients that backward() left, got gradients that were changed in place (by "
+    "torch.nn.utils.clip_grad_norm_, GradScaler, zero_grad(set_to_none=False) ...) while only a part of them had been "
+    "averaged; use state.clip_grad_norm_, or call state.flush() before"
+)
+
+
+@dataclass(eq=False)
+class Share:
+    """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
+
+    Args:
+        deferred: its exchange.
+        parameters: those whose gradients it holds.
+        buffer: DDP's buffer, of which the gradients are views.
+        urgency: when forward first needs one of them.
+        place: its number in backward.
+    """
+
+    deferred: Deferred
+    parameters: list[torch.Tensor]
+    buffer: torch.Tensor
+    urgency: int
+    place: int
+    updates: list[Update] = field(default_factory=list)
+    plan: StepPlan | None = None
+    factor: torch.Tensor | None = None
+    _version: int = field(init=False)
+    _parameter_versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._version = self.buffer._version
+
+    def collect(self) -> None:
+        """Note which gradients are to be applied; one that the user has dropped is not."""
+        self.check_gradients()
+        storage = self.buffer.untyped_storage().data_ptr()
+        gradients = [(p, p.grad) for p in self.parameters]
+        self.updates = [Update(p, gradient) for p, gradient in gradients if gradient is not None]
+        if any(update.gradient.untyped_storage().data_ptr() != storage for update in self.updates):
+            raise UnsupportedConfigurationError(
+                "expected the gradients that backward() left, got others in their place; "
+                "call flush() before you replace p.grad"
+            )
+
+    def take_step(self, plan: StepPlan) -> None:
+        """Note that the collected gradients are to be applied as ``plan`` says."""
+        self.plan = plan
+        self._parameter_versions = [update.parameter._version for update in self.updates]
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that somebody has changed, see [Note: versions]."""
+        if self.buffer._version != self._version:
+            raise UnsupportedConfigurationError(CHANGED)
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that somebody has written since ``step()``."""
+        if [update.parameter._version for update in self.updates] != self._parameter_versions:
+            raise UnsupportedConfigurationError(
+                "expected parameters that nobody writes between optimizer.step() and their update, got some changed "
+                "in place; call state.flush() after step()"
+            )
+
+    def clip(self, factor: torch.Tensor) -> None:
+        """Have the gradients scaled when they are whole."""
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    def scale(self) -> None:
+        """Scale the gradients, which are whole."""
+        if self.factor is not None:
+            self.deferred.tensor.mul_(self.factor)
+            self.factor = None
+
+    def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
+        """Yield the part of the mean that ``rank``, this one, owns, without gradients that are not applied."""
+        own = self.deferred.own_part()
+        part = self.deferred.layout.part(rank)
+        for update in self.updates:
+            reals = update.gradient.element_size() // self.buffer.element_size()  # DDP shows complex as real
+            begin = update.gradient.storage_offset() * reals - self.buffer.storage_offset()
+            first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
+            if first < stop:
+                yield own[first - part.start : stop - part.start]
+
+
+def gradient_norm(
+    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the p-norm of all collected gradients together: each rank looks at its own parts.
+
+    **Collective**: one number per rank is exchanged.
+    """
+    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
+        raise ValueError(
+            f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    like = shares[0].buffer
+    infinite = math.isinf(norm_type)
+    summed = torch.zeros((), dtype=torch.float64, device=like.device)
+    for share in shares:
+        for piece in share.own_pieces(process_group.rank()):
+            norm = torch.linalg.vector_norm(piece, norm_type).to(like.device, torch.float64)
+            summed = torch.maximum(summed, norm) if infinite else summed + norm**norm_type
+    operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    dist.all_reduce(summed, operation, group=process_group)
+    total = (summed if infinite else summed ** (1.0 / norm_type)).to(like.dtype)
+    return total if shares[0].factor is None else total * shares[0].factor
