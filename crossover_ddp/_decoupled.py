@@ -7,7 +7,9 @@ order of the gathers, updates by the user's own optimizer, and that nobody reads
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import logging
 import time
 import types
@@ -156,14 +158,18 @@ class DecoupledState:
             share.clip(factor)
         return norm
 
-    def plan_buckets(self) -> BucketPlan:
+    def plan_buckets(self, *, per_bucket: bool = False) -> BucketPlan:
         """Choose the size of DDP's buckets for this model on this link, from the steps so far and a few probes.
 
         Train some ten steps with small buckets first (``bucket_cap_mb`` of a fiftieth of the model: no plan can cut
-        finer), then give ``plan.bucket_cap_mb`` to a new DistributedDataParallel of the same model.
+        finer), then make a new ``DistributedDataParallel(model, **plan.ddp_options(), ...)`` of the same model.
+
+        Args:
+            per_bucket: let each bucket have a size of its own (``bucket_cap_mb_list``, torch 2.15). The model
+                expects a little more of that; in measurements it was not better (docs/measurements.md).
 
         Returns:
-            Rank 0's choice, the same on all ranks: ``bucket_cap_mb``, and the predicted seconds per step.
+            Rank 0's choice, the same on all ranks: sizes of buckets, and the predicted seconds per step.
 
         On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
         run, and as long as no step has been deferred.
@@ -181,7 +187,14 @@ class DecoupledState:
                 f"{'none' if workload is None else f'device={device}'}; train some ten steps before, or choose "
                 "bucket_cap_mb by hand: a twentieth of the model is a good start"
             )
-        choice: list[Any] = [plan_buckets(workload, measure_link(group, device))]
+        link = measure_link(group, device)
+        if torch.get_num_threads() == 1:  # else torch's own threads would be counted
+            link = dataclasses.replace(link, cpu_s=self._times.cpu_s())
+        if per_bucket and "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
+            raise UnsupportedConfigurationError(
+                f"expected a DDP that knows bucket_cap_mb_list, got torch {torch.__version__}; leave out per_bucket"
+            )
+        choice: list[Any] = [plan_buckets(workload, link, per_bucket=per_bucket)]
         dist.broadcast_object_list(choice, group=group, group_src=0)
         return cast(BucketPlan, choice[0])
 
@@ -244,26 +257,27 @@ class DecoupledState:
         engine = self._engine = Exchange.of(process_group)
         if self._closed:
             return engine.submit(bucket)
-        self._check_bucket(bucket)
+        parameters = bucket.parameters() if isinstance(bucket, dist.GradBucket) else []
+        self._check_bucket(bucket, parameters)
         if not self._round_is_open:
             self._begin_round()
-        urgency = self._urgency(bucket)
+        urgency = self._urgency(bucket.index(), parameters)
         buffer = bucket.buffer()
         future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency)
         if deferred is not None:
-            self._round.append(Share(deferred, bucket.parameters(), buffer, urgency, place=len(self._round)))
+            self._round.append(Share(deferred, parameters, buffer, urgency, place=len(self._round)))
             self._times.ready(buffer.numel() * buffer.element_size())
         self._round_is_open = not bucket.is_last()
         if bucket.is_last():
             self._end_round()
         return future
 
-    def _urgency(self, bucket: dist.GradBucket) -> int:
+    def _urgency(self, index: int, parameters: list[torch.Tensor]) -> int:
         """Return when forward first reads one of the bucket's parameters; the last bucket comes first at first."""
         order = self._watch.order
         if not order:
-            return -bucket.index()
-        return min(order.get(id(p), len(order)) for p in bucket.parameters())
+            return -index
+        return min(order.get(id(p), len(order)) for p in parameters)
 
     def _begin_round(self) -> None:
         self._round_is_open = True
@@ -288,11 +302,11 @@ class DecoupledState:
             self._times.forget()
         self._shape = shape
 
-    def _check_bucket(self, bucket: Bucket) -> None:
+    def _check_bucket(self, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
         """Look at each parameter once in its life."""
         flat_gradients(bucket)
         assert isinstance(bucket, dist.GradBucket)
-        new = [p for p in bucket.parameters() if id(p) not in self._known]
+        new = [p for p in parameters if id(p) not in self._known]
         if not new:
             return
         model = model_of(bucket)

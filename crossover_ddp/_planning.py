@@ -8,10 +8,12 @@ begun is not interrupted. Source: the α–β model is common; the schedule is o
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 1e-3
+_SWEEPS: Final = 4
 _MEGABYTE: Final = 1024 * 1024
 
 
@@ -22,10 +24,12 @@ class Link:
     Args:
         alpha_s: seconds whatever the size.
         beta_s: seconds per byte of the bucket.
+        cpu_s: seconds of a processor, where compute and communication share it.
     """
 
     alpha_s: float
     beta_s: float
+    cpu_s: float = 0.0
 
     def half_s(self, size_bytes: float) -> float:
         """Return the time of a reduce-scatter or all-gather of a bucket of ``size_bytes``."""
@@ -79,14 +83,37 @@ class Workload:
         """Seconds of the whole exchange, both halves."""
         return 2 * sum(link.half_s(bucket.size_bytes) for bucket in self.buckets)
 
-    def merged(self, cap_bytes: float) -> "Workload":
-        """Join consecutive buckets as DDP does: one is full when it has reached ``cap_bytes``."""
-        groups: list[list[BucketTimes]] = [[]]
-        for bucket in self.buckets:
-            if groups[-1] and sum(each.size_bytes for each in groups[-1]) >= cap_bytes:
-                groups.append([])
-            groups[-1].append(bucket)
-        return Workload(self.forward_s, self.backward_s, tuple(_joined(group) for group in groups if group))
+    def borders(self, cap_bytes: float) -> frozenset[int]:
+        """Return where DDP begins a new bucket if one is full at ``cap_bytes``: numbers of recorded buckets."""
+        found, filled = set(), 0
+        for place, bucket in enumerate(self.buckets):
+            if filled >= cap_bytes:
+                found.add(place)
+                filled = 0
+            filled += bucket.size_bytes
+        return frozenset(found)
+
+    def cut(self, borders: frozenset[int]) -> "Workload":
+        """Join the recorded buckets between ``borders``."""
+        starts = [0, *sorted(borders), len(self.buckets)]
+        groups = [self.buckets[start:stop] for start, stop in pairwise(starts)]
+        return Workload(self.forward_s, self.backward_s, tuple(_joined(group) for group in groups))
+
+    def burdened(self, cpu_s: float) -> "Workload":
+        """Add (or take away, if negative) the compute that each half of each bucket's exchange costs."""
+        reads = sorted(range(len(self.buckets)), key=lambda place: self.buckets[place].needed_s)
+        before = {place: count for count, place in enumerate(reads)}
+        return Workload(
+            max(0.0, self.forward_s + len(self.buckets) * cpu_s),
+            max(0.0, self.backward_s + len(self.buckets) * cpu_s),
+            tuple(
+                bucket._replace(
+                    ready_s=max(0.0, bucket.ready_s + (place + 1) * cpu_s),
+                    needed_s=max(0.0, bucket.needed_s + before[place] * cpu_s),
+                )
+                for place, bucket in enumerate(self.buckets)
+            ),
+        )
 
 
 def _joined(group: Sequence[BucketTimes]) -> BucketTimes:
@@ -172,24 +199,35 @@ class _Wire:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which buckets to give to DDP, and what that is expected to take.
+    """Which buckets to give to DDP, and what a step is expected to take with them.
 
     Args:
-        cap_bytes: size at which a bucket is full.
-        buckets: number of buckets.
+        caps_bytes: size at which each bucket is full, in the order of backward.
+        per_bucket: whether DDP can be given a cap for each bucket; else all caps are the same.
         step_s: predicted seconds per step.
         limit_s: the wire's own limit, max(compute, wire time of all bytes without start-ups).
     """
 
-    cap_bytes: int
-    buckets: int
+    caps_bytes: tuple[int, ...]
+    per_bucket: bool
     step_s: float
     limit_s: float
 
     @property
+    def buckets(self) -> int:
+        """Number of buckets."""
+        return len(self.caps_bytes)
+
+    @property
     def bucket_cap_mb(self) -> float:
-        """What DDP calls ``bucket_cap_mb``."""
-        return self.cap_bytes / _MEGABYTE
+        """The largest cap, in the unit of DDP's ``bucket_cap_mb``."""
+        return max(self.caps_bytes) / _MEGABYTE
+
+    def ddp_options(self) -> dict[str, object]:
+        """Return the keyword arguments for DistributedDataParallel."""
+        if self.per_bucket:
+            return {"bucket_cap_mb_list": [cap / _MEGABYTE for cap in self.caps_bytes]}
+        return {"bucket_cap_mb": self.bucket_cap_mb}
 
     @property
     def digest(self) -> str:
@@ -200,22 +238,52 @@ class BucketPlan:
 Predict = Callable[[Workload, Link], float]
 
 
-def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
-    """Choose the cap with the shortest predicted step; of equal ones the largest, which costs the least.
+def plan_buckets(
+    work: Workload, link: Link, predict: Predict = decoupled_step_s, *, per_bucket: bool = True
+) -> BucketPlan:
+    """Choose the buckets with the shortest predicted step.
+
+    First the best size for all; of about equal ones the largest, which costs the least. Then, if each bucket may have
+    a size of its own, borders between buckets are drawn and wiped out one at a time as long as that helps: what
+    comes last in backward, and is needed first, wants small buckets, the rest large ones.
 
     Args:
         work: recorded with buckets as small as DDP makes them; no plan can cut finer.
         link: as measured.
         predict: `decoupled_step_s` or `all_reduce_step_s`.
+        per_bucket: whether DDP can be given a cap for each bucket.
     """
     if not work.buckets:
         raise ValueError("expected at least one recorded bucket, got none; record a step first")
     total = sum(bucket.size_bytes for bucket in work.buckets)
-    caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
     limit_s = max(work.compute_s, 2 * link.beta_s * total)
-    plans = []
-    for cap in sorted(caps, reverse=True):
-        merged = work.merged(cap)
-        plans.append(BucketPlan(cap, len(merged.buckets), predict(merged, link), limit_s))
-    good_s = min(plan.step_s for plan in plans) * (1 + _INDIFFERENCE)
-    return next(plan for plan in plans if plan.step_s <= good_s)
+    bare = work.burdened(-link.cpu_s)
+
+    def step_s(borders: frozenset[int]) -> float:
+        return predict(bare.cut(borders).burdened(link.cpu_s), link)
+
+    caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
+    found = [(cap, step_s(bare.borders(cap))) for cap in sorted(caps, reverse=True)]
+    good_s = min(taken_s for _, taken_s in found) * (1 + _INDIFFERENCE)
+    cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
+    if not per_bucket:
+        return BucketPlan((cap,) * len(bare.cut(bare.borders(cap)).buckets), False, best_s, limit_s)
+    borders, best_s = _improved(bare.borders(cap), best_s, len(work.buckets), step_s)
+    sizes = tuple(bucket.size_bytes for bucket in bare.cut(borders).buckets)
+    return BucketPlan(sizes, True, best_s, limit_s)
+
+
+def _improved(
+    borders: frozenset[int], best_s: float, places: int, step_s: Callable[[frozenset[int]], float]
+) -> tuple[frozenset[int], float]:
+    """Flip one border at a time as long as the step becomes shorter; last borders first."""
+    for _ in range(_SWEEPS):
+        before_s = best_s
+        for place in range(places - 1, 0, -1):
+            flipped = borders ^ {place}
+            taken_s = step_s(flipped)
+            if taken_s < best_s * (1 - _INDIFFERENCE / 10):
+                borders, best_s = flipped, taken_s
+        if best_s >= before_s * (1 - _INDIFFERENCE):
+            break
+    return borders, best_s

@@ -21,6 +21,7 @@ class _Step:
     update_s: dict[int, float] = field(default_factory=dict)
     ready_s: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    cpu_s: float = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -37,7 +38,7 @@ class StepTimes:
 
     def forward_begins(self) -> None:
         """Forward begins to compute."""
-        self._current = _Step(time.monotonic())
+        self._current = _Step(time.monotonic(), cpu_s=-_other_threads_s())
 
     def updated(self, place: int, begin_s: float, waited_s: float) -> None:
         """Bucket ``place`` was asked for at ``begin_s``, had come at ``waited_s``, and has been updated now."""
@@ -62,6 +63,7 @@ class StepTimes:
     def backward_ends(self) -> None:
         """Backward has computed its last bucket."""
         if self._current is not None and self._current.is_whole:
+            self._current.cpu_s += _other_threads_s()
             self._steps.append(self._current)
         self._current = None
 
@@ -69,6 +71,12 @@ class StepTimes:
         """Drop everything: the buckets have changed."""
         self._steps.clear()
         self._current = None
+
+    def cpu_s(self) -> float:
+        """Return the processor time of other threads per half of a bucket's exchange; 0 if nothing is recorded."""
+        if not self._steps:
+            return 0.0
+        return statistics.median(step.cpu_s / (2 * len(step.sizes)) for step in self._steps)
 
     def workload(self) -> Workload | None:
         """Return the medians over the recorded steps, or None if there is no whole one."""
@@ -78,6 +86,10 @@ class StepTimes:
         forward_s = statistics.median(step.forward_end_s - step.begin_s - step.lost_s for step in steps)
         buckets = tuple(_medians(steps))
         return Workload(forward_s, max(bucket.ready_s for bucket in buckets), buckets)
+
+
+def _other_threads_s() -> float:
+    return time.process_time() - time.thread_time()
 
 
 def _medians(steps: list[_Step]) -> Iterator[BucketTimes]:

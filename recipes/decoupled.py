@@ -64,14 +64,14 @@ class Ranks:
         ]
         self._hear("up")
 
-    def run(self, way: str, steps: int, cap_mb: float | None = None) -> Outcome:
-        self._tell(do="run", way=way, steps=steps, cap_mb=cap_mb)
+    def run(self, way: str, steps: int, options: dict[str, Any] | None = None) -> Outcome:
+        self._tell(do="run", way=way, steps=steps, options=options or {})
         self._hear("ready")
         self._tell(do="go")
         return Outcome(self._hear("done"))
 
-    def plan(self) -> dict[str, Any]:
-        self._tell(do="plan")
+    def plan(self, *, per_bucket: bool) -> dict[str, Any]:
+        self._tell(do="plan", per_bucket=per_bucket)
         return self._hear("plan")[0]
 
     def close(self) -> None:
@@ -90,16 +90,16 @@ class Ranks:
 def best_cap_mb(ranks: Ranks, size_bytes: float) -> float:
     """Find plain DDP's best bucket size, by trying."""
     caps = [size_bytes / 2**20 / count for count in BUCKETS]
-    return min(caps, key=lambda cap: ranks.run("ddp", SEARCH_STEPS, cap).step_s)
+    return min(caps, key=lambda cap: ranks.run("ddp", SEARCH_STEPS, {"bucket_cap_mb": cap}).step_s)
 
 
 def measure_once(
-    ranks: Ranks, args: argparse.Namespace, caps_mb: dict[str, float], repeat: int
+    ranks: Ranks, args: argparse.Namespace, options: dict[str, dict[str, Any]], repeat: int
 ) -> dict[str, Outcome]:
     order = [way for way in args.way if way in FIRST_WAYS or repeat < args.other_repeats]
     random.Random(repeat).shuffle(order)
     steps = args.steps
-    outcomes = {way: ranks.run(way, steps, caps_mb.get(way)) for way in order}
+    outcomes = {way: ranks.run(way, steps, options.get(way)) for way in order}
     if outcomes["decoupled"].losses != outcomes["ddp"].losses and len(outcomes["ddp"].answers) == 2:
         raise RuntimeError("decoupled training has other losses than plain DDP")
     return outcomes
@@ -147,13 +147,15 @@ def measure_preset(
         if ratio:
             rate_mbit = first.mean("wire_bytes") * 8 / (ratio * first.mean("core_busy_s")) / 1e6
         cluster.set_rate(rate_mbit)
-        plan = ranks.plan()
+        plan = ranks.plan(per_bucket=args.per_bucket)
         ddp_mb = best_cap_mb(ranks, plan["size_bytes"])
-        caps_mb = {"ddp": ddp_mb, "zero": ddp_mb, "decoupled": args.cap_mb or plan["cap_mb"]}
+        best = {"bucket_cap_mb": ddp_mb}
+        own = {"bucket_cap_mb": args.cap_mb} if args.cap_mb else plan["options"]
+        options = {"ddp": best, "zero": best, "decoupled": own}
         plan["ddp_cap_mb"] = ddp_mb
         runs = []
         for repeat in range(args.repeats):
-            runs.append(measure_once(ranks, args, caps_mb, repeat))
+            runs.append(measure_once(ranks, args, options, repeat))
             advance()
         yield summarize(preset, ratio, rate_mbit, plan, runs)
     ranks.close()
@@ -190,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cap-mb", type=float, help="bucket size of decoupled, instead of the planned one")
+    parser.add_argument("--per-bucket", action="store_true", help="plan a size for each bucket")
     parser.add_argument("--out", type=Path, default=Path("runs/decoupled"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()

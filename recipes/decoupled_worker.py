@@ -36,14 +36,14 @@ FINEST = 48
 class Run:
     """A fresh copy of the job, trained one way."""
 
-    def __init__(self, preset: str, way: str, cap_mb: float | None) -> None:
+    def __init__(self, preset: str, way: str, options: dict[str, Any]) -> None:
         chosen = _models.PRESETS[preset]
         network, batches, self.loss_of = _models.build(preset, 0)
         self.state: DecoupledState | None = None
         if way == "fsdp":
             self.model: nn.Module = sharded(network)
         else:
-            self.model = DistributedDataParallel(network, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, **options)
         settings: dict[str, Any] = {"lr": chosen.lr / 10, "momentum": 0.9}
         if way == "zero":
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
@@ -83,7 +83,7 @@ def sharded(network: nn.Module) -> nn.Module:
 
 def run(order: dict[str, Any], preset: str) -> None:
     """Warm up, wait for the start signal, run the steps, report."""
-    job = Run(preset, order["way"], order.get("cap_mb"))
+    job = Run(preset, order["way"], order["options"])
     losses = [job.step() for _ in range(WARM_UP_STEPS)]
     dist.barrier()
     say(event="ready")
@@ -113,14 +113,15 @@ def plan(order: dict[str, Any], preset: str) -> None:
     """Record steps with the finest buckets and let the package choose."""
     network, _, _ = _models.build(preset, 0)
     size_bytes = sum(p.numel() * p.element_size() for p in network.parameters())
-    job = Run(preset, "decoupled", size_bytes / FINEST / 2**20)
+    job = Run(preset, "decoupled", {"bucket_cap_mb": size_bytes / FINEST / 2**20})
     assert job.state is not None
     for _ in range(PLANNING_STEPS):
         job.step()
-    chosen = job.state.plan_buckets()
+    chosen = job.state.plan_buckets(per_bucket=order["per_bucket"])
     say(
         event="plan",
-        cap_mb=chosen.bucket_cap_mb,
+        options=chosen.ddp_options(),
+        caps_bytes=chosen.caps_bytes,
         buckets=chosen.buckets,
         step_s=chosen.step_s,
         limit_s=chosen.limit_s,

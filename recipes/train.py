@@ -57,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     device = join_the_job(args)
     data = load_data(args)
+    buckets = {"bucket_cap_mb": args.bucket_cap_mb}
     if args.bucket_cap_mb == "auto":
-        args.bucket_cap_mb = plan_bucket_cap_mb(args, device, data)
+        buckets = plan_buckets(args, device, data)
     torch.manual_seed(args.seed)
     model = DistributedDataParallel(
-        make_model(args, data).to(device), bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True
+        make_model(args, data).to(device), gradient_as_bucket_view=True, **buckets
     )
     optimizer = make_optimizer(args, model)
     state = None
@@ -237,8 +238,8 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     return torch.optim.AdamW(model.parameters(), lr, weight_decay=args.weight_decay)
 
 
-def plan_bucket_cap_mb(args: argparse.Namespace, device: torch.device, data: _data.Data) -> float:
-    """Train a throw-away copy of the model for a few steps, and let the package choose the size of buckets."""
+def plan_buckets(args: argparse.Namespace, device: torch.device, data: _data.Data) -> dict[str, Any]:
+    """Train a throw-away copy of the model for a few steps, and let the package choose the sizes of buckets."""
     network = make_model(args, data).to(device)
     size_mb = sum(each.numel() * each.element_size() for each in network.parameters()) / 2**20
     model = DistributedDataParallel(
@@ -257,11 +258,11 @@ def plan_bucket_cap_mb(args: argparse.Namespace, device: torch.device, data: _da
     state.close()
     if dist.get_rank() == 0:
         print(
-            f"buckets of {plan.bucket_cap_mb:.2f} MB, {plan.buckets} of them: a step should take "
+            f"{plan.buckets} buckets, the largest of {plan.bucket_cap_mb:.2f} MB: a step should take "
             f"{plan.step_s:.3f} s, and {plan.limit_s:.3f} s at the very least",
             flush=True,
         )
-    return plan.bucket_cap_mb
+    return plan.ddp_options()
 
 
 def load_data(args: argparse.Namespace) -> _data.Data:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import itertools
 import os
 import signal
@@ -30,6 +31,9 @@ from crossover_ddp import (
 from tests.harness import Job, run_jobs, run_ranks
 
 STEPS = 200
+DDP_OPTIONS = inspect.signature(
+    DistributedDataParallel
+).parameters  # not all of them in older versions of torch
 CAP_MB = 0.002
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -62,11 +66,11 @@ class Training:
         *,
         mutex: GPUMutex | None = None,
         dtype: torch.dtype = torch.float32,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.dtype = dtype
-        self.model = DistributedDataParallel(
-            network().to(dtype), bucket_cap_mb=CAP_MB, gradient_as_bucket_view=True
-        )
+        options = options or {"bucket_cap_mb": CAP_MB}
+        self.model = DistributedDataParallel(network().to(dtype), gradient_as_bucket_view=True, **options)
         self.optimizer = MAKERS[optimizer](self.model)
         self.state = DecoupledState(self.optimizer, mutex=mutex) if way == "decoupled" else None
         if self.state is not None:
@@ -284,16 +288,24 @@ def plan(rank: int, world_size: int) -> dict[str, Any]:
     assert training.state is not None
     for _ in range(8):
         training.step()
-    chosen = training.state.plan_buckets()
+    chosen = training.state.plan_buckets(per_bucket="bucket_cap_mb_list" in DDP_OPTIONS)
     training.end()
-    return {**vars(chosen), "digest": chosen.digest, "cap_mb": chosen.bucket_cap_mb}
+    trained = Training(rank, "sgd", "decoupled", options=chosen.ddp_options())
+    for _ in range(4):
+        trained.step()
+    assert trained.state is not None
+    sizes = tuple(4 * tensor for tensor, *_ in trained.state._shape)
+    trained.end()
+    return {**vars(chosen), "digest": chosen.digest, "sizes": sizes}
 
 
 def test_all_ranks_plan_the_same_buckets() -> None:
     first, second = run_ranks(plan, 2)
     assert first == second
     assert 0 < first["limit_s"] <= first["step_s"]
-    assert first["cap_bytes"] > 0
+    assert not first["per_bucket"] or first["sizes"] == first["caps_bytes"], (
+        "DDP makes the buckets as planned"
+    )
 
 
 def plan_too_early(rank: int, world_size: int) -> str:

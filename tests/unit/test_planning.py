@@ -101,8 +101,8 @@ def test_everything_one_after_the_other_is_the_longest(work: Workload, link: Lin
 
 
 @given(work=workloads, cap=st.floats(1, 1e8))
-def test_merging_keeps_what_there_is(work: Workload, cap: float) -> None:
-    merged = work.merged(cap)
+def test_joining_keeps_what_there_is(work: Workload, cap: float) -> None:
+    merged = work.cut(work.borders(cap))
     assert sum(b.size_bytes for b in merged.buckets) == sum(b.size_bytes for b in work.buckets)
     assert merged.update_s == pytest.approx(work.update_s)
     assert max(b.ready_s for b in merged.buckets) == max(b.ready_s for b in work.buckets)
@@ -114,9 +114,35 @@ def test_the_plan_is_as_good_as_the_recorded_buckets_and_the_same_every_time(
     work: Workload, link: Link
 ) -> None:
     plan = plan_buckets(work, link)
-    assert plan.step_s <= decoupled_step_s(work.merged(1), link) * (1 + 2e-3)
+    assert plan.step_s <= decoupled_step_s(work, link) * (1 + 2e-3)
     assert plan == plan_buckets(work, link)
     assert plan.digest == plan_buckets(work, link).digest
+    assert sum(plan.caps_bytes) == sum(bucket.size_bytes for bucket in work.buckets)
+    uniform = plan_buckets(work, link, per_bucket=False)
+    assert plan.step_s <= uniform.step_s
+    assert len(set(uniform.caps_bytes)) == 1
+
+
+@given(work=workloads, cpu_s=st.floats(0, 1e-3))
+def test_a_burden_is_borne_by_forward_and_backward(work: Workload, cpu_s: float) -> None:
+    heavier = work.burdened(cpu_s)
+    assert heavier.compute_s == pytest.approx(work.compute_s + 2 * cpu_s * len(work.buckets))
+    assert heavier.burdened(-cpu_s).compute_s == pytest.approx(work.compute_s)
+
+
+def test_processor_time_of_the_exchange_makes_buckets_fewer() -> None:
+    work = even(48)
+    free, dear = (plan_buckets(work, Link(0.0, 0.25 / MODEL_BYTES, cpu_s)) for cpu_s in (0.0, 5e-3))
+    assert dear.buckets < free.buckets
+
+
+def test_buckets_of_different_sizes_are_better_than_equal_ones() -> None:
+    plan = plan_buckets(even(24), link_of(1.0, alpha_s=5e-3))
+    assert len(set(plan.caps_bytes)) > 1
+    assert plan.ddp_options() == {"bucket_cap_mb_list": [cap / 2**20 for cap in plan.caps_bytes]}
+    uniform = plan_buckets(even(24), link_of(1.0, alpha_s=5e-3), per_bucket=False)
+    assert uniform.ddp_options() == {"bucket_cap_mb": uniform.bucket_cap_mb}
+    assert plan.step_s < uniform.step_s
 
 
 def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
@@ -128,7 +154,6 @@ def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
     assert dear.buckets < 12 < cheap.buckets
     assert cheap.step_s < dear.step_s
     assert dear.digest != cheap.digest
-    assert cheap.bucket_cap_mb == cheap.cap_bytes / 2**20
 
 
 def test_a_link_is_fitted_to_what_was_measured() -> None:

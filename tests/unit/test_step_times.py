@@ -15,6 +15,12 @@ class Clock:
     def monotonic(self) -> float:
         return self.now_s
 
+    def process_time(self) -> float:
+        return self.now_s * 0.75
+
+    def thread_time(self) -> float:
+        return self.now_s * 0.5
+
     def __call__(self, seconds: float) -> float:
         self.now_s += seconds
         return self.now_s
@@ -54,6 +60,14 @@ def test_waiting_and_updating_are_no_compute(after: Clock) -> None:
     assert [bucket.ready_s for bucket in work.buckets] == pytest.approx([2.0, 4.0])
     assert [bucket.update_s for bucket in work.buckets] == pytest.approx([0.25, 0.25])
     assert [bucket.size_bytes for bucket in work.buckets] == [1000, 1000]
+
+
+def test_other_threads_work_is_shared_out_to_halves_of_buckets(after: Clock) -> None:
+    times = StepTimes()
+    assert times.cpu_s() == 0.0
+    one_step(times, after, 0.5)
+    seconds_of_step, halves = 8.5, 4
+    assert times.cpu_s() == pytest.approx(seconds_of_step * 0.25 / halves)
 
 
 def test_steps_that_were_not_deferred_tell_nothing(after: Clock) -> None:
