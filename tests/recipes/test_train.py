@@ -116,7 +116,7 @@ def test_another_seed_gives_another_run(reference: list[list[Record]], tmp_path:
     assert parameters_of(other) != parameters_of(reference)
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "rsag", "crossover"])
+@pytest.mark.parametrize("hook", ["allreduce", "rsag", "crossover", "decoupled"])
 def test_hooks_give_plain_ddps_losses(hook: str, reference: list[list[Record]], tmp_path: Path) -> None:
     # Of two addends the order does not matter, so with two ranks the hooks agree to the last bit.
     hooked = train_ranks([*CONVNET, "--steps", "10", "--hook", hook], tmp_path / "log")
@@ -132,6 +132,23 @@ def test_resume_is_exact(stop_after: int, reference: list[list[Record]], tmp_pat
     for first, second, whole in zip(begun, resumed, reference, strict=True):
         assert losses(first) + losses(second) == losses(whole)
     assert parameters_of(resumed) == parameters_of(reference)
+
+
+@pytest.mark.parametrize("hooks", [("decoupled", "none"), ("none", "decoupled")])
+def test_plain_and_decoupled_runs_resume_each_other(
+    hooks: tuple[str, str], reference: list[list[Record]], tmp_path: Path
+) -> None:
+    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
+    train_ranks([*arguments, "--hook", hooks[0], "--stop-after", "6"], tmp_path / "begun")
+    resumed = train_ranks([*arguments, "--hook", hooks[1]], tmp_path / "resumed")
+    assert losses(resumed[0]) == losses(reference[0])[6:]
+    assert parameters_of(resumed) == parameters_of(reference)
+
+
+def test_buckets_chosen_by_measuring_change_no_loss(reference: list[list[Record]], tmp_path: Path) -> None:
+    arguments = [*CONVNET, "--steps", "10", "--hook", "decoupled", "--bucket-cap-mb", "auto"]
+    planned = train_ranks(arguments, tmp_path / "log")
+    assert [losses(log) for log in planned] == [losses(log) for log in reference]
 
 
 def test_checkpoints_in_between_serve_after_a_crash(reference: list[list[Record]], tmp_path: Path) -> None:
