@@ -186,14 +186,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "deep_vit": Preset(
             "timm:vit_tiny_patch16_224",
             80,
-            0.15,
+            0.3,
             "adamw",
             1e-3,
             {"patch_size": 8, "embed_dim": 64, "depth": 12, "num_heads": 2},
         ),
         # Nine tenths of the bytes are in the last two stages, whose gradients come first.
         "convnext": Preset(
-            "timm:convnext_atto", 128, 0.2, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
+            "timm:convnext_atto", 128, 0.4, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
         ),
         # The last bucket holds the tied embedding, more than half of all bytes.
         "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
