@@ -38,6 +38,7 @@ from .errors import CrossoverError
 
 _JOIN_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 0.5
+_LAST_GATHERS_TIMEOUT_S: Final = 30.0
 
 
 class Exchange:
@@ -394,6 +395,8 @@ class Exchange:
             buffer.release()
             self._span("all_gather", begin_s, journey)
             self._complete(journey)
+            if journey.deferred:
+                self._order.gathered()
 
         self._guarded(journey, "all-gather", drive)
 
@@ -545,10 +548,13 @@ def _on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -
 def _end(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:
     """End both threads although a bucket may be in flight that no peer will ever answer.
 
+    Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
+    its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
+
     A thread that gloo lets go while the interpreter is being torn down would take the process with it
     ("terminate called without an active exception"), so the threads must be gone before.
     """
-    if not _stop(reducer, gatherer, _END_TIMEOUT_S):
+    if not _stop(reducer, gatherer, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
         order.abandon()
         ring.interrupt()
         _stop(reducer, gatherer, _END_TIMEOUT_S)

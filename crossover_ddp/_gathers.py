@@ -39,12 +39,14 @@ class GatherOrder:
         self._scattering: Counter[Step] = Counter()
         self._ready: dict[int, Journey] = {}
         self._abandoned = False
+        self._under_way = 0
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
         self._tag = ring_tag(ring.channel, 0, gather=True, part=MAX_RING_RANKS - 2)
 
     def scatter_begins(self, journey: Journey) -> None:
         """Note that a bucket waits for its reduce-scatter. Called on the hook's thread."""
         with self._changed:
+            self._under_way += 1
             self._scattering[journey.step] += 1
 
     def scatter_ends(self, journey: Journey) -> None:
@@ -55,6 +57,17 @@ class GatherOrder:
                 del self._scattering[journey.step]
             self._ready[journey.sequence] = journey
             self._changed.notify_all()
+
+    def gathered(self) -> None:
+        """Note that a bucket is whole. Called on the gatherer."""
+        with self._changed:
+            self._under_way -= 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether buckets are under way that nobody here may wait for, but other ranks may."""
+        with self._changed:
+            return self._under_way > 0 and not self._abandoned
 
     def abandon(self) -> None:
         """End every wait: the exchange has failed or ends."""

@@ -256,21 +256,27 @@ def plan_buckets(
     if not work.buckets:
         raise ValueError("expected at least one recorded bucket, got none; record a step first")
     total = sum(bucket.size_bytes for bucket in work.buckets)
-    limit_s = max(work.compute_s, 2 * link.beta_s * total)
     bare = work.burdened(-link.cpu_s)
 
+    def with_borders(borders: frozenset[int]) -> Workload:
+        return bare.cut(borders).burdened(link.cpu_s)
+
     def step_s(borders: frozenset[int]) -> float:
-        return predict(bare.cut(borders).burdened(link.cpu_s), link)
+        return predict(with_borders(borders), link)
+
+    def limit_s(borders: frozenset[int]) -> float:
+        return max(with_borders(borders).compute_s, 2 * link.beta_s * total)
 
     caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
     found = [(cap, step_s(bare.borders(cap))) for cap in sorted(caps, reverse=True)]
     good_s = min(taken_s for _, taken_s in found) * (1 + _INDIFFERENCE)
     cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
+    borders = bare.borders(cap)
     if not per_bucket:
-        return BucketPlan((cap,) * len(bare.cut(bare.borders(cap)).buckets), False, best_s, limit_s)
-    borders, best_s = _improved(bare.borders(cap), best_s, len(work.buckets), step_s)
+        return BucketPlan((cap,) * (len(borders) + 1), False, best_s, limit_s(borders))
+    borders, best_s = _improved(borders, best_s, len(work.buckets), step_s)
     sizes = tuple(bucket.size_bytes for bucket in bare.cut(borders).buckets)
-    return BucketPlan(sizes, True, best_s, limit_s)
+    return BucketPlan(sizes, True, best_s, limit_s(borders))
 
 
 def _improved(

@@ -25,6 +25,7 @@ from crossover_ddp import (
     ExchangeError,
     GPUMutex,
     UnsupportedConfigurationError,
+    _exchange,
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
@@ -257,6 +258,25 @@ def leave_by_exception(rank: int, world_size: int) -> bool:
 
 def test_what_is_saved_on_the_way_out_holds_the_last_step() -> None:
     assert run_ranks(leave_by_exception, 2) == [True, True]
+
+
+def leave_at_once(rank: int, world_size: int) -> bool:
+    """One rank saves what it has trained; the other has nothing more to do."""
+    _exchange._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
+    training = Training(rank, "sgd", "decoupled")
+    for _ in range(6):
+        training.step()
+    if rank == 1:
+        assert training.state is not None
+        assert training.state._stale
+        dist.destroy_process_group()
+        return True
+    time.sleep(0.3)
+    return bool(training.model.module.state_dict())
+
+
+def test_a_rank_may_leave_after_the_last_step_while_another_saves() -> None:
+    assert run_ranks(leave_at_once, 2) == [True, True]
 
 
 def train_with_turns(rank: int, world_size: int, group: str, decoupled: bool) -> dict[str, Any]:

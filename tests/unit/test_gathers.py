@@ -83,6 +83,21 @@ def test_waiting_ends_when_the_exchange_does() -> None:
         order.next()
 
 
+def test_a_rank_knows_whether_others_may_still_need_its_parts() -> None:
+    order = order_of_one()
+    only = journey(0, 0)
+    assert not order.busy
+    order.scatter_begins(only)
+    order.scatter_ends(only)
+    assert order.next() is only
+    assert order.busy
+    order.gathered()
+    assert not order.busy
+    order.scatter_begins(only)
+    order.abandon()
+    assert not order.busy, "nothing more will come of it"
+
+
 def exchange_deferred(rank: int, world_size: int, rounds: int) -> bool:
     """Many deferred buckets of odd sizes, some mixed with buckets that are waited for."""
     assert dist.group.WORLD is not None
