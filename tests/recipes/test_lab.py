@@ -266,12 +266,18 @@ def test_one_rank_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode is not None
 
 
+def hear_interrupts() -> None:
+    """A test run in the background of a shell ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
     """Start the command line with two stubborn ranks, and return when both are ready."""
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
     words = [sys.executable, str(RECIPES / "lab.py"), "run", "--out", str(tmp_path / "out"), "--job", command]
     process = subprocess.Popen(
-        words + ([] if on_links else ["--unshaped"]),
+        preexec_fn=hear_interrupts,
+        args=words + ([] if on_links else ["--unshaped"]),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
