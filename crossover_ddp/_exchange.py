@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from ._collectives import HostBuffer, NativeHalves, Ring
 from ._ddp_checks import Bucket, check_group, flat_gradients
+from ._endings import end_engine, on_destruction, stop_workers
 from ._gathers import GatherOrder
-from ._journey import Deferred, Failure, Journey, OwnerStep, RingTrip, Turn
+from ._journey import Cargo, Deferred, Failure, Freight, Journey, OwnerStep, RingTrip, Turn
 from ._layout import Layout
 from ._staging import Side, StagedBuffer
 from ._step import GradientFuture, Step
@@ -37,8 +38,6 @@ from ._worker import Worker
 from .errors import CrossoverError
 
 _JOIN_TIMEOUT_S: Final = 5.0
-_END_TIMEOUT_S: Final = 0.5
-_LAST_GATHERS_TIMEOUT_S: Final = 30.0
 
 
 class Exchange:
@@ -90,9 +89,9 @@ class Exchange:
         self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
-        end = functools.partial(_end, self._reducer, self._gatherer, self._ring, self._order)
+        end = functools.partial(end_engine, self._reducer, self._gatherer, self._ring, self._order)
         weakref.finalize(self, end)
-        _on_destruction(process_group, end)
+        on_destruction(process_group, end)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> "Exchange":
@@ -114,6 +113,7 @@ class Exchange:
         turn: Turn | None = None,
         owner_step: OwnerStep | None = None,
         layout: Layout | None = None,
+        cargo: Cargo | None = None,
     ) -> GradientFuture:
         """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
 
@@ -122,10 +122,16 @@ class Exchange:
             turn: given away after the last bucket, taken again before the last Future completes.
             owner_step: changes the averaged own part in place, between the halves; None changes nothing.
             layout: who owns which part; None cuts equally.
+            cargo: what travels instead of the buffer, which its ``unload`` fills; the Futures of all such buckets
+                of a step complete together.
         """
         step = self._enter(bucket)
         try:
-            journey = self._journey(bucket, step, turn, owner_step, layout)
+            journey = self._journey(bucket, step, turn)
+            journey.owner_step, journey.layout = owner_step, layout or journey.layout
+            if cargo is not None:
+                journey.load(cargo)
+            step.keeps_turn = step.keeps_turn or journey.keeps_turn
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
@@ -134,6 +140,21 @@ class Exchange:
         if _is_last(bucket):
             self._leave(step, turn)
         return future
+
+    def reduce(self, cargo: Cargo) -> None:
+        """Begin to sum ``cargo`` into its owners, ahead of the next backward's buckets; a failure is theirs too."""
+        tensor, layout = cargo.scatter
+        journey = Journey(
+            index=-1,
+            tensor=tensor,
+            layout=layout,
+            sequence=next(self._sequence),
+            step=self._step,
+            last=False,
+            side=self._side(tensor.device),
+        )
+        journey.load(cargo)
+        self._launch(journey)
 
     def defer(
         self, bucket: dist.GradBucket, *, turn: Turn | None = None, urgency: int = 0
@@ -151,7 +172,7 @@ class Exchange:
         step = self._enter(bucket)
         deferred = None
         try:
-            journey = self._journey(bucket, step, turn, None, None)
+            journey = self._journey(bucket, step, turn)
             # Its own version counter: the user's changes show in the gradients', ours do not.
             journey.tensor, journey.urgency = journey.tensor.data, urgency
         except Exception as error:  # whatever it is, it must not leave the hook
@@ -186,7 +207,7 @@ class Exchange:
         step.futures.append(future)
         if not bucket.is_last():
             return future
-        journey = self._journey(bucket, step, turn, None, None)
+        journey = self._journey(bucket, step, turn)
         self._leave(step, turn)
         self._guarded(
             journey,
@@ -201,7 +222,7 @@ class Exchange:
             for group, engine in list(Exchange._engines.items()):
                 if engine is self:
                     del Exchange._engines[group]
-        _stop(self._reducer, self._gatherer, _JOIN_TIMEOUT_S)
+        stop_workers(self._reducer, self._gatherer, _JOIN_TIMEOUT_S)
 
     # On the hook's thread.
 
@@ -223,7 +244,7 @@ class Exchange:
 
         Always before a worker hears of the last bucket: it may take the next turn at any moment from then on.
         """
-        if step.compute_ended:
+        if step.compute_ended or step.keeps_turn:
             return
         step.compute_ended = True
         if self.timeline is not None and self._turn_taken_s is not None:
@@ -231,30 +252,32 @@ class Exchange:
         if turn is not None:
             turn.release()
 
-    def _journey(
-        self,
-        bucket: dist.GradBucket,
-        step: Step,
-        turn: Turn | None,
-        owner_step: OwnerStep | None,
-        layout: Layout | None,
-    ) -> Journey:
+    def _end_kept_compute(self, journey: Journey) -> None:
+        """Give away a turn that was kept for the owners' steps, which are done, or will not be."""
+        if journey.last and journey.keeps_turn:
+            journey.step.keeps_turn = False
+            with journey.side.current():
+                self._end_compute(journey.step, journey.turn)
+
+    def _side(self, device: torch.device) -> Side:
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = Side(device)
+        return side
+
+    def _journey(self, bucket: dist.GradBucket, step: Step, turn: Turn | None) -> Journey:
         tensor = flat_gradients(bucket)
         self._check_group(bucket, tensor)
-        side = self._sides.get(tensor.device)
-        if side is None:
-            side = self._sides[tensor.device] = Side(tensor.device)
         step.last_hook_s = time.monotonic()
         return Journey(
             index=bucket.index(),
             tensor=tensor,
-            layout=layout or Layout.equal(tensor.numel(), self.world_size),
+            layout=Layout.equal(tensor.numel(), self.world_size),
             sequence=next(self._sequence),
             step=step,
             last=bucket.is_last(),
-            side=side,
+            side=self._side(tensor.device),
             turn=turn,
-            owner_step=owner_step,
         )
 
     def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
@@ -283,6 +306,7 @@ class Exchange:
             journey.owner_step(journey.tensor)
         journey.side.follow_compute()
         self._end_own_compute(journey)
+        self._end_kept_compute(journey)
         if journey.last_turn is None:
             self._arrive_half_way(journey, journey.tensor)
             self._complete(journey)
@@ -292,21 +316,26 @@ class Exchange:
     def _begin_ring(self, journey: Journey) -> None:
         # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
         journey.tensor.div_(self.world_size)
-        copier = journey.side.copier
-        buffer = (
-            HostBuffer(journey.tensor)
-            if copier is None
-            else StagedBuffer(journey.tensor, journey.layout, self.rank, copier)
+        buffer = self._buffer(journey, Freight(journey.tensor, journey.layout))
+        gather = (
+            self._ring.all_gather(buffer, journey.layout, journey.sequence) if journey.goes_back else None
         )
-        gather = self._ring.all_gather(buffer, journey.layout, journey.sequence)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
-        on_owned = gather.offer if journey.owner_step is None and not journey.deferred else None
+        at_once = gather is not None and journey.owner_step is None and not journey.deferred
+        on_owned = gather.offer if gather is not None and at_once else None
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
         journey.trip = trip = RingTrip(buffer, scatter, gather)
         self._end_own_compute(journey)
         if journey.deferred:
             self._order.scatter_begins(journey)
         self._put(self._reducer, journey, functools.partial(self._reduce, journey, trip))
+
+    def _buffer(self, journey: Journey, freight: Freight, *, own_only: bool = False) -> HostBuffer:
+        copier = journey.side.copier
+        if copier is None:
+            return HostBuffer(freight.tensor)
+        with journey.side.current() if own_only else contextlib.nullcontext():
+            return StagedBuffer(freight.tensor, freight.layout, self.rank, copier, own_only=own_only)
 
     def _begin_native(self, journey: Journey) -> None:
         # All collectives are issued here, see [Note: native order].
@@ -321,11 +350,15 @@ class Exchange:
             part = journey.layout.part(self.rank)
             if journey.owner_step is not None:
                 journey.owner_step(journey.tensor[part.start : part.stop])
+            self._end_kept_compute(journey)
             if journey.deferred:
                 self._arrive_half_way(journey, journey.tensor[part.start : part.stop])
                 self._gather_natively_at_the_end(journey)
                 return
-            for work in self._native.all_gather(journey.tensor, journey.layout):
+            back = (
+                journey.cargo.gather if journey.cargo is not None else Freight(journey.tensor, journey.layout)
+            )
+            for work in self._native.all_gather(*back) if back is not None else ():
                 work.wait()
             whole_way = side.mark()
         if journey.last_turn is None:
@@ -357,12 +390,12 @@ class Exchange:
     def _reduce(self, journey: Journey, trip: RingTrip) -> None:
         def drive() -> None:
             begin_s = time.monotonic()
-            if not journey.deferred:
+            if trip.gather is not None and not journey.deferred:
                 trip.gather.start()
             trip.scatter.start()
             trip.scatter.wait()
             self._span("reduce_scatter", begin_s, journey)
-            if journey.last_turn is not None:
+            if journey.last_turn is not None and not journey.keeps_turn:
                 journey.last_turn.request()
             if journey.deferred:
                 part = journey.layout.part(self.rank)
@@ -378,27 +411,43 @@ class Exchange:
     # On the gatherer.
 
     def _gather(self, journey: Journey, trip: RingTrip) -> None:
-        buffer, scatter, gather = trip
-
         def drive() -> None:
             begin_s = time.monotonic()
-            if journey.deferred:
+            if trip.gather is not None and journey.deferred:
                 # Not before: gloo's thread pays dearly for every receive that waits long.
-                gather.start()
+                trip.gather.start()
             if journey.owner_step is not None:
-                buffer.step(journey.layout.part(self.rank), journey.owner_step)
-            if journey.owner_step is not None or journey.deferred:
-                gather.offer_all()
-            gather.wait()
-            scatter.drain()
-            gather.drain()
-            buffer.release()
+                trip.buffer.step(journey.layout.part(self.rank), journey.owner_step)
+            self._end_kept_compute(journey)
+            if journey.keeps_turn and journey.last_turn is not None:
+                journey.last_turn.request()
+            if trip.gather is not None and (journey.owner_step is not None or journey.deferred):
+                trip.gather.offer_all()
+            self._gather_buffer(journey, trip)
             self._span("all_gather", begin_s, journey)
             self._complete(journey)
             if journey.deferred:
                 self._order.gathered()
 
         self._guarded(journey, "all-gather", drive)
+
+    def _gather_buffer(self, journey: Journey, trip: RingTrip) -> None:
+        buffer, scatter, gather = trip
+        if gather is not None:
+            gather.wait()
+        scatter.drain()
+        back = journey.cargo.gather if journey.cargo is not None and gather is None else None
+        if back is not None:
+            buffer.release()
+            buffer = self._buffer(journey, back, own_only=True)
+            gather = self._ring.all_gather(buffer, back.layout, journey.sequence)
+            gather.start()
+            buffer.ready(back.layout.part(self.rank))
+            gather.offer_all()
+            gather.wait()
+        if gather is not None:
+            gather.drain()
+        buffer.release()
 
     def _gather_next(self, journey: Journey) -> None:
         """Gather one deferred bucket, see [Note: order of gathers]; ``journey`` is the one that made it due."""
@@ -448,6 +497,12 @@ class Exchange:
 
     def _complete(self, journey: Journey, *, ahead: bool = False) -> None:
         """End a journey that succeeded; the step's last one takes the turn first."""
+        if journey.cargo is not None:
+            with journey.side.current():
+                journey.cargo.unload()
+            if not journey.last and journey.index >= 0:
+                journey.step.held.append(journey)
+                return
         if journey.last and not journey.deferred:
             done_s = time.monotonic()
             if journey.turn is not None:
@@ -457,6 +512,8 @@ class Exchange:
             if self.timeline is not None:
                 self.timeline.span("exchange", journey.step.last_hook_s, done_s)
                 self.timeline.span("wait", done_s, self._turn_taken_s)
+        for other in journey.step.held if journey.last else ():
+            self._finish(other, None)
         self._finish(journey, None)
 
     # On any thread.
@@ -499,9 +556,11 @@ class Exchange:
                 return
             journey.finished = True
             self._in_flight.discard(journey)
+        if error is not None:
+            self._end_kept_compute(journey)
         with journey.side.current():
             if error is None or (not journey.deferred and journey.step.leave(error)):
-                journey.future.set_result(journey.tensor)
+                journey.future.set_result(journey.tensor if journey.result is None else journey.result)
                 return
             for future in (journey.future, journey.reduced):
                 if not future.done():
@@ -531,39 +590,3 @@ def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
     """Return the name of the backend by device type."""
     config = dist.get_backend_config(process_group)
     return dict(pair.split(":", 1) for pair in str(config).split(",") if ":" in pair)
-
-
-def _on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -> None:
-    """Call ``end`` in ``destroy_process_group``.
-
-    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
-    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
-    """
-    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        if store_of is not None:
-            weakref.finalize(store_of(process_group), end)
-
-
-def _end(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:
-    """End both threads although a bucket may be in flight that no peer will ever answer.
-
-    Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
-    its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
-
-    A thread that gloo lets go while the interpreter is being torn down would take the process with it
-    ("terminate called without an active exception"), so the threads must be gone before.
-    """
-    if not _stop(reducer, gatherer, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
-        order.abandon()
-        ring.interrupt()
-        _stop(reducer, gatherer, _END_TIMEOUT_S)
-
-
-def _stop(reducer: Worker, gatherer: Worker, timeout_s: float) -> bool:
-    # The reducer first: what it still has goes on to the gatherer.
-    reducer.stop()
-    if not reducer.join(timeout_s):
-        return False
-    gatherer.stop()
-    return gatherer.join(timeout_s)

@@ -50,12 +50,39 @@ class Failure(NamedTuple):
         return error
 
 
+class Freight(NamedTuple):
+    """A flat tensor, and who owns which part of it."""
+
+    tensor: torch.Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Cargo:
+    """What travels for a bucket in place of the bucket's own buffer.
+
+    Args:
+        scatter: is summed into its owners, divided by the number of ranks.
+        gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
+            ``step``; None: nothing comes back.
+        step: the owner's work between the halves; it is handed the own part of ``scatter``.
+        unload: called when ``gather`` is whole, before the bucket's Future completes.
+        keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
+    """
+
+    scatter: Freight
+    gather: Freight | None
+    step: OwnerStep
+    unload: Callable[[], None]
+    keeps_turn: bool = False
+
+
 class RingTrip(NamedTuple):
-    """Both halves of a bucket on a ring."""
+    """Both halves of a bucket on a ring; no gather yet if it is of another buffer, or if there is none."""
 
     buffer: HostBuffer
     scatter: RingReduceScatter
-    gather: RingAllGather
+    gather: RingAllGather | None
 
 
 @dataclass(eq=False)
@@ -63,7 +90,8 @@ class Journey:
     """One bucket on its way from the hook to its Future.
 
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
-    before those with a greater one. ``reduced`` is completed half-way, with the owned part.
+    before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
+    Future's value if that is not ``tensor``.
     """
 
     index: int
@@ -75,6 +103,8 @@ class Journey:
     side: Side
     turn: Turn | None = None
     owner_step: OwnerStep | None = None
+    cargo: Cargo | None = None
+    result: torch.Tensor | None = None
     urgency: int | None = None
     trip: RingTrip | None = None
     future: GradientFuture = field(init=False)
@@ -84,6 +114,21 @@ class Journey:
     def __post_init__(self) -> None:
         self.future = self.side.future()
         self.reduced = self.side.future()
+
+    def load(self, cargo: Cargo) -> None:
+        """Let ``cargo`` travel, and the Future hold the bucket's buffer all the same."""
+        self.cargo, self.result = cargo, self.tensor
+        (self.tensor, self.layout), self.owner_step = cargo.scatter, cargo.step
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the same buffer goes both ways."""
+        return self.cargo is None or self.cargo.gather is self.cargo.scatter
+
+    @property
+    def keeps_turn(self) -> bool:
+        """Whether the owner's step is compute inside the turn."""
+        return self.cargo is not None and self.cargo.keeps_turn
 
     @property
     def deferred(self) -> bool:

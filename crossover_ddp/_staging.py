@@ -164,16 +164,20 @@ class StagedBuffer(HostBuffer):
 
     Construct it with the producing stream current: the copies down are enqueued at once, in the order in
     which rank ``rank`` of a ring needs the parts, and each part is awaited only when it is needed.
+    ``own_only`` copies nothing but the own part down: for a gather without a reduce-scatter.
     """
 
-    def __init__(self, device: torch.Tensor, layout: Layout, rank: int, copier: Copier) -> None:
+    def __init__(
+        self, device: torch.Tensor, layout: Layout, rank: int, copier: Copier, *, own_only: bool = False
+    ) -> None:
         self._pinned = copier.take(device.numel(), device.dtype)
         super().__init__(self._pinned[: device.numel()])
         self._device = device
         self._copier = copier
         self._marks: dict[Span, Mark] = {}
         copier.begin()
-        for step in range(layout.parts):
+        # The own part is needed last.
+        for step in range(layout.parts - 1 if own_only else 0, layout.parts):
             part = layout.part((rank - 1 - step) % layout.parts)
             if part.numel:
                 self._marks[part] = copier.down(self.piece(part), device[part.start : part.stop])

@@ -24,9 +24,11 @@ class Step:
     def __init__(self) -> None:
         self.futures: list[GradientFuture] = []
         self.deferred: list[Any] = []
+        self.held: list[Any] = []
         self.entered = False
         self.last_hook_s = 0.0
         self.compute_ended = False
+        self.keeps_turn = False
         self._lock = threading.Lock()
         self._watching = 0
         self._error: Exception | None = None

@@ -25,7 +25,7 @@ from crossover_ddp import (
     ExchangeError,
     GPUMutex,
     UnsupportedConfigurationError,
-    _exchange,
+    _endings,
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
@@ -262,7 +262,7 @@ def test_what_is_saved_on_the_way_out_holds_the_last_step() -> None:
 
 def leave_at_once(rank: int, world_size: int) -> bool:
     """One rank saves what it has trained; the other has nothing more to do."""
-    _exchange._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
+    _endings._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
     training = Training(rank, "sgd", "decoupled")
     for _ in range(6):
         training.step()

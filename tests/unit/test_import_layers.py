@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "_link_probe": {"_exchange", "_planning"},
     "kfac_hooks": {"_exchange", "_ddp_checks", "_timeline", "gpu_mutex", "errors", "_planning", "_factors"},
     "_exchange": {
+        "_endings",
         "_journey",
         "_gathers",
         "_staging",
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "_timeline",
         "errors",
     },
+    "_endings": {"_gathers", "_collectives", "_worker"},
     "_gathers": {"_journey", "_collectives", "_step"},
     "_journey": {"_collectives", "_layout", "_staging", "_step", "errors"},
     "_ddp_checks": {"errors"},

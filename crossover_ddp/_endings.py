@@ -1,0 +1,52 @@
+"""How an engine ends: with its process group, with the interpreter, although a bucket may be in flight."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+from ._collectives import Ring
+from ._gathers import GatherOrder
+from ._worker import Worker
+
+_END_TIMEOUT_S: Final = 0.5
+_LAST_GATHERS_TIMEOUT_S: Final = 30.0
+
+
+def on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -> None:
+    """Call ``end`` in ``destroy_process_group``.
+
+    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
+    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+    """
+    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if store_of is not None:
+            weakref.finalize(store_of(process_group), end)
+
+
+def end_engine(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:
+    """End both threads although a bucket may be in flight that no peer will ever answer.
+
+    Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
+    its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
+
+    A thread that gloo lets go while the interpreter is being torn down would take the process with it
+    ("terminate called without an active exception"), so the threads must be gone before.
+    """
+    if not stop_workers(reducer, gatherer, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
+        order.abandon()
+        ring.interrupt()
+        stop_workers(reducer, gatherer, _END_TIMEOUT_S)
+
+
+def stop_workers(reducer: Worker, gatherer: Worker, timeout_s: float) -> bool:
+    """End both threads after what they have; return whether they did in ``timeout_s`` seconds each."""
+    # The reducer first: what it still has goes on to the gatherer.
+    reducer.stop()
+    if not reducer.join(timeout_s):
+        return False
+    gatherer.stop()
+    return gatherer.join(timeout_s)
