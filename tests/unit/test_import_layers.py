@@ -41,7 +41,16 @@ ALLOWED: dict[str, set[str]] = {
     "_guards": set(),
     "_step_times": {"_planning"},
     "_link_probe": {"_exchange", "_planning"},
-    "kfac_hooks": {"_exchange", "_ddp_checks", "_timeline", "gpu_mutex", "errors", "_planning", "_factors"},
+    "kfac_hooks": {
+        "_exchange",
+        "_ddp_checks",
+        "_timeline",
+        "gpu_mutex",
+        "errors",
+        "_planning",
+        "_kfac_planning",
+        "_factors",
+    },
     "_exchange": {
         "_endings",
         "_journey",
@@ -65,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "_worker": {"errors"},
     "_layout": set(),
     "_planning": {"_layout", "errors"},
+    "_kfac_planning": {"_planning"},
     "_factors": set(),
     "gpu_mutex": {"_turn_segment", "_turn_channel", "_turns", "_device_order", "_timeline", "errors"},
     "_turn_segment": {"_turns", "errors"},
@@ -76,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_layout", "_planning", "_turns"}
+PURE = {"_layout", "_planning", "_kfac_planning", "_turns"}
 PURE_IMPORTS = {
     "__future__",
     "abc",

@@ -1,0 +1,451 @@
+"""Placement, replication, merging and early factors against exhaustive search, algebra and cases done by hand."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossover_ddp._kfac_planning import (
+    EVERYWHERE,
+    EarlyFactor,
+    FactorBucket,
+    FactorStep,
+    Groups,
+    InverseCost,
+    LayerCost,
+    PlacementRow,
+    choose_early,
+    factor_step_s,
+    merge,
+    merge_best,
+    merged_s,
+    place,
+    place_by_broadcast,
+    replicated,
+)
+from crossover_ddp._planning import Link
+
+CUBIC = InverseCost(1.0)
+FREE = Link(0.0, 0.0)
+
+
+def layer(name: str, dim: int, gradient_bytes: int = 0, factor_bytes: int = 0) -> LayerCost:
+    """A layer with one factor to invert."""
+    return LayerCost(name, 1, dim, 0, gradient_bytes, factor_bytes)
+
+
+# Costs.
+
+
+def test_the_inverse_cost_is_fitted_to_what_was_measured() -> None:
+    cost = InverseCost.fitted((dim, 2e-4 + 3e-12 * dim**3) for dim in (64, 256, 1024, 4608))
+    assert cost.overhead_s == pytest.approx(2e-4)
+    assert cost.cubic_s == pytest.approx(3e-12)
+
+
+def test_small_factors_count_as_much_as_large_ones_in_the_fit() -> None:
+    # The largest factor took half longer than it should: an absolute fit would forget the small ones.
+    samples = [(dim, 2e-4 + 3e-12 * dim**3) for dim in (16, 32, 64, 128, 256, 512)]
+    cost = InverseCost.fitted([*samples, (4096, 1.5 * 3e-12 * 4096**3)])
+    assert cost.seconds(32) == pytest.approx(2e-4, rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5000), st.floats(1e-6, 10)), min_size=2, unique_by=lambda point: point[0]
+    )
+)
+def test_a_fitted_cost_never_pays_back(points: list[tuple[int, float]]) -> None:
+    cost = InverseCost.fitted(points)
+    assert cost.cubic_s >= 0
+    assert cost.overhead_s >= 0
+
+
+def test_a_fit_without_overhead_goes_through_the_origin() -> None:
+    # The best straight line would begin below 0.
+    cost = InverseCost.fitted([(10, 0.0005), (20, 0.008), (40, 0.064)])
+    assert cost.overhead_s == 0
+    assert cost.seconds(20) == pytest.approx(0.006, rel=0.4)
+
+
+@pytest.mark.parametrize("samples", [[], [(5, 1.0), (5, 2.0)], [(5, 1.0), (6, 0.0)], [(0, 1.0), (6, 1.0)]])
+def test_samples_must_say_something(samples: list[tuple[int, float]]) -> None:
+    with pytest.raises(ValueError, match="measure another size"):
+        InverseCost.fitted(samples)
+
+
+@pytest.mark.parametrize("arguments", [(-1.0, 0.0), (1.0, -1e-9), (math.nan, 0.0), (1.0, math.inf)])
+def test_costs_below_nothing_are_refused(arguments: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="expected costs that are finite and >= 0, got cubic_s="):
+        InverseCost(*arguments)
+
+
+def test_unmeasured_is_purely_cubic_and_a_layer_is_all_its_factors() -> None:
+    unmeasured = InverseCost()
+    assert unmeasured.seconds(200) == pytest.approx(8 * unmeasured.seconds(100))
+    cost = InverseCost(1.0, 0.5)
+    assert LayerCost("grouped", 4, 3, 2, 0, 0).inverse_s(cost) == 4 * (27 + 8 + 2 * 0.5)
+    assert LayerCost("embedding", 1, 0, 2, 0, 0).inverse_s(cost) == 8.5
+    assert LayerCost("norm", 0, 0, 0, 64, 0).inverse_s(cost) == 0
+
+
+# Placement.
+
+dims = st.lists(st.integers(1, 300), min_size=1, max_size=7)
+
+
+def least_maximum(weights: Sequence[float], world_size: int) -> float:
+    """Try every placement."""
+    return min(
+        max(sum(w for w, owner in zip(weights, owners, strict=True) if owner == rank) for rank in owners)
+        for owners in itertools.product(range(world_size), repeat=len(weights))
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(dims=dims, world_size=st.integers(1, 3))
+def test_no_rank_has_more_than_four_thirds_of_the_best(dims: list[int], world_size: int) -> None:
+    layers = [layer(f"l{number}", dim) for number, dim in enumerate(dims)]
+    found = place(layers, world_size, CUBIC)
+    best = least_maximum([each.inverse_s(CUBIC) for each in layers], world_size)
+    assert max(found.loads_s) <= (4 / 3 - 1 / (3 * world_size)) * best * (1 + 1e-12)
+
+
+def test_the_bound_is_met_where_it_is_known_to_be() -> None:
+    # 5, 5, 4, 4, 3, 3, 3 on three ranks: 11 instead of 9, that is 4/3 - 1/9.
+    layers = [LayerCost(str(number), n, 1, 0, 0, 0) for number, n in enumerate([5, 5, 4, 4, 3, 3, 3])]
+    assert max(place(layers, 3, CUBIC).loads_s) == 11
+    assert least_maximum([5, 5, 4, 4, 3, 3, 3], 3) == 9
+
+
+@given(dims=st.lists(st.integers(0, 4), min_size=1, max_size=20), world_size=st.integers(1, 8))
+def test_loads_are_those_of_the_owners(dims: list[int], world_size: int) -> None:
+    layers = [layer(f"l{number}", dim) for number, dim in enumerate(dims)]
+    found = place(layers, world_size, CUBIC)
+    for rank in range(world_size):
+        owned = [each for each, owner in zip(layers, found.owners, strict=True) if owner == rank]
+        assert found.loads_s[rank] == sum(each.inverse_s(CUBIC) for each in owned)
+
+
+@given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))
+def test_names_break_ties_so_the_order_of_layers_does_not_matter(
+    data: st.DataObject, dims: list[int]
+) -> None:
+    layers = [layer(f"l{number:02}", dim) for number, dim in enumerate(dims)]
+    shuffled = data.draw(st.permutations(layers))
+    one, other = place(layers, 3, CUBIC), place(shuffled, 3, CUBIC)
+    assert dict(zip(layers, one.owners, strict=True)) == dict(zip(shuffled, other.owners, strict=True))
+    assert one.loads_s == other.loads_s
+
+
+def test_equal_layers_go_to_the_lowest_rank_first() -> None:
+    layers = [layer(name, 2) for name in "cab"]
+    assert place(layers, 2, CUBIC).owners == (0, 0, 1)  # a to 0, b to 1, c to 0
+
+
+def test_bytes_count_where_they_are_sent_straight_to_the_owner() -> None:
+    layers = [layer("a", 3), layer("b", 3), layer("wide", 1, gradient_bytes=1000, factor_bytes=500)]
+    assert place(layers, 2, CUBIC).owners == (0, 1, 0)
+    found = place(layers, 2, CUBIC, Link(5.0, 0.1))
+    assert found.owners == (1, 1, 0)
+    # twice the gradient, once the factors, each at W times the cost of the even cut
+    assert found.loads_s == pytest.approx((1 + 2 * 0.1 * 2500, 54))
+
+
+def test_ranks_compare_digests() -> None:
+    layers = [layer("a", 3), layer("b", 2)]
+    assert place(layers, 2, CUBIC).digest == place(list(layers), 2, CUBIC).digest
+    others = [place(layers, 3, CUBIC), place(layers, 2, InverseCost(2.0)), place(layers[::-1], 2, CUBIC)]
+    assert len({place(layers, 2, CUBIC).digest, *(each.digest for each in others)}) == 4
+
+
+def test_the_report_has_a_row_for_each_layer() -> None:
+    layers = [LayerCost("fc", 1, 2, 3, 8, 8), LayerCost("norm", 0, 0, 0, 8, 0)]
+    found = place(layers, 2, CUBIC)
+    assert found.rows(layers, CUBIC) == [
+        PlacementRow("fc", 1, 2, 3, 0, 35.0),
+        PlacementRow("norm", 0, 0, 0, 1, 0.0),
+    ]
+    with pytest.raises(ValueError, match="expected the 2 layers that were placed, got 1"):
+        found.rows(layers[:1], CUBIC)
+
+
+def test_more_ranks_than_layers_leave_some_idle() -> None:
+    assert place([layer("a", 2)], 4, CUBIC).loads_s == (8.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_a_group_has_a_rank(world_size: int) -> None:
+    message = f"expected at least one rank, got world_size={world_size}"
+    with pytest.raises(ValueError, match=message):
+        place([], world_size, CUBIC)
+    with pytest.raises(ValueError, match=message):
+        place_by_broadcast([], world_size, float, float)
+    with pytest.raises(ValueError, match=message):
+        replicated(layer("a", 1), world_size, CUBIC, FREE)
+
+
+# Broadcasting designs.
+
+
+def test_what_is_inverted_sooner_than_sent_is_inverted_everywhere() -> None:
+    found = place_by_broadcast([10, 2, 9, 10, 1], 2, lambda d: d**3, lambda d: 100.0)
+    assert found.owners == (0, EVERYWHERE, 0, 1, EVERYWHERE)
+    assert found.loads_s == (9 + 1000 + 729, 9 + 1000)
+
+
+@given(
+    dims=st.lists(st.integers(1, 50), max_size=20),
+    world_size=st.integers(1, 8),
+    alpha=st.floats(0, 5e4),
+    beta=st.floats(0, 100),
+)
+def test_the_broadcast_rule_is_followed(dims: list[int], world_size: int, alpha: float, beta: float) -> None:
+    found = place_by_broadcast(dims, world_size, lambda d: d**3, lambda d: alpha + beta * d * d)
+    sent = [owner != EVERYWHERE for owner in found.owners]
+    assert sent == [d**3 >= alpha + beta * d * d for d in dims]
+    everywhere = sum(d**3 for d, is_sent in zip(dims, sent, strict=True) if not is_sent)
+    assert sum(found.loads_s) == pytest.approx(world_size * everywhere + sum(d**3 for d in dims) - everywhere)
+    assert min(found.loads_s, default=0) >= everywhere
+
+
+positive = st.floats(0, 1e3)
+costs = st.builds(InverseCost, st.floats(0, 1e-3), positive)
+links = st.builds(Link, positive, positive)
+layer_costs = st.builds(
+    LayerCost,
+    st.just("layer"),
+    st.integers(0, 8),
+    st.integers(0, 5000),
+    st.integers(0, 5000),
+    st.integers(0, 10**8),
+    st.integers(0, 10**8),
+)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(layer=layer_costs, world_size=st.integers(1, 10_000), cost=costs, link=links)
+def test_replicating_never_wins_in_our_buckets(
+    layer: LayerCost, world_size: int, cost: InverseCost, link: Link
+) -> None:
+    assert not replicated(layer, world_size, cost, link)
+
+
+@given(layer=layer_costs, world_size=st.integers(2, 64), cost=costs, broadcast=st.floats(0, 1e6))
+def test_replicating_wins_in_a_broadcasting_design_where_sending_costs_more_than_computing(
+    layer: LayerCost, world_size: int, cost: InverseCost, broadcast: float
+) -> None:
+    def broadcast_s(dim: int) -> float:
+        return broadcast * dim * dim
+
+    sent_s = layer.groups * (broadcast_s(layer.a_dim) + broadcast_s(layer.g_dim))
+    inverse_s = layer.inverse_s(cost)
+    if inverse_s < sent_s:  # SPD-KFAC's rule charges the owner with all of the inversion, so it is implied
+        assert replicated(layer, world_size, cost, FREE, broadcast_s)
+    if inverse_s * (1 - 1 / world_size) > sent_s * (1 + 1e-9):
+        assert not replicated(layer, world_size, cost, FREE, broadcast_s)
+
+
+def test_both_rules_agree_where_small_factors_are_cheap() -> None:
+    cost = InverseCost(1e-12)
+    dims = (64, 512, 2304, 4608)
+    found = place_by_broadcast(dims, 64, cost.seconds, lambda d: 1e-3)
+    assert [owner == EVERYWHERE for owner in found.owners] == [True, True, False, False]
+    chosen = [replicated(layer("l", d), 64, cost, FREE, lambda d: 1e-3) for d in dims]
+    assert chosen == [True, True, False, False]
+
+
+# Merging.
+
+ready_times = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1000)), min_size=1, max_size=8)
+short_links = st.builds(Link, st.floats(0, 0.5), st.floats(0, 1e-3))
+
+
+def groupings(layers: int) -> Iterator[Groups]:
+    """List all ways to cut layers into consecutive groups."""
+    for borders in itertools.product([False, True], repeat=layers - 1):
+        cuts = [0, *(number + 1 for number, cut in enumerate(borders) if cut), layers]
+        yield tuple(tuple(range(*cut)) for cut in itertools.pairwise(cuts))
+
+
+def split(layers: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
+    return sorted(ready for ready, _ in layers), [size for _, size in layers]
+
+
+@given(layers=ready_times, link=short_links)
+def test_groups_are_all_layers_in_order(layers: list[tuple[float, int]], link: Link) -> None:
+    ready_s, sizes = split(layers)
+    for groups in (merge(ready_s, sizes, link), merge_best(ready_s, sizes, link)):
+        assert list(itertools.chain(*groups)) == list(range(len(layers)))
+        assert all(groups)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layers=ready_times, link=short_links)
+def test_the_rule_is_never_worse_than_no_merging_nor_twice_the_best(
+    layers: list[tuple[float, int]], link: Link
+) -> None:
+    ready_s, sizes = split(layers)
+    found_s = merged_s(merge(ready_s, sizes, link), ready_s, sizes, link)
+    alone_s = merged_s(tuple((number,) for number in range(len(layers))), ready_s, sizes, link)
+    best_s = min(merged_s(groups, ready_s, sizes, link) for groups in groupings(len(layers)))
+    assert found_s <= alone_s * (1 + 1e-9)
+    assert found_s <= (ready_s[-1] + link.half_s(sum(sizes))) * (1 + 1e-9)
+    assert best_s * (1 - 1e-9) <= found_s <= 2 * best_s * (1 + 1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layers=ready_times, link=short_links)
+def test_the_best_groups_are_the_best_of_all(layers: list[tuple[float, int]], link: Link) -> None:
+    ready_s, sizes = split(layers)
+    found_s = merged_s(merge_best(ready_s, sizes, link), ready_s, sizes, link)
+    best_s = min(merged_s(groups, ready_s, sizes, link) for groups in groupings(len(layers)))
+    assert found_s == pytest.approx(best_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("layers", [8, 100, 1000])
+def test_the_rule_waits_too_long_where_layers_come_a_little_less_than_alpha_apart(layers: int) -> None:
+    ready_s, sizes = [0.999 * number for number in range(layers)], [1] * layers
+    link = Link(1.0, 1.0)
+    assert len(merge(ready_s, sizes, link)) == 1
+    ratio = merged_s(merge(ready_s, sizes, link), ready_s, sizes, link) / merged_s(
+        merge_best(ready_s, sizes, link), ready_s, sizes, link
+    )
+    assert {8: 1.3, 100: 1.75, 1000: 1.9}[layers] <= ratio < 2
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "link", "expected"),
+    [
+        ([0.0, 0.0, 0.0], Link(1.0, 1.0), ((0, 1, 2),)),  # all at once: one message
+        ([0.0, 9.0, 18.0], Link(1.0, 1.0), ((0,), (1,), (2,))),  # far apart: each by itself
+        ([0.0, 1.0, 3.0], Link(0.0, 1.0), ((0,), (1,), (2,))),  # start-up is free
+        ([0.0, 0.5, 9.0], Link(1.0, 1.0), ((0, 1), (2,))),
+        ([0.0, 1.0, 1.5], Link(1.0, 5.0), ((0,), (1, 2))),  # 1 and 2 wait for the wire until 6
+        ([2.0, 0.0, 9.0], Link(1.0, 1.0), ((0, 1), (2,))),  # the second waits for the first
+    ],
+)
+def test_groups_done_by_hand(ready_s: list[float], link: Link, expected: Groups) -> None:
+    assert merge(ready_s, [1, 1, 1], link) == expected
+    assert merged_s(merge_best(ready_s, [1, 1, 1], link), ready_s, [1, 1, 1], link) == merged_s(
+        expected, ready_s, [1, 1, 1], link
+    )
+
+
+def test_nothing_makes_no_group_and_sizes_must_match() -> None:
+    assert merge([], [], FREE) == merge_best([], [], FREE) == ()
+    for of in (merge, merge_best):
+        with pytest.raises(ValueError, match="got 2 times and 1 sizes"):
+            of([0.0, 1.0], [1], FREE)
+
+
+# Early factors.
+
+# One byte takes a second. Forward 10, backward 10; A of 3 and 2 bytes ready after 2 and 8.
+HAND = FactorStep(
+    10.0,
+    10.0,
+    (EarlyFactor(2.0, 3, 1), EarlyFactor(8.0, 2, 0)),
+    (FactorBucket(5.0, 4, 1, 2.0), FactorBucket(10.0, 4, 1, 1.0)),
+)
+SLOW = Link(0.0, 1.0)
+
+
+def test_early_wins_where_the_wire_is_free_in_forward() -> None:
+    # In buckets: reduce 15-22, 22-30; inverted at 24 and 31; gather 30-34, 34-38.
+    # Early: 2-5, 8-10; reduce 15-20, 20-25; inverted at 22 and 26; gather 25-29, 29-33.
+    plan = choose_early(HAND, SLOW)
+    assert (plan.in_buckets_s, plan.early_s, plan.predicted_s) == (38.0, 33.0, 33.0)
+    assert plan.early == ((0,), (1,))
+
+
+def test_the_owner_inverts_one_bucket_after_the_other_and_the_wire_gathers_meanwhile() -> None:
+    buckets = (FactorBucket(0.0, 2, 0, 10.0), FactorBucket(1.0, 4, 0, 3.0))
+    # Reduce 0-2, 2-6; inverted at 12 and 15; gather 12-14, 15-19.
+    assert factor_step_s(FactorStep(0.0, 5.0, (), buckets), SLOW) == 19.0
+
+
+def test_a_reduce_that_is_ready_goes_before_a_gather_and_what_has_begun_is_not_interrupted() -> None:
+    buckets = tuple(FactorBucket(ready_s, 4, 0, 0.0) for ready_s in (0.0, 3.0, 9.0))
+    # Reduce 0-4, 4-8; gather 8-12; reduce 12-16; gather 16-20, 20-24.
+    assert factor_step_s(FactorStep(0.0, 9.0, (), buckets), SLOW) == 24.0
+
+
+def test_buckets_are_taken_where_both_are_equal() -> None:
+    # Backward ends long after everything has been gathered.
+    hidden = replace(HAND, backward_s=100.0)
+    plan = choose_early(hidden, SLOW)
+    assert plan.early == ()
+    assert plan.predicted_s == plan.in_buckets_s == plan.early_s == 110.0
+    assert choose_early(HAND, FREE).early == ()
+
+
+def test_a_dear_start_up_keeps_factors_in_the_buckets() -> None:
+    plan = choose_early(HAND, Link(100.0, 1.0))
+    assert plan.early == ()
+    assert plan.early_s > plan.in_buckets_s == plan.predicted_s
+
+
+def test_early_factors_are_grouped_as_is_best() -> None:
+    factors = tuple(EarlyFactor(0.99 * number, 1, 0) for number in range(8))
+    step = FactorStep(8.0, 1.0, factors, (FactorBucket(1.0, 4, 1, 0.0),))
+    plan = choose_early(step, Link(1.0, 1.0))
+    rule = merge([factor.ready_s for factor in factors], [1] * 8, Link(1.0, 1.0))
+    assert len(plan.early) > len(rule) == 1
+    assert plan.predicted_s < factor_step_s(step, Link(1.0, 1.0), rule)
+
+
+factor_steps = st.builds(
+    lambda forward_s, backward_s, factors, buckets: FactorStep(
+        forward_s,
+        backward_s,
+        tuple(
+            EarlyFactor(forward_s * part, size, number % len(buckets))
+            for part, size, number in sorted(factors)
+        ),
+        tuple(
+            FactorBucket(backward_s * part, gradient, g, inverse_s)
+            for part, gradient, g, inverse_s in sorted(buckets)
+        ),
+    ),
+    st.floats(0.01, 1),
+    st.floats(0.01, 1),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1000), st.integers(0, 5)), max_size=6),
+    st.lists(
+        st.tuples(st.floats(0, 1), st.integers(1, 1000), st.integers(0, 1000), st.floats(0, 0.1)),
+        min_size=1,
+        max_size=6,
+    ),
+)
+
+
+@given(step=factor_steps, link=short_links)
+def test_a_factor_step_is_between_its_limits(step: FactorStep, link: Link) -> None:
+    plan = choose_early(step, link)
+    gradients = sum(bucket.gradient_bytes for bucket in step.buckets)
+    factors = sum(bucket.g_bytes for bucket in step.buckets) + sum(f.size_bytes for f in step.factors)
+    wire_s = 2 * len(step.buckets) * link.alpha_s + link.beta_s * (2 * gradients + factors)
+    inverse_s = sum(bucket.inverse_s for bucket in step.buckets)
+    compute_s = step.forward_s + step.backward_s
+    assert plan.predicted_s >= max(compute_s, wire_s, inverse_s) * (1 - 1e-9)
+    assert plan.in_buckets_s <= (compute_s + wire_s + inverse_s) * (1 + 1e-9)
+
+
+@given(step=factor_steps, link=short_links)
+def test_the_plan_is_the_better_choice_and_the_same_every_time(step: FactorStep, link: Link) -> None:
+    plan = choose_early(step, link)
+    assert plan.predicted_s <= min(plan.in_buckets_s, plan.early_s) * (1 + 2e-3)
+    assert plan.predicted_s == factor_step_s(step, link, plan.early)
+    assert plan == choose_early(step, link)
+    assert plan.digest == choose_early(step, link).digest
+    assert plan.digest != replace(plan, predicted_s=plan.predicted_s + 1).digest
+
+
+def test_a_factor_belongs_to_a_bucket() -> None:
+    assert [HAND.a_bytes(bucket) for bucket in range(2)] == [2, 3]
+    with pytest.raises(ValueError, match="expected a bucket from 0 to 1, got bucket=2"):
+        replace(HAND, factors=(EarlyFactor(0.0, 1, 2),))
