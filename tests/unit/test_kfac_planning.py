@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -227,12 +228,21 @@ layer_costs = st.builds(
 )
 
 
-@settings(max_examples=3000, deadline=None)
 @given(layer=layer_costs, world_size=st.integers(1, 10_000), cost=costs, link=links)
 def test_replicating_never_wins_in_our_buckets(
     layer: LayerCost, world_size: int, cost: InverseCost, link: Link
 ) -> None:
     assert not replicated(layer, world_size, cost, link)
+
+
+def test_replicating_never_wins_at_any_of_thousands_of_costs() -> None:
+    draw = random.Random(1)
+    for _ in range(5000):
+        cost = InverseCost(10 ** draw.uniform(-15, -9), 10 ** draw.uniform(-6, -1))
+        link = Link(10 ** draw.uniform(-6, -1), draw.choice([0.0, 10 ** draw.uniform(-12, -6)]))
+        dims = (draw.randrange(5000), draw.randrange(5000))
+        costs = LayerCost("l", draw.randrange(5), *dims, draw.randrange(10**8), draw.randrange(10**8))
+        assert not replicated(costs, draw.randrange(1, 1000), cost, link)
 
 
 @given(layer=layer_costs, world_size=st.integers(2, 64), cost=costs, broadcast=st.floats(0, 1e6))
