@@ -1,0 +1,582 @@
+"""The maths of K-FAC for one layer: factors, their running mean, and the preconditioned gradient. Pure tensors.
+
+[Note: what the factors are] For a layer with inputs a (a column of ones appended where there is a bias) and output
+gradients g, K-FAC takes the Fisher matrix to be a Kronecker product of A = E[a aᵀ] and G = E[g gᵀ], g being the
+gradient of one sample's own loss (Martens and Grosse, arXiv 1503.05671; convolutions: Grosse and Martens, arXiv
+1602.01407). What autograd hands us is the gradient of a *mean* over the N samples of this rank, so a sample's own is
+N times that. A layer that is applied at S positions of a sample (pixels, tokens) leaves a choice, named by
+`WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv 2311.00636):
+
+============== ====================================== ========================================
+               A                                      G
+============== ====================================== ========================================
+expand         1/(N S) Σₙ Σₛ a aᵀ                     N Σₙ Σₛ g gᵀ
+reduce         1/N Σₙ āₙ āₙᵀ, āₙ the mean over s      N Σₙ ĝₙ ĝₙᵀ, ĝₙ the sum over s
+kfac-pytorch   Linear: as expand                      Linear: 1/(N S) Σₙ Σₛ g gᵀ
+               Conv2d: as expand, divided by S²       Conv2d: 1/(N S³) Σₙ Σₛ g gᵀ
+============== ====================================== ========================================
+
+The last row has the constants of the public package of that name, whose users have tuned their damping to them.
+A convolution of several groups is as many layers side by side: every factor here is [groups, d, d].
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+WeightSharing = Literal["expand", "reduce", "kfac-pytorch"]
+
+# Of a strip this wide only what is right of the diagonal is multiplied: five eighths of the work at four strips.
+_GRAM_STRIP: Final = 256
+# Unfolded inputs at a time, in numbers: 64 MiB of float32.
+_CHUNK_NUMEL: Final = 1 << 24
+# Diagonal blocks of a packed triangle. The order of elements depends on it: ranks must have the same.
+_PACK_BLOCK: Final = 128
+_PI_RANGE: Final = (1e-8, 1e8)
+_RETRIES: Final = 8
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What of a layer decides the size of its factors.
+
+    Args:
+        groups: layers side by side; above 1 only for grouped convolutions.
+        a_dim: input features per group, and the column of ones if there is a bias.
+        g_dim: outputs per group.
+        has_bias: whether there is a bias that is trained.
+    """
+
+    groups: int
+    a_dim: int
+    g_dim: int
+    has_bias: bool
+
+    @property
+    def a_numel(self) -> int:
+        """Numbers in the packed triangles of A."""
+        return _triangle_numel(self.groups, self.a_dim)
+
+    @property
+    def g_numel(self) -> int:
+        """Numbers in the packed triangles of G."""
+        return _triangle_numel(self.groups, self.g_dim)
+
+
+def layer_shape(module: nn.Module) -> LayerShape | None:
+    """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.
+
+    Subclasses count as long as they compute what the class computes. None also for a lazy, quantized, pruned or
+    parametrized one (its weight is not what the optimizer updates), and for the projection in
+    ``nn.MultiheadAttention``, whose weight is read without calling the module.
+    """
+    if not _computes_as_known(module) or not _trained(module, "weight"):
+        return None
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if not weight.is_floating_point():
+        return None
+    has_bias = _trained(module, "bias")
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    return LayerShape(groups, weight[0].numel() + has_bias, weight.shape[0] // groups, has_bias)
+
+
+def _computes_as_known(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    if not isinstance(module, nn.Linear | nn.Conv2d) or parametrize.is_parametrized(module):
+        return False
+    known = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
+    names = {"forward", "_conv_forward"}
+    return not names & vars(module).keys() and all(
+        getattr(type(module), name, None) is getattr(known, name, None) for name in names
+    )
+
+
+def _trained(module: nn.Module, name: str) -> bool:
+    # Exactly a Parameter: subclasses of it are lazy, quantized or sharded.
+    parameter = getattr(module, name, None)
+    return type(parameter) is nn.Parameter and parameter.requires_grad
+
+
+def input_factor(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Tensor:
+    """Compute A of one call of ``module``, see [Note: what the factors are].
+
+    Args:
+        module: the layer, for the geometry of its convolution; its parameters are not read.
+        shape: what `layer_shape` said of it.
+        input: what the module was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
+        sharing: how positions of a sample are counted.
+
+    Returns: [groups, a_dim, a_dim], float32 (float64 for float64 input), exactly symmetric, without gradient.
+    Finite for an empty input too.
+    """
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        x = _at_least_float32(input)
+        if isinstance(module, nn.Conv2d):
+            windows = _windows(module, x if x.dim() == 4 else x.unsqueeze(0))
+            return _conv_input_factor(windows, shape, sharing)
+        samples, positions = _counts(x)
+        rows = _mean_of_positions(x) if sharing == "reduce" else x.reshape(-1, x.shape[-1])
+        return _with_ones(rows.T.unsqueeze(0), shape).div_(
+            samples if sharing == "reduce" else samples * positions
+        )
+
+
+def output_factor(
+    module: nn.Module, shape: LayerShape, grad_output: Tensor, sharing: WeightSharing
+) -> Tensor:
+    """Compute G of one call of ``module``, see [Note: what the factors are].
+
+    Args:
+        module: the layer; only its kind is looked at.
+        shape: what `layer_shape` said of it.
+        grad_output: the gradient of the loss, a mean over samples, with respect to what the module returned.
+        sharing: how positions of a sample are counted.
+
+    Returns: [groups, g_dim, g_dim], float32 (float64 for float64 gradients), exactly symmetric, without gradient.
+    """
+    with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
+        g = _at_least_float32(grad_output)
+        if isinstance(module, nn.Conv2d):
+            # Channels last, as a Linear layer has its features.
+            g = (g if g.dim() == 4 else g.unsqueeze(0)).permute(0, 2, 3, 1)
+        samples, positions = _counts(g)
+        if sharing == "reduce" and g.dim() > 2:
+            g = g.flatten(1, -2).sum(1)
+        columns = g.reshape(-1, g.shape[-1]).T.reshape(shape.groups, shape.g_dim, -1)
+        factor = _gram(columns)
+        if sharing != "kfac-pytorch":
+            return factor.mul_(samples)
+        return factor.div_(samples * positions * (positions**2 if isinstance(module, nn.Conv2d) else 1))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _counts(x: Tensor) -> tuple[int, int]:
+    """Return samples N and positions S of [N, ..., d], 1 each where there is no such dimension or it is empty."""
+    samples = x.shape[0] if x.dim() > 1 else 1
+    return max(1, samples), max(1, math.prod(x.shape[1:-1]))
+
+
+def _mean_of_positions(x: Tensor) -> Tensor:
+    """Return [N, d] of [N, ..., d]."""
+    return x.flatten(1, -2).sum(1) / _counts(x)[1] if x.dim() > 2 else x.reshape(-1, x.shape[-1])
+
+
+def _windows(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """View [N, C, H, W] as what the kernel meets: [C, N, H_out, W_out, kernel rows, kernel columns]."""
+    # Channels first, so that unfolded numbers are copied in runs as long as a row of the picture, whatever the
+    # memory format was. Quicker than F.unfold, whose result has to be transposed.
+    x = x.transpose(0, 1).contiguous()
+    if module.padding_mode == "zeros":
+        x = F.pad(x, _zero_padding(module))
+    else:
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    for dim in (0, 1):
+        dilation = module.dilation[dim]
+        extent = (module.kernel_size[dim] - 1) * dilation + 1
+        x = x.unfold(2 + dim, extent, module.stride[dim])[..., ::dilation]
+    return x
+
+
+def _zero_padding(module: nn.Conv2d) -> list[int]:
+    """Return left, right, top, bottom, as ``F.pad`` wants them."""
+    padding = module.padding
+    if not isinstance(padding, str):
+        return [padding[1], padding[1], padding[0], padding[0]]
+    if padding == "valid":
+        return [0, 0, 0, 0]
+    totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+
+
+def _conv_input_factor(windows: Tensor, shape: LayerShape, sharing: WeightSharing) -> Tensor:
+    samples, positions = max(1, windows.shape[1]), windows.shape[2] * windows.shape[3]
+    features = shape.a_dim - shape.has_bias
+    if sharing == "reduce":
+        means = windows.mean(dim=(2, 3)).permute(0, 2, 3, 1).reshape(shape.groups, features, windows.shape[1])
+        return _with_ones(means, shape).div_(samples)
+    factor = windows.new_zeros(shape.groups, shape.a_dim, shape.a_dim)
+    for chunk in windows.split(max(1, _CHUNK_NUMEL * samples // max(1, windows.numel())), dim=1):
+        # Rows in the order of the weight's own dimensions: channel, kernel row, kernel column.
+        columns = chunk.permute(0, 4, 5, 1, 2, 3).reshape(shape.groups, features, -1 if chunk.numel() else 0)
+        factor += _with_ones(columns, shape)
+    return factor.div_(samples * positions * (positions**2 if sharing == "kfac-pytorch" else 1))
+
+
+def _with_ones(columns: Tensor, shape: LayerShape) -> Tensor:
+    """Return Σ a aᵀ over the columns of [groups, features, count], each with a one appended if there is a bias."""
+    if not shape.has_bias:
+        return _gram(columns)
+    factor = columns.new_empty(shape.groups, shape.a_dim, shape.a_dim)
+    factor[:, :-1, :-1] = _gram(columns)
+    factor[:, :-1, -1] = factor[:, -1, :-1] = columns.sum(-1)
+    factor[:, -1, -1] = columns.shape[-1]
+    return factor
+
+
+def _gram(columns: Tensor) -> Tensor:
+    """Return C Cᵀ of [groups, d, count], exactly symmetric."""
+    size = columns.shape[1]
+    gram = columns.new_empty(columns.shape[0], size, size)
+    for low in range(0, size, _GRAM_STRIP):
+        high = min(low + _GRAM_STRIP, size)
+        strip = columns[:, low:high] @ columns[:, low:].mT
+        block, beside = strip[..., : high - low], strip[..., high - low :]
+        gram[:, low:high, low:high] = (block + block.mT) / 2
+        gram[:, low:high, high:] = beside
+        gram[:, high:, low:high] = beside.mT
+    return gram
+
+
+def _triangle_numel(groups: int, size: int) -> int:
+    return groups * size * (size + 1) // 2
+
+
+@lru_cache(maxsize=256)
+def _block_index(size: int, device: torch.device) -> Tensor:
+    """Return where in a flat [size, size] block the elements of its upper triangle are."""
+    rows, columns = torch.triu_indices(size, size, device=device)
+    index: Tensor = rows * size + columns
+    return index
+
+
+@lru_cache(maxsize=256)
+def _block_order(size: int, device: torch.device) -> Tensor:
+    """Return where in a packed block each element of the flat, symmetric [size, size] block is."""
+    order = torch.zeros(size, size, dtype=torch.int64, device=device)
+    rows, columns = torch.triu_indices(size, size, device=device)
+    order[rows, columns] = order[columns, rows] = torch.arange(len(rows), device=device)
+    return order.flatten()
+
+
+def pack_triangle(factor: Tensor, out: Tensor) -> None:
+    """Write the upper triangles of ``factor`` to ``out``, without gaps.
+
+    The order of elements depends on ``groups`` and ``d`` alone: strips of rows, of each its triangle on the
+    diagonal, then what is right of it.
+
+    Args:
+        factor: [groups, d, d]; what lies below the diagonals is not read.
+        out: a contiguous one-dimensional view of groups * d * (d + 1) / 2 numbers, of any dtype.
+    """
+    groups, size, _ = factor.shape
+    _check_numel(out, groups, size)
+    flat, start = out.view(groups, -1), 0
+    for low in range(0, size, _PACK_BLOCK):
+        high = min(low + _PACK_BLOCK, size)
+        block = factor[:, low:high, low:high].reshape(groups, -1)
+        index = _block_index(high - low, factor.device)
+        flat[:, start : start + len(index)] = block[:, index]
+        start += len(index)
+        beside = flat[:, start : start + (high - low) * (size - high)]
+        beside.view(groups, high - low, -1 if high < size else 0).copy_(factor[:, low:high, high:])
+        start += beside.shape[1]
+
+
+def unpack_triangle(flat: Tensor, groups: int, d: int) -> Tensor:
+    """Return the symmetric [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
+    _check_numel(flat, groups, d)
+    factor, packed, start = flat.new_empty(groups, d, d), flat.view(groups, -1), 0
+    for low in range(0, d, _PACK_BLOCK):
+        high = min(low + _PACK_BLOCK, d)
+        width = high - low
+        length = width * (width + 1) // 2
+        block = packed[:, start : start + length][:, _block_order(width, flat.device)]
+        factor[:, low:high, low:high] = block.view(groups, width, width)
+        start += length
+        beside = packed[:, start : start + width * (d - high)].view(groups, width, d - high)
+        factor[:, low:high, high:] = beside
+        factor[:, high:, low:high] = beside.mT
+        start += width * (d - high)
+    return factor
+
+
+def _check_numel(flat: Tensor, groups: int, size: int) -> None:
+    if flat.dim() != 1 or flat.numel() != _triangle_numel(groups, size):
+        raise ValueError(
+            f"expected a flat tensor of {_triangle_numel(groups, size)} numbers for {groups} triangles of {size} rows, "
+            f"got shape={tuple(flat.shape)}; pass exactly the layer's part of the buffer"
+        )
+
+
+def update_running(
+    running: Tensor | None, batch: Tensor, decay: float, *, start: Literal["batch", "identity"]
+) -> Tensor:
+    """Take a mini-batch's factor into the running mean: new = decay * old + (1 - decay) * batch.
+
+    So 0.95 forgets slowly; some code bases call the other weight the decay. Damping never gets into it. Neither is
+    ``batch`` looked at: one that is not finite makes the mean so, for good.
+
+    Args:
+        running: the mean so far, updated in place; None the first time.
+        batch: the factor of this step, of the same shape.
+        decay: the weight of the old mean, from 0 to 1.
+        start: what the first mean is: "batch", the batch itself (not a copy: hand over a tensor of your own), or
+            "identity", decay * identity + (1 - decay) * batch, as kfac-pytorch has it.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"expected 0 <= decay <= 1, got decay={decay}; 0.95 is usual")
+    if running is not None:
+        return running.mul_(decay).add_(batch, alpha=1 - decay)
+    if start == "batch":
+        return batch
+    first = batch * (1 - decay)
+    first.diagonal(dim1=-2, dim2=-1).add_(decay)
+    return first
+
+
+def gradient_matrix(shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | None) -> Tensor:
+    """Return the gradients of a layer as [groups, g_dim, a_dim], the bias in the last column; a copy or a view.
+
+    Columns are in the order of A's rows. The dtype stays as it is.
+    """
+    matrix = weight_grad.reshape(shape.groups, shape.g_dim, -1)
+    if not shape.has_bias:
+        return matrix
+    if bias_grad is None:
+        raise ValueError(f"expected the gradient of the bias, got bias_grad=None for {shape}; pass it")
+    return torch.cat([matrix, bias_grad.reshape(shape.groups, shape.g_dim, 1)], dim=-1)
+
+
+def split_gradient(shape: LayerShape, matrix: Tensor, weight_out: Tensor, bias_out: Tensor | None) -> None:
+    """Write [groups, g_dim, a_dim] back to the shapes, memory formats and dtypes of weight and bias."""
+    if not shape.has_bias:
+        weight_out.copy_(matrix.reshape(weight_out.shape))
+        return
+    if bias_out is None:
+        raise ValueError(f"expected room for the bias, got bias_out=None for {shape}; pass it")
+    weight_out.copy_(matrix[..., :-1].reshape(weight_out.shape))
+    bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
+
+
+class Solver(Protocol):
+    """What turns a layer's gradient into its K-FAC step, made of its two factors."""
+
+    @property
+    def strained(self) -> int:
+        """How many times a factor (of one group) had to be damped further than asked; 0 after `from_tensors`."""
+
+    @classmethod
+    def compute(cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool) -> "Solver | None":
+        """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
+
+        Args:
+            a_factor: A, [groups, a, a], symmetric; only its lower triangle may be read. Left as it is.
+            g_factor: G, [groups, g, g].
+            damping: γ > 0.
+            pi: divide the damping between the factors by their size.
+
+        On failure: ``ValueError`` for damping that is not a positive number. No factor raises: one that cannot be
+        solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
+        """
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has to hold; the tensors themselves, not copies."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Solver":
+        """Make again what `tensors` described."""
+
+
+@dataclass(frozen=True)
+class DampedInverse:
+    """V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky.
+
+    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section 6.3), or 1.
+    See `Solver` for the methods.
+    """
+
+    a_inverse: Tensor
+    g_inverse: Tensor
+    strained: int = 0
+
+    @classmethod
+    def compute(
+        cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool
+    ) -> "DampedInverse | None":
+        """Invert both factors, damped."""
+        factors = _usable(a_factor, g_factor, damping)
+        if factors is None:
+            return None
+        a, g = factors
+        balance = _balance(a, g) if pi else a.new_ones(a.shape[0], dtype=torch.float64)
+        root = math.sqrt(damping)
+        (a_inverse,), a_strained = _solved(a, root * balance, _inverse, _diagonal_inverse)
+        (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
+        return cls(a_inverse, g_inverse, a_strained + g_strained)
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Apply both inverses."""
+        return self.g_inverse @ matrix.to(self.a_inverse.dtype) @ self.a_inverse
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return both inverses."""
+        return {"a_inverse": self.a_inverse, "g_inverse": self.g_inverse}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "DampedInverse":
+        """Take both inverses."""
+        return cls(tensors["a_inverse"], tensors["g_inverse"])
+
+
+@dataclass(frozen=True)
+class Eigenbasis:
+    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues taken for zero.
+
+    Damps the whole Fisher block exactly (George et al., arXiv 1806.03884), so there is nothing to divide between
+    the factors: ``pi`` has no effect. See `Solver` for the methods.
+    """
+
+    a_values: Tensor
+    a_vectors: Tensor
+    g_values: Tensor
+    g_vectors: Tensor
+    damping: Tensor
+    strained: int = 0
+
+    @classmethod
+    def compute(cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool) -> "Eigenbasis | None":
+        """Decompose both factors."""
+        factors = _usable(a_factor, g_factor, damping)
+        if factors is None:
+            return None
+        a, g = factors
+        none = a.new_zeros(a.shape[0], dtype=torch.float64)
+        (a_values, a_vectors), a_strained = _solved(a, none, _eigen, _diagonal_eigen)
+        (g_values, g_vectors), g_strained = _solved(g, none, _eigen, _diagonal_eigen)
+        gamma = a.new_tensor(max(damping, torch.finfo(a.dtype).tiny))
+        return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Divide by the damped eigenvalues in the basis where the Fisher block is diagonal."""
+        rotated = self.g_vectors.mT @ matrix.to(self.a_vectors.dtype) @ self.a_vectors
+        rotated /= self.g_values.unsqueeze(-1) * self.a_values.unsqueeze(-2) + self.damping
+        return self.g_vectors @ rotated @ self.a_vectors.mT
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return eigenvalues, eigenvectors and the damping."""
+        return {name: getattr(self, name) for name in self._NAMES}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Eigenbasis":
+        """Take eigenvalues, eigenvectors and the damping."""
+        a_values, a_vectors, g_values, g_vectors, damping = (tensors[name] for name in cls._NAMES)
+        return cls(a_values, a_vectors, g_values, g_vectors, damping)
+
+    _NAMES = ("a_values", "a_vectors", "g_values", "g_vectors", "damping")
+
+
+def _usable(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor] | None:
+    """Return both factors in the dtype to compute in, None if one is not finite."""
+    if not 0 < damping < math.inf:
+        raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
+    a, g = _at_least_float32(a_factor), _at_least_float32(g_factor)
+    finite = torch.isfinite(a).all() & torch.isfinite(g).all()
+    return (a, g) if finite else None
+
+
+def _mean_diagonal(factor: Tensor) -> Tensor:
+    # float64: the trace of a large, finite factor may not fit into its own dtype.
+    return factor.diagonal(dim1=-2, dim2=-1).double().mean(-1)
+
+
+def _balance(a: Tensor, g: Tensor) -> Tensor:
+    """Return π of each group, [groups]."""
+    of_a, of_g = _mean_diagonal(a), _mean_diagonal(g)
+    pi = (of_a / of_g).sqrt().clamp(*_PI_RANGE)
+    return torch.where((of_a > 0) & (of_g > 0), pi, 1.0)
+
+
+Solved = tuple[Tensor, ...]
+
+
+def _solved(
+    factor: Tensor,
+    damping: Tensor,
+    attempt: Callable[[Tensor], Solved],
+    fall_back: Callable[[Tensor], Solved],
+) -> tuple[Solved, int]:
+    """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
+
+    Args:
+        factor: [groups, d, d], finite.
+        damping: [groups].
+        attempt: returns tensors [groups, ...]; not finite for a group without solution.
+        fall_back: the same for the diagonals alone; always finite.
+
+    Returns: what these returned, and how many times a group was damped further or fell back.
+    """
+    solved, strained = attempt(_plus_identity(factor, damping)), 0
+    failed = _failed(solved)
+    # Below this, damping is lost in the rounding of the factor.
+    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
+        min=torch.finfo(factor.dtype).tiny
+    )
+    for retry in range(_RETRIES + 1):
+        if not bool(failed.any()):
+            break
+        strained += int(failed.sum())
+        damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
+        stronger = _plus_identity(factor[failed], damping[failed])
+        again = attempt(stronger) if retry < _RETRIES else fall_back(stronger)
+        for whole, part in zip(solved, again, strict=True):
+            whole[failed] = part
+        failed = _failed(solved)
+    return solved, strained
+
+
+def _failed(solved: Solved) -> Tensor:
+    return ~torch.stack([part.flatten(1).isfinite().all(1) for part in solved]).all(0)
+
+
+def _plus_identity(factor: Tensor, amount: Tensor) -> Tensor:
+    damped = factor.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(amount.to(factor.dtype).unsqueeze(-1))
+    return damped
+
+
+def _inverse(factor: Tensor) -> Solved:
+    triangle, info = torch.linalg.cholesky_ex(factor)
+    # Half a triangle, or one with a zero on its diagonal, would make the inversion of all groups raise.
+    triangle[(info != 0) | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any(-1)] = math.nan
+    return (torch.cholesky_inverse(triangle),)
+
+
+def _diagonal_inverse(factor: Tensor) -> Solved:
+    return (torch.diag_embed(1 / _positive_diagonal(factor)),)
+
+
+def _eigen(factor: Tensor) -> Solved:
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        # One group is enough to fail all: find out which.
+        if factor.shape[0] > 1:
+            each = [_eigen(group) for group in factor.split(1)]
+            return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+        return factor.new_full(factor.shape[:-1], math.nan), factor.new_full(factor.shape, math.nan)
+    return values.clamp_(min=0), vectors
+
+
+def _diagonal_eigen(factor: Tensor) -> Solved:
+    basis = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return _positive_diagonal(factor), basis.expand_as(factor)
+
+
+def _positive_diagonal(factor: Tensor) -> Tensor:
+    # Neither this nor its inverse overflows.
+    limits = torch.finfo(factor.dtype)
+    return factor.diagonal(dim1=-2, dim2=-1).clamp(limits.tiny * 4, limits.max / 4)

@@ -1,0 +1,254 @@
+"""Both solvers against dense algebra on vec(∇), and with factors that no solver likes."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from crossover_ddp._factors import DampedInverse, Eigenbasis, Solver
+
+SOLVERS: tuple[type[Solver], ...] = (DampedInverse, Eigenbasis)
+
+
+def factor_of(seed: int, groups: int, size: int, rank: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(groups, size, rank or 2 * size, generator=generator, dtype=torch.float64)
+    return rows @ rows.mT / rows.shape[-1]
+
+
+def gradient_of(seed: int, groups: int, g: int, a: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(groups, g, a, generator=generator, dtype=torch.float64)
+
+
+def eye(size: int) -> Tensor:
+    return torch.eye(size, dtype=torch.float64)
+
+
+def dense_inverse_step(a: Tensor, g: Tensor, gradient: Tensor, damping: float, *, pi: bool) -> Tensor:
+    """Solve (G + √γ/π I) kron (A + √γ π I) vec(V) = vec(∇), rows of ∇ one after the other."""
+    steps = []
+    for of_a, of_g, of_w in zip(a, g, gradient, strict=True):
+        ratio = math.sqrt((of_a.trace() / len(of_a)) / (of_g.trace() / len(of_g))) if pi else 1.0
+        block = torch.kron(
+            of_g + math.sqrt(damping) / ratio * eye(len(of_g)),
+            of_a + math.sqrt(damping) * ratio * eye(len(of_a)),
+        )
+        steps.append(torch.linalg.solve(block, of_w.flatten()).reshape(of_w.shape))
+    return torch.stack(steps)
+
+
+def dense_eigen_step(a: Tensor, g: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """Solve (G kron A + γ I) vec(V) = vec(∇)."""
+    steps = []
+    for of_a, of_g, of_w in zip(a, g, gradient, strict=True):
+        block = torch.kron(of_g, of_a) + damping * eye(of_w.numel())
+        steps.append(torch.linalg.solve(block, of_w.flatten()).reshape(of_w.shape))
+    return torch.stack(steps)
+
+
+def step_of(
+    solver: type[Solver], a: Tensor, g: Tensor, gradient: Tensor, damping: float, *, pi: bool
+) -> Tensor:
+    made = solver.compute(a, g, damping, pi=pi)
+    assert made is not None
+    assert made.strained == 0
+    return made.precondition(gradient)
+
+
+@given(
+    groups=st.integers(1, 3),
+    a=st.integers(1, 6),
+    g=st.integers(1, 6),
+    damping=st.sampled_from([1e-3, 0.03, 1.0]),
+    pi=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_step_is_that_of_the_dense_damped_block(
+    groups: int, a: int, g: int, damping: float, pi: bool, dtype: torch.dtype
+) -> None:
+    factors = factor_of(a, groups, a), factor_of(g + 10, groups, g)
+    gradient = gradient_of(a + g, groups, g, a)
+    rounded = [tensor.to(dtype) for tensor in (*factors, gradient)]
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}[dtype]
+    for solver in SOLVERS:
+        got = step_of(solver, rounded[0], rounded[1], rounded[2], damping, pi=pi)
+        if solver is DampedInverse:
+            expected = dense_inverse_step(*factors, gradient, damping, pi=pi)
+        else:
+            expected = dense_eigen_step(*factors, gradient, damping)
+        assert got.dtype == dtype
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_factors_and_gradient_are_left_as_they_were(solver: type[Solver]) -> None:
+    tensors = factor_of(0, 2, 4), factor_of(1, 2, 3), gradient_of(0, 2, 3, 4)
+    before = [tensor.clone() for tensor in tensors]
+    step_of(solver, *tensors, 0.1, pi=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_half_precision_is_computed_in_float32(solver: type[Solver], dtype: torch.dtype) -> None:
+    a, g, gradient = (t.to(dtype) for t in (factor_of(0, 1, 4), factor_of(1, 1, 3), gradient_of(0, 1, 3, 4)))
+    got = step_of(solver, a, g, gradient, 0.1, pi=False)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, step_of(solver, a.float(), g.float(), gradient.float(), 0.1, pi=False))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solver_survives_a_checkpoint(
+    solver: type[Solver], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = solver.compute(factor_of(0, 2, 4), factor_of(1, 2, 3), 0.1, pi=True)
+    assert made is not None
+    path = tmp_path_factory.mktemp("solver") / "solver.pt"
+    torch.save(made.tensors(), path)
+    loaded = solver.from_tensors(torch.load(path, weights_only=True))
+    gradient = gradient_of(0, 2, 3, 4)
+    assert torch.equal(loaded.precondition(gradient), made.precondition(gradient))
+    assert loaded.strained == 0
+
+
+@pytest.mark.parametrize("damping", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_damping_that_is_none_is_refused(solver: type[Solver], damping: float) -> None:
+    with pytest.raises(ValueError, match="expected damping > 0, got damping="):
+        solver.compute(factor_of(0, 1, 2), factor_of(0, 1, 2), damping, pi=True)
+
+
+def indefinite(size: int) -> Tensor:
+    return -10 * torch.eye(size).unsqueeze(0)
+
+
+SIZE = 12
+RANK_1 = factor_of(3, 1, SIZE, rank=1).float()
+DEAD = (
+    factor_of(4, 1, SIZE).float()
+    * (torch.arange(SIZE) % 3 == 0)
+    * (torch.arange(SIZE) % 3 == 0).unsqueeze(-1)
+)
+STRANGE = {
+    "zeros": torch.zeros(1, SIZE, SIZE),
+    "rank 1": RANK_1,
+    "constant inputs": torch.ones(1, SIZE, SIZE),
+    "dead units": DEAD,
+    "tiny": RANK_1 * 1e-30,
+    "huge": RANK_1 * 1e30,
+    "largest": torch.full((1, SIZE, SIZE), torch.finfo(torch.float32).max),
+    "smallest": torch.full((1, SIZE, SIZE), torch.finfo(torch.float32).tiny),
+    "huge beside tiny": torch.diag_embed(torch.logspace(-30, 30, SIZE)).unsqueeze(0),
+    "indefinite": indefinite(SIZE),
+    "well": factor_of(5, 1, SIZE).float(),
+}
+
+
+@pytest.mark.parametrize("a", STRANGE)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_strange_factors_give_finite_steps(solver: type[Solver], a: str) -> None:
+    gradient = gradient_of(0, 1, SIZE, SIZE).float()
+    for g, pi, damping in itertools.product(STRANGE, (True, False), (1e-8, 0.003)):
+        made = solver.compute(STRANGE[a], STRANGE[g], damping, pi=pi)
+        assert made is not None
+        assert made.precondition(gradient).isfinite().all(), (g, pi, damping)
+
+
+@pytest.mark.parametrize("name", ["huge", "largest", "indefinite"])
+def test_damping_lost_in_a_factor_is_made_stronger_and_counted(name: str) -> None:
+    made = DampedInverse.compute(STRANGE[name], STRANGE["well"], 0.003, pi=False)
+    assert made is not None
+    assert 1 <= made.strained <= 9
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [(0, 0), (1, 0), (2, 1)])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_factor_that_is_not_finite_gives_no_solver(
+    solver: type[Solver], where: tuple[int, int], bad: float
+) -> None:
+    good, broken = factor_of(0, 2, 3), factor_of(1, 2, 3)
+    broken[(1, *where)] = bad
+    assert solver.compute(broken, good, 0.1, pi=True) is None
+    assert solver.compute(good, broken, 0.1, pi=True) is None
+
+
+def test_a_group_that_fails_is_damped_further_and_counted_the_others_are_not() -> None:
+    a, g = factor_of(0, 3, 4).float(), factor_of(1, 3, 2).float()
+    a[1] = -0.05 * torch.eye(4)
+    made = DampedInverse.compute(a, g, 1e-4, pi=False)
+    assert made is not None
+    assert made.strained == 1  # 0.01 is not enough, ten times that is
+    torch.testing.assert_close(made.a_inverse[1], torch.eye(4) / 0.05)
+    for group in (0, 2):
+        expected = torch.linalg.inv(a[group] + 0.01 * torch.eye(4))
+        torch.testing.assert_close(made.a_inverse[group], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_factor_that_no_damping_helps_is_taken_for_its_diagonal() -> None:
+    a = torch.tensor([[[1.0, -1e25], [-1e25, 2.0]]])
+    made = DampedInverse.compute(a, torch.eye(2).unsqueeze(0), 0.01, pi=False)
+    assert made is not None
+    assert made.strained == 9
+    assert torch.equal(made.a_inverse, torch.diag_embed(made.a_inverse.diagonal(dim1=1, dim2=2)))
+    assert made.a_inverse.diagonal(dim1=1, dim2=2).gt(0).all()
+
+
+class FailingEigh:
+    """Fails the first calls as LAPACK does, by an error or by numbers that are none."""
+
+    def __init__(self, failures: int, *, raising: bool) -> None:
+        self.failures = failures
+        self.raising = raising
+        self.eigh = torch.linalg.eigh
+
+    def __call__(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = self.eigh(factor)
+        # The second group is the bad one.
+        if self.failures and float(factor[-1, 0, 0]) >= 100:
+            self.failures -= 1
+            if self.raising:
+                raise torch.linalg.LinAlgError("did not converge")
+            values[-1], vectors[-1] = math.nan, math.nan
+        return values, vectors
+
+
+@pytest.mark.parametrize("raising", [True, False])
+@pytest.mark.parametrize("failures", [3, 1000])
+def test_an_eigenvalue_problem_that_fails_is_damped_further_at_last_diagonal(
+    failures: int, raising: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, g = factor_of(0, 2, 4), factor_of(1, 2, 3)
+    a[1] += 100 * eye(4)
+    monkeypatch.setattr(torch.linalg, "eigh", FailingEigh(failures, raising=raising))
+    made = Eigenbasis.compute(a, g, 0.1, pi=False)
+    assert made is not None
+    assert made.strained == (9 if failures == 1000 else 2 if raising else 3)
+    gradient = gradient_of(0, 2, 3, 4)
+    got = made.precondition(gradient)
+    expected = dense_eigen_step(a, g, gradient, 0.1)
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1], rtol=0.2, atol=0.1 * float(expected[1].abs().max()))
+
+
+def test_pi_divides_the_damping_by_the_size_of_the_factors() -> None:
+    a, g = 1e4 * factor_of(0, 1, 4), 1e-4 * factor_of(1, 1, 3)
+    gradient = gradient_of(0, 1, 3, 4)
+    got = step_of(DampedInverse, a, g, gradient, 0.01, pi=True)
+    torch.testing.assert_close(got, dense_inverse_step(a, g, gradient, 0.01, pi=True))
+    assert not torch.allclose(got, dense_inverse_step(a, g, gradient, 0.01, pi=False), rtol=0.1)
+
+
+@pytest.mark.parametrize("zero", ["a", "g", "both"])
+def test_without_a_trace_pi_is_one(zero: str) -> None:
+    a, g = factor_of(0, 1, 4) * (zero == "g"), factor_of(1, 1, 3) * (zero == "a")
+    gradient = gradient_of(0, 1, 3, 4)
+    got = step_of(DampedInverse, a, g, gradient, 0.01, pi=True)
+    torch.testing.assert_close(got, dense_inverse_step(a, g, gradient, 0.01, pi=False))
