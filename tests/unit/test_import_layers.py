@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "gpu_mutex",
         "errors",
         "_planning",
-        "_kfac_planning",
+        "_capture",
         "_factors",
     },
     "_exchange": {
@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "_worker": {"errors"},
     "_layout": set(),
     "_planning": {"_layout", "errors"},
-    "_kfac_planning": {"_planning"},
+    "_capture": {"_factors"},
     "_factors": set(),
     "gpu_mutex": {"_turn_segment", "_turn_channel", "_turns", "_device_order", "_timeline", "errors"},
     "_turn_segment": {"_turns", "errors"},

@@ -1,0 +1,473 @@
+"""What the hooks record is what single samples, each with its own backward, make up by definition in float64."""
+
+import copy
+import gc
+import importlib.util
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from crossover_ddp._capture import Captured, FactorCapture, Layer, find_layers
+from crossover_ddp._factors import LayerShape, WeightSharing
+
+Loss = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A convolution, an in-place activation, a layer used ``uses`` times on tokens, and a head."""
+
+    def __init__(self, uses: int = 1, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.act = nn.ReLU(inplace=True)
+        self.token = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3, bias=False)
+        self.uses = uses
+        self.reentrant = reentrant
+
+    def tokens(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            # In place on what the layer returned: the gradient recorded is that before it.
+            x = self.token(x).sin_()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.conv(x)).flatten(2).mT
+        kept = self.reentrant is None
+        x = self.tokens(x) if kept else checkpoint(self.tokens, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(1))
+
+
+def net(uses: int = 1, reentrant: bool | None = None) -> Net:
+    torch.manual_seed(0)
+    return Net(uses, reentrant).double()
+
+
+def batch(size: int = 6, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 2, 6, 6, generator=generator, dtype=torch.float64)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.exp().sum(-1).mean()
+
+
+def rows_of(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.Conv2d):
+        x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)[0].T
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if module.bias is None else torch.cat([rows, torch.ones(len(rows), 1).to(rows)], 1)
+
+
+def by_sample(model: nn.Module, x: Tensor, sharing: WeightSharing) -> dict[str, Captured]:
+    """Factors of every layer, one sample and one call after the other."""
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    model = copy.deepcopy(model)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    for name, module in layers.items():
+        module.register_forward_hook(lambda m, i, o, n=name: calls.append((n, rows_of(m, i[0]), o)))
+    a: dict[str, list[Tensor]] = {name: [] for name in layers}
+    g: dict[str, Tensor] = {}
+    for sample in x:
+        calls.clear()
+        # Taken before anything is done to an output in place.
+        output = model(sample.unsqueeze(0))
+        gradients = torch.autograd.grad(loss_of(output), [o for _, _, o in calls])
+        for (name, rows, _), gradient in zip(calls, gradients, strict=True):
+            channels = gradient.flatten(2)[0].T if gradient.dim() == 4 else gradient
+            own = channels.reshape(-1, channels.shape[-1])
+            if sharing == "reduce":
+                rows, own = rows.mean(0, keepdim=True), own.sum(0, keepdim=True)
+            a[name].append(rows.T @ rows / len(rows))
+            g[name] = g.get(name, 0) + own.T @ own / len(x)
+    return {n: Captured(torch.stack(a[n]).mean(0)[None].detach(), g[n][None].detach()) for n in layers}
+
+
+class OutOfPlace(Net):
+    def tokens(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = self.token(x).sin()
+        return x
+
+
+def expected_of(model: Net, x: Tensor, sharing: WeightSharing = "expand") -> dict[str, Captured]:
+    plain = OutOfPlace(model.uses).double()
+    plain.load_state_dict(model.state_dict())
+    plain.act = nn.ReLU()
+    return by_sample(plain, x, sharing)
+
+
+@dataclass
+class Recorded:
+    """A model with its capture."""
+
+    model: nn.Module
+    layers: list[Layer]
+    capture: FactorCapture
+
+    def taken(self) -> dict[str, Captured | None]:
+        return {layer.name: self.capture.take(index) for index, layer in enumerate(self.layers)}
+
+
+def recorded(model: nn.Module, sharing: WeightSharing = "expand", **options: object) -> Recorded:
+    layers, _ = find_layers(model)
+    return Recorded(model, layers, FactorCapture(layers, sharing=sharing, model=model, **options))  # type: ignore[arg-type]
+
+
+def assert_same(got: dict[str, Captured | None], expected: dict[str, Captured]) -> None:
+    assert got.keys() == expected.keys()
+    for name, captured in got.items():
+        assert captured is not None, name
+        torch.testing.assert_close(captured.a, expected[name].a, msg=lambda m, n=name: f"A of {n}: {m}")
+        torch.testing.assert_close(captured.g, expected[name].g, msg=lambda m, n=name: f"G of {n}: {m}")
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_are_those_of_the_samples(sharing: WeightSharing, uses: int) -> None:
+    run = recorded(net(uses), sharing)
+    loss_of(run.model(batch())).backward()
+    assert_same(run.taken(), expected_of(net(uses), batch(), sharing))
+
+
+def test_each_step_begins_with_nothing() -> None:
+    run = recorded(net())
+    for seed in range(3):
+        run.capture.begin_step()
+        loss_of(run.model(batch(seed=seed))).backward()
+        assert run.capture.micro_batches == 1
+        if seed != 1:
+            assert_same(run.taken(), expected_of(net(), batch(seed=seed)))
+    assert set(run.taken().values()) == {None}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce", "kfac-pytorch"])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_four_micro_batches_are_one_large_batch(sharing: WeightSharing, uses: int) -> None:
+    large = recorded(net(uses), sharing)
+    loss_of(large.model(batch(8))).backward()
+    small = recorded(net(uses), sharing)
+    for part in batch(8).chunk(4):
+        (loss_of(small.model(part)) / 4).backward()
+    assert small.capture.micro_batches == 4
+    expected = {name: captured for name, captured in large.taken().items() if captured}
+    assert_same(small.taken(), expected)
+
+
+def test_four_micro_batches_whose_losses_are_summed() -> None:
+    run = recorded(net(), accumulated="sum")
+    for part in batch(8).chunk(4):
+        loss_of(run.model(part)).backward()
+    assert_same(run.taken(), expected_of(net(), batch(8)))
+
+
+def test_two_forwards_before_a_backward_are_one_micro_batch() -> None:
+    run = recorded(net())
+    (loss_of(run.model(batch(3))) + loss_of(run.model(batch(3, seed=1)))).backward()
+    assert run.capture.micro_batches == 1
+    halves = [expected_of(net(), batch(3, seed=seed)) for seed in (0, 1)]
+    expected = {
+        n: Captured((halves[0][n].a + halves[1][n].a) / 2, halves[0][n].g + halves[1][n].g) for n in halves[0]
+    }
+    assert_same(run.taken(), expected)
+
+
+def test_the_caller_may_say_when_a_micro_batch_begins() -> None:
+    model = net()
+    layers, _ = find_layers(model)
+    run = Recorded(model, layers, FactorCapture(layers, sharing="expand"))
+    for part in batch(8).chunk(2):
+        run.capture.begin_micro_batch()
+        (loss_of(model(part)) / 2).backward()
+    assert_same(run.taken(), expected_of(net(), batch(8)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_every_call_once(reentrant: bool, uses: int, micro_batches: int) -> None:
+    run = recorded(net(uses, reentrant))
+    inputs = []
+    run.capture.on_input = inputs.append
+    for part in batch().chunk(micro_batches):
+        (loss_of(run.model(part)) / micro_batches).backward()
+    assert run.capture.micro_batches == micro_batches
+    assert sorted(inputs) == sorted(micro_batches * ([0] + uses * [1] + [2]))
+    assert_same(run.taken(), expected_of(net(uses), batch()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_the_whole_model(reentrant: bool) -> None:
+    run = recorded(net())
+    for part in batch().chunk(2):
+        output = checkpoint(run.model, part.requires_grad_(), use_reentrant=reentrant)
+        (loss_of(output) / 2).backward()
+    assert run.capture.micro_batches == 2
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_scaled_losses_are_scaled_back() -> None:
+    scale = [0.0]
+    run = recorded(net(), loss_scale=lambda: scale[0])
+    output = run.model(batch())
+    scale[0] = 1024.0
+    (1024 * loss_of(output)).backward()
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_half_precision_of_autocast_gives_float32() -> None:
+    run = recorded(net().float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(run.model(batch().float()))
+    loss.backward()
+    taken, expected = run.taken(), expected_of(net(), batch())
+    for name, captured in taken.items():
+        assert captured is not None
+        assert captured.a.dtype == captured.g.dtype == torch.float32
+        for got, exact in zip(captured, expected[name], strict=True):
+            torch.testing.assert_close(got.double(), exact, rtol=0.1, atol=0.05 * float(exact.max()))
+
+
+def test_evaluation_captures_nothing() -> None:
+    run = recorded(net())
+    with torch.no_grad():
+        run.model(batch())
+    run.model.eval()
+    loss_of(run.model(batch())).backward()
+    run.model.train()
+    run.capture.active = False
+    loss_of(run.model(batch())).backward()
+    assert run.capture.micro_batches == 0
+    assert set(run.taken().values()) == {None}
+
+
+def test_a_layer_without_gradient_gives_nothing() -> None:
+    run = recorded(net())
+    run.model(batch())
+    assert set(run.taken().values()) == {None}
+
+
+def test_only_chosen_layers_are_captured() -> None:
+    model = net()
+    layers, _ = find_layers(model)
+    capture = FactorCapture(layers, sharing="expand", model=model, only={1})
+    assert [len(module._forward_hooks) for module in (model.conv, model.token, model.head)] == [0, 1, 0]
+    loss_of(model(batch())).backward()
+    captured = capture.take(1)
+    assert captured is not None
+    assert_same({"token": captured}, {"token": expected_of(net(), batch())["token"]})
+
+
+def test_inputs_can_be_taken_before_backward() -> None:
+    run = recorded(net())
+    early: dict[str, Tensor | None] = {}
+    run.capture.on_input = lambda index: early.update({run.layers[index].name: run.capture.take_input(index)})
+    loss = loss_of(run.model(batch()))
+    expected = expected_of(net(), batch())
+    assert list(early) == ["conv", "token", "head"]
+    loss.backward()
+    for index, layer in enumerate(run.layers):
+        a, g = early[layer.name], run.capture.take_output(index)
+        assert a is not None and g is not None
+        assert_same({layer.name: Captured(a, g)}, {layer.name: expected[layer.name]})
+
+
+def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
+    model = net()
+    model.head.register_forward_hook(lambda module, args, output: output * 3)
+    run = recorded(model)
+    loss_of(model(batch()) / 3).backward()
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_an_input_by_name_is_seen() -> None:
+    model = nn.Linear(3, 2).double()
+    run = recorded(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    loss_of(model(input=x)).backward()
+    assert_same(run.taken(), by_sample(model, x, "expand"))
+
+
+def test_copies_of_the_model_add_nothing() -> None:
+    run = recorded(net())
+    loss_of(run.model(batch())).backward()
+    buffer = io.BytesIO()
+    torch.save(run.model, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(run.model),
+        pickle.loads(pickle.dumps(run.model)),
+        torch.load(buffer, weights_only=False),
+    ]
+    for other in copies:
+        loss_of(other(batch(seed=1))).backward()
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_nobody_is_kept_alive() -> None:
+    run = recorded(net())
+    loss_of(run.model(batch())).backward()
+    model, capture = weakref.ref(run.model), weakref.ref(run.capture)
+    kept = run.model
+    del run
+    gc.collect()
+    assert capture() is None
+    loss_of(kept(batch())).backward()
+    del kept
+    gc.collect()
+    assert model() is None
+
+
+def test_closing_removes_the_hooks() -> None:
+    run = recorded(net())
+    loss = loss_of(run.model(batch()))
+    run.capture.close()
+    run.capture.close()
+    loss.backward()
+    assert set(run.taken().values()) == {None}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
+
+
+@pytest.fixture
+def _without_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where tqdm is installed torch's compiler uses it, and it starts a thread for good.
+    if importlib.util.find_spec("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
+@pytest.mark.usefixtures("_without_progress_bars")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_captured(backend: str) -> None:
+    model = net(2)
+    run = recorded(model)
+    compiled = torch.compile(model, backend=backend)
+    try:
+        for seed, active in enumerate((True, True, False, True)):
+            run.capture.begin_step()
+            run.capture.active = active
+            loss_of(compiled(batch(seed=seed))).backward()
+            if active:
+                assert_same(run.taken(), expected_of(net(2), batch(seed=seed)))
+            else:
+                assert set(run.taken().values()) == {None}
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_wrong_way_to_accumulate_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected accumulated='mean' or 'sum', got accumulated='max'"):
+        FactorCapture([], sharing="expand", accumulated="max")  # type: ignore[arg-type]
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.first = nn.Linear(4, 4)
+        self.again = self.first
+        self.twin = nn.Linear(4, 4)
+        self.twin.weight, self.twin.bias = self.first.weight, self.first.bias
+        self.tied = nn.Linear(4, 4)
+        self.loose = nn.Linear(4, 4)
+        self.loose.weight = self.tied.weight
+        self.bias_twin = nn.Linear(4, 4)
+        self.bias_twin_too = nn.Linear(4, 4)
+        self.bias_twin_too.bias = self.bias_twin.bias
+        self.norm = nn.LayerNorm(4)
+        self.cold = nn.Linear(4, 4)
+        self.cold.weight.requires_grad_(False)
+        self.cold_bias = nn.Linear(4, 4)
+        self.cold_bias.bias.requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.conv = nn.Conv2d(4, 4, 1, groups=2)
+        self.decoder = nn.Linear(4, 5)
+        self.decoder.weight = self.embedding.weight
+
+
+def test_layers_are_found_and_the_others_have_a_reason() -> None:
+    model = Zoo()
+    layers, others = find_layers(model, skip=("block",))
+    assert [layer.name for layer in layers] == ["first", "cold_bias", "conv"]
+    assert layers[0].modules == (model.first, model.twin)
+    assert layers[0].weight is model.first.weight and layers[0].bias is model.first.bias
+    assert layers[1].bias is None and layers[1].shape == LayerShape(1, 4, 4, False)
+    assert layers[2].shape == LayerShape(2, 3, 2, True)
+    assert others == {
+        "embedding.weight": "shared with decoder.weight",
+        "tied.weight": "shared with loose.weight",
+        "tied.bias": "beside a shared parameter",
+        "loose.bias": "beside a shared parameter",
+        "bias_twin.weight": "beside a shared parameter",
+        "bias_twin.bias": "shared with bias_twin_too.bias",
+        "bias_twin_too.weight": "beside a shared parameter",
+        "norm.weight": "not Linear or Conv2d",
+        "norm.bias": "not Linear or Conv2d",
+        "cold.weight": "frozen",
+        "cold.bias": "beside a frozen weight",
+        "cold_bias.bias": "frozen",
+        "block.0.weight": "named in skip",
+        "block.0.bias": "named in skip",
+        "block.1.weight": "named in skip",
+        "block.1.bias": "named in skip",
+        "decoder.bias": "beside a shared parameter",
+    }
+
+
+@pytest.mark.parametrize("pattern", ["again", "twin", "f*", "first"])
+def test_any_name_of_a_shared_layer_skips_it(pattern: str) -> None:
+    layers, others = find_layers(Zoo(), skip=(pattern,))
+    assert "first" not in [layer.name for layer in layers]
+    assert others["first.weight"] == others["first.bias"] == "named in skip"
+
+
+@pytest.mark.parametrize(("pattern", "left"), [("block.0", 1), ("block.*", 0), ("bl", 2), ("*.1", 1)])
+def test_patterns_are_of_the_shell_or_whole_names(pattern: str, left: int) -> None:
+    layers, _ = find_layers(Zoo(), skip=(pattern,))
+    assert sum(layer.name.startswith("block.") for layer in layers) == left
+
+
+def test_two_modules_of_one_layer_are_summed() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    second.weight, second.bias = first.weight, first.bias
+    x = torch.randn(4, 3, dtype=torch.float64)
+    one = recorded(nn.Sequential(first, nn.Tanh(), second))
+    loss_of(one.model(x)).backward()
+    same = recorded(nn.Sequential(copy.deepcopy(first), nn.Tanh()))
+    loss_of(same.model[0](same.model(x))).backward()  # type: ignore[index]
+    expected = {name: captured for name, captured in same.taken().items() if captured}
+    assert_same(one.taken(), expected)
+
+
+def test_names_are_those_of_the_model_inside(process_group: dist.ProcessGroup) -> None:
+    model = net()
+    for wrapped in (
+        DistributedDataParallel(model, process_group=process_group),
+        torch.compile(model, backend="eager"),
+    ):
+        layers, others = find_layers(wrapped)
+        assert [layer.name for layer in layers] == ["conv", "token", "head"]
+        assert layers[0].weight is model.conv.weight
+        assert others == {}
+
+
+def test_factors_under_ddp_with_accumulation(process_group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(net(), process_group=process_group)
+    run = recorded(ddp)
+    parts = batch(8).chunk(2)
+    with ddp.no_sync():
+        (loss_of(ddp(parts[0])) / 2).backward()
+    (loss_of(ddp(parts[1])) / 2).backward()
+    assert_same(run.taken(), expected_of(net(), batch(8)))
