@@ -10,21 +10,18 @@ limit is max(C, M), with C and the bytes of plain DDP's own runs. Needs root (se
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from lab_cluster import Cluster
-from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, Worker
+from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, Worker, measure_all
 
 WORKER = Path(__file__).with_name("decoupled_worker.py")
 FIRST_WAYS = ("ddp", "decoupled")
@@ -195,25 +192,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--per-bucket", action="store_true", help="plan a size for each bucket")
     parser.add_argument("--out", type=Path, default=Path("runs/decoupled"))
     args = parser.parse_args(argv)
-    args.out = args.out.resolve()
     args.way = list(dict.fromkeys([*FIRST_WAYS, *args.way]))
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    with (
-        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster,
-        Progress(console=console) as progress,
-    ):
-        task = progress.add_task("measuring", total=len(args.preset) * len(args.ratio) * args.repeats)
-        for preset in args.preset:
-            for row in measure_preset(cluster, preset, args, lambda: progress.advance(task)):
-                rows.append(row)
-                show([row], console)
-                args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "decoupled.json").write_text(json.dumps(rows, indent=1))
-        if cluster.dropped():
-            console.print(f"[red]{cluster.dropped()} packets were dropped: the timings are spoilt[/red]")
-    show(rows, Console(file=sys.stdout))
-    return rows
+    return measure_all(args, measure_preset, show, "decoupled.json")
 
 
 if __name__ == "__main__":

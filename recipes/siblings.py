@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,34 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def measure_all(
+    args: argparse.Namespace,
+    measure_preset: Callable[
+        [Cluster, str, argparse.Namespace, Callable[[], None]], Iterable[dict[str, Any]]
+    ],
+    show: Callable[[list[dict[str, Any]], Console], None],
+    file_name: str,
+) -> list[dict[str, Any]]:
+    """Measure all presets on one cluster; each row is shown and kept in ``args.out`` as soon as it is there."""
+    out = args.out = args.out.resolve()
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    with (
+        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster,
+        Progress(console=console) as progress,
+    ):
+        task = progress.add_task("measuring", total=len(args.preset) * len(args.ratio) * args.repeats)
+        for preset in args.preset:
+            for row in measure_preset(cluster, preset, args, lambda: progress.advance(task)):
+                rows.append(row)
+                show([row], console)
+                (out / file_name).write_text(json.dumps(rows, indent=1))
+        if cluster.dropped():
+            console.print(f"[red]{cluster.dropped()} packets were dropped: the timings are spoilt[/red]")
+    show(rows, Console(file=sys.stdout))
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -297,23 +325,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/siblings"))
     args = parser.parse_args(argv)
-    args.out = args.out.resolve()
-    console = Console(stderr=True)
-    rows: list[dict[str, Any]] = []
-    with (
-        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster,
-        Progress(console=console) as progress,
-    ):
-        task = progress.add_task("measuring", total=len(args.preset) * len(args.ratio) * args.repeats)
-        for preset in args.preset:
-            for row in measure_preset(cluster, preset, args, lambda: progress.advance(task)):
-                rows.append(row)
-                show([row], console)
-                (args.out / "siblings.json").write_text(json.dumps(rows, indent=1))
-        if cluster.dropped():
-            console.print(f"[red]{cluster.dropped()} packets were dropped: the timings are spoilt[/red]")
-    show(rows, Console(file=sys.stdout))
-    return rows
+    return measure_all(args, measure_preset, show, "siblings.json")
 
 
 if __name__ == "__main__":
