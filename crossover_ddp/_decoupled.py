@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ._ddp_checks import Bucket, flat_gradients, model_of, resolve_group
 from ._exchange import Exchange
-from ._guards import Watch, guard
+from ._guards import OwnHook, Watch, guard
 from ._journey import Turn
 from ._link_probe import measure_link
 from ._partial_optimizer import PartialOptimizer, check_separable
@@ -94,19 +94,22 @@ class DecoupledState:
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self._known: set[int] = set()
-        self._watch = Watch(self._bring_up_to_date)
+        self._watch: Watch[Share] = Watch(self._bring_up_to_date)
+        self._stale = self._watch.stale
         self._loaded_order: list[str] = []
         self._round: list[Share] = []
         self._round_is_open = False
+        self._round_is_broken = False
+        self._last_index = -1
         self._rounds = 0
         self._shape: tuple[object, ...] = ()
         self._settled = False
-        self._stale: dict[int, Share] = {}
         self._in_forward = False
         self._early_reads = 0
         self._times = StepTimes()
         self._scales = vars(optimizer).get(_SCALES)
         self._hooks = contextlib.ExitStack()
+        self._hooks.callback(self._end_custody)
         self._closed = False
         self._intercept()
 
@@ -126,8 +129,8 @@ class DecoupledState:
     ) -> torch.Tensor:
         """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; call it before ``step()``.
 
-        Each rank looks at its own parts only; one number per rank is exchanged. The gradients are scaled when
-        they are applied.
+        Each rank looks at its own parts only; two numbers per rank are exchanged. The gradients are scaled when
+        they are applied. If some rank has called `flush` since ``backward()``, all do, and each clips by itself.
 
         Args:
             max_norm: greatest norm that is left.
@@ -139,15 +142,13 @@ class DecoupledState:
 
         **Collective**: all ranks of the job.
         """
-        if not self._round:
-            return nn.utils.clip_grad_norm_(
-                (p for group in self.optimizer.param_groups for p in group["params"]),
-                max_norm,
-                norm_type,
-                error_if_nonfinite,
-            )
         self._check_round()
-        norm = gradient_norm(self._round, float(norm_type), resolve_group(self.process_group))
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        group = resolve_group(self.process_group)
+        norm = gradient_norm(self._round, float(norm_type), group, parameters[0].device)
+        if norm is None:
+            self._make_round_whole()
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
@@ -172,7 +173,7 @@ class DecoupledState:
             Rank 0's choice, the same on all ranks: sizes of buckets, and the predicted seconds per step.
 
         On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
-        run, and as long as no step has been deferred.
+        run, and, on all ranks, as long as some rank has recorded no step whose updates all came in forward.
 
         **Collective**: all ranks of the job, between two steps.
         """
@@ -181,19 +182,26 @@ class DecoupledState:
         model = self._model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
         workload = self._times.workload()
-        if workload is None or device.type != "cpu":
+        if device.type != "cpu":
             raise UnsupportedConfigurationError(
-                f"expected some deferred steps on CPU devices to plan from, got "
-                f"{'none' if workload is None else f'device={device}'}; train some ten steps before, or choose "
-                "bucket_cap_mb by hand: a twentieth of the model is a good start"
+                f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
+                "a sixteenth of the model is a good start"
             )
-        link = measure_link(group, device)
-        if torch.get_num_threads() == 1:  # else torch's own threads would be counted
-            link = dataclasses.replace(link, cpu_s=self._times.cpu_s())
         if per_bucket and "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
             raise UnsupportedConfigurationError(
                 f"expected a DDP that knows bucket_cap_mb_list, got torch {torch.__version__}; leave out per_bucket"
             )
+        recorded: list[Any] = [None] * group.size()
+        dist.all_gather_object(recorded, workload is not None, group=group)
+        if workload is None or not all(recorded):
+            raise UnsupportedConfigurationError(
+                f"expected deferred steps recorded on all ranks, got {recorded}; train some ten steps before, without "
+                "reading parameters between step() and forward, or choose bucket_cap_mb by hand: a sixteenth of the "
+                "model is a good start"
+            )
+        link = measure_link(group)
+        if torch.get_num_threads() == 1:  # else torch's own threads would be counted
+            link = dataclasses.replace(link, cpu_s=self._times.cpu_s())
         choice: list[Any] = [plan_buckets(workload, link, per_bucket=per_bucket)]
         dist.broadcast_object_list(choice, group=group, group_src=0)
         return cast(BucketPlan, choice[0])
@@ -239,6 +247,7 @@ class DecoupledState:
         try:
             self.flush()
         finally:
+            self._round_is_open = self._round_is_broken = False
             self._hooks.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -257,20 +266,28 @@ class DecoupledState:
         engine = self._engine = Exchange.of(process_group)
         if self._closed:
             return engine.submit(bucket)
-        parameters = bucket.parameters() if isinstance(bucket, dist.GradBucket) else []
-        self._check_bucket(bucket, parameters)
-        if not self._round_is_open:
-            self._begin_round()
+        if isinstance(bucket, dist.GradBucket):
+            # DDP goes through its buckets in order; the backward before may have ended at any of them.
+            begins = not self._round_is_open or bucket.index() <= self._last_index
+            self._last_index, self._round_is_open = bucket.index(), not bucket.is_last()
+            if begins:
+                self._begin_round()
+        parameters = self._checked_parameters(bucket)
         urgency = self._urgency(bucket.index(), parameters)
         buffer = bucket.buffer()
         future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency)
-        if deferred is not None:
+        if deferred is None:
+            self.break_round()
+        else:
             self._round.append(Share(deferred, parameters, buffer, urgency, place=len(self._round)))
             self._times.ready(buffer.numel() * buffer.element_size())
-        self._round_is_open = not bucket.is_last()
         if bucket.is_last():
             self._end_round()
         return future
+
+    def break_round(self) -> None:
+        """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
+        self._round_is_broken = True
 
     def _urgency(self, index: int, parameters: list[torch.Tensor]) -> int:
         """Return when forward first reads one of the bucket's parameters; the last bucket comes first at first."""
@@ -280,10 +297,10 @@ class DecoupledState:
         return min(order.get(id(p), len(order)) for p in parameters)
 
     def _begin_round(self) -> None:
-        self._round_is_open = True
+        self._round_is_broken = False
+        self._round = []
         # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
         self._update_all()
-        self._round = []
         # GradScaler would change half-averaged gradients, unseen: unscaling counts no version. An optimizer that
         # scales by itself is told the scale instead, and `_on_step` refuses it.
         setattr(self.optimizer, _SCALES, True)
@@ -302,20 +319,26 @@ class DecoupledState:
             self._times.forget()
         self._shape = shape
 
-    def _check_bucket(self, bucket: Bucket, parameters: list[torch.Tensor]) -> None:
-        """Look at each parameter once in its life."""
+    def _checked_parameters(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the bucket's parameters; look at each once in its life."""
         flat_gradients(bucket)
         assert isinstance(bucket, dist.GradBucket)
+        parameters = bucket.parameters()
         new = [p for p in parameters if id(p) not in self._known]
         if not new:
-            return
+            return parameters
         model = model_of(bucket)
         known = self._model()
+        if model is None:
+            raise UnsupportedConfigurationError(
+                "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+                "call gc.freeze() after the first backward(), not before"
+            )
         if known is not None and model is not known:
             raise UnsupportedConfigurationError(
                 "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
             )
-        if model is not None and known is None:
+        if known is None:
             self._adopt(model)
         owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         foreign = [p for p in new if id(p) not in owned]
@@ -326,6 +349,7 @@ class DecoupledState:
                 "wrapped (requires_grad=False)"
             )
         self._known.update(id(p) for p in new)
+        return parameters
 
     def _adopt(self, model: DistributedDataParallel) -> None:
         if not model.gradient_as_bucket_view:
@@ -335,8 +359,8 @@ class DecoupledState:
             )
         self._model = weakref.ref(model)
         self._hooks.push(guard(model.module, self._watch))
-        before = model.register_forward_pre_hook(_OfModel(self, "_before_forward"), prepend=True)
-        after = model.register_forward_hook(_OfModel(self, "_after_forward"))
+        before = model.register_forward_pre_hook(OwnHook(self._before_forward), prepend=True)
+        after = model.register_forward_hook(OwnHook(self._after_forward))
         self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
         self._take_order(model)
@@ -353,7 +377,7 @@ class DecoupledState:
 
     # --- around forward --------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, *_: Any) -> None:
         self._in_forward = True
         if not self._settled:
             self.flush()
@@ -367,22 +391,22 @@ class DecoupledState:
 
     def _take_turn(self, turn: Turn) -> None:
         """Take the turn when there is something to compute: the first parameters' gradients have come."""
-        waiting = {id(share): share for share in self._stale.values()}.values()
-        if waiting:
-            min(waiting, key=lambda share: share.urgency).deferred.wait()
+        first = min(self._stale.values(), key=lambda share: share.urgency, default=None)
+        if first is not None:
+            first.deferred.wait()
         turn.acquire()
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""
         self._watch.recording = False
         self.flush()
         self._times.forward_ends()
         self._in_forward = False
 
-    def _bring_up_to_date(self, parameter: torch.Tensor) -> None:
+    def _bring_up_to_date(self, share: Share) -> None:
         if not self._in_forward:
             self._note_early_read()
-        self._update(self._stale[id(parameter)])
+        self._update(share)
 
     def _note_early_read(self) -> None:
         self._early_reads += 1
@@ -412,12 +436,13 @@ class DecoupledState:
             self._partial.apply(share.plan, share.updates)
         for parameter in share.parameters:
             self._stale.pop(id(parameter), None)
-            self._watch.stale.discard(id(parameter))
         self._times.updated(share.place, begin_s, waited_s)
 
     def _make_round_whole(self) -> None:
         for share in self._round:
             share.deferred.wait()
+        # Not before all are: whoever catches the error may let the next backward write into any of the buckets.
+        for share in self._round:
             share.check_gradients()
             share.scale()
         if not self._round_is_open:
@@ -470,16 +495,11 @@ class DecoupledState:
                 f"{getattr(closure, '__name__', closure)!r}; call backward() before step()"
             )
         self._update_all()
-        if self._round_is_open:
-            raise UnsupportedConfigurationError(
-                "expected step() after a whole backward(), got one that ended with an exception; "
-                "let step() wait for the next backward()"
-            )
+        self._check_round()
         if not self._round:
             return self._partial.step()
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise UnsupportedConfigurationError(CHANGED)
-        self._check_round()
         if self._must_step_at_once():
             self._make_round_whole()
             return self._partial.step()
@@ -489,7 +509,6 @@ class DecoupledState:
             share.take_step(plan)
             for parameter in share.parameters:
                 self._stale[id(parameter)] = share
-        self._watch.stale.update(self._stale)
         self._end_custody()
         return None
 
@@ -499,6 +518,13 @@ class DecoupledState:
 
     def _check_round(self) -> None:
         """Collect the step's gradients; refuse what would not give the result of plain DDP."""
+        if self._round_is_open or self._round_is_broken:
+            raise UnsupportedConfigurationError(
+                "expected a whole backward() before step() and clip_grad_norm_(), got one that ended with an "
+                "exception; call them after the next backward()"
+            )
+        if not self._round:
+            return
         for share in self._round:
             share.collect()
         strangers = [
@@ -516,20 +542,6 @@ class DecoupledState:
 
 class _Nothing:
     """What a copied model has in the place of the state."""
-
-
-class _OfModel:
-    """A hook of the DDP model itself; a copied model gets one that does nothing."""
-
-    def __init__(self, state: DecoupledState | None, method: str) -> None:
-        self._state, self._method = state, method
-
-    def __call__(self, *_: Any) -> None:
-        if self._state is not None:
-            getattr(self._state, self._method)()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _OfModel, (None, self._method)
 
 
 def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -559,6 +571,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     try:
         return state.exchange(resolve_group(group), bucket)
     except Exception as error:  # whatever it is, it must not leave the hook
+        state.break_round()
         return Exchange.refuse(bucket, error)
 
 
@@ -578,7 +591,7 @@ def _restore(optimizer: Optimizer, ours: dict[str, Any], own: dict[str, Any]) ->
     vars(optimizer).pop(_MARK, None)
 
 
-def _names_of(parameters: list[torch.Tensor], model: DistributedDataParallel | None) -> str:
-    names = {id(p): name for name, p in model.module.named_parameters()} if model is not None else {}
+def _names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
+    names = {id(p): name for name, p in model.module.named_parameters()}
     known = [names[id(p)] for p in parameters if id(p) in names]
     return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

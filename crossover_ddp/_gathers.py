@@ -29,12 +29,10 @@ class GatherOrder:
 
     Args:
         ring: whose ranks gather.
-        scatter_first: wait while a reduce-scatter of the same step is under way on the choosing rank.
     """
 
-    def __init__(self, ring: Ring, *, scatter_first: bool = True) -> None:
+    def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._scatter_first = scatter_first
         self._changed = threading.Condition()
         self._scattering: Counter[Step] = Counter()
         self._ready: dict[int, Journey] = {}
@@ -99,7 +97,7 @@ class GatherOrder:
         if not self._ready:
             return []
         oldest = self._ready[min(self._ready)].step
-        if self._scatter_first and self._scattering[oldest]:
+        if self._scattering[oldest]:
             return []
         return [journey for journey in self._ready.values() if journey.step is oldest]
 

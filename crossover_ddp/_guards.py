@@ -9,24 +9,26 @@ can see is a tensor that somebody got before and reads directly.
 
 import contextlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 Entry = nn.Parameter | None
+Pending = TypeVar("Pending")
 
 
-class Watch:
+class Watch(Generic[Pending]):
     """The parameters that must not be read as they are, and what to do about it.
 
+    ``stale`` says by the parameter's id what is pending for it.
+
     Args:
-        update: bring one of them up to date; it and maybe others leave ``stale`` then.
+        update: do what is pending; whatever is up to date then leaves ``stale``.
     """
 
-    def __init__(self, update: Callable[[torch.Tensor], None]) -> None:
-        self.stale: set[int] = set()
+    def __init__(self, update: Callable[[Pending], None]) -> None:
+        self.stale: dict[int, Pending] = {}
         self.order: dict[int, int] = {}
         self.recording = False
         self._update = update
@@ -38,13 +40,19 @@ class Watch:
                 if self.recording:
                     self.order.setdefault(id(parameter), len(self.order))
                 if id(parameter) in self.stale:
-                    self._update(parameter)
+                    self._update(self.stale[id(parameter)])
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """See what the module's forward reads through references of its own."""
+        parameters = module._parameters
+        if (self.stale or self.recording) and isinstance(parameters, GuardedParameters):
+            self.reads(parameters.unguarded())
 
 
 class GuardedParameters(dict[str, Entry]):
     """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
 
-    def __init__(self, entries: dict[str, Entry], watch: Watch) -> None:
+    def __init__(self, entries: dict[str, Entry], watch: Watch[Any]) -> None:
         super().__init__(entries)
         self._watch = watch
 
@@ -90,30 +98,24 @@ class GuardedParameters(dict[str, Entry]):
         return dict, (self.copy(),)
 
 
-class BeforeForward:
-    """A forward pre-hook for all guarded modules; a copied module gets one that does nothing."""
+class OwnHook:
+    """A hook of a module, for this module only: a copy gets one that does nothing."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        parameters = module._parameters
-        if (self._watch.stale or self._watch.recording) and isinstance(parameters, GuardedParameters):
-            self._watch.reads(parameters.unguarded())
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _Inert, ()
+        return OwnHook, ()
 
 
-class _Inert:
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        return None
-
-
-def guard(network: nn.Module, watch: Watch) -> contextlib.ExitStack:
+def guard(network: nn.Module, watch: Watch[Any]) -> contextlib.ExitStack:
     """Guard all parameters of ``network``; close what is returned to end it."""
     stack = contextlib.ExitStack()
-    before_forward = BeforeForward(watch)
+    before_forward = OwnHook(watch.before_forward)
     for module in network.modules():
         if module._parameters:
             stack.callback(_unguard, module)

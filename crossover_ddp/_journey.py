@@ -167,4 +167,8 @@ class Deferred:
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean over the ranks."""
+        if self._journey.trip is None and not self._journey.future.done():  # see [Note: native order]
+            raise ExchangeError(
+                "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
+            )
         self._journey.future.wait()

@@ -33,7 +33,7 @@ class _ProbeBucket:
         return [self._tensor]
 
 
-def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Link:
+def measure_link(process_group: dist.ProcessGroup) -> Link:
     """Return what one half of an exchange costs: five megabytes travel, in a dozen exchanges.
 
     **Collective**: all ranks of the group, with nothing else on the wire. The ranks' figures differ a little.
@@ -41,7 +41,7 @@ def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Link
     engine = Exchange.of(process_group)
     samples = []
     for size_bytes in _SIZES_BYTES:
-        tensor = torch.zeros(size_bytes // 4, device=device)
+        tensor = torch.zeros(size_bytes // 4)
         took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
     return Link.fitted(samples)
@@ -50,6 +50,4 @@ def measure_link(process_group: dist.ProcessGroup, device: torch.device) -> Link
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     engine.submit(cast(dist.GradBucket, _ProbeBucket(tensor))).wait()
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - begin_s

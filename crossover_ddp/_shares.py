@@ -102,25 +102,30 @@ class Share:
 
 
 def gradient_norm(
-    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup
-) -> torch.Tensor:
+    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor | None:
     """Return the p-norm of all collected gradients together: each rank looks at its own parts.
 
-    **Collective**: one number per rank is exchanged.
+    None if a rank has no shares: its gradients are whole, and all ranks must look at whole ones.
+
+    **Collective**: two numbers per rank are exchanged.
     """
     if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
         raise ValueError(
             f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
             "torch.nn.utils.clip_grad_norm_"
         )
-    like = shares[0].buffer
     infinite = math.isinf(norm_type)
-    summed = torch.zeros((), dtype=torch.float64, device=like.device)
+    summed = torch.zeros((), dtype=torch.float64, device=device)
     for share in shares:
         for piece in share.own_pieces(process_group.rank()):
-            norm = torch.linalg.vector_norm(piece, norm_type).to(like.device, torch.float64)
+            norm = torch.linalg.vector_norm(piece, norm_type).to(device, torch.float64)
             summed = torch.maximum(summed, norm) if infinite else summed + norm**norm_type
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    dist.all_reduce(summed, operation, group=process_group)
-    total = (summed if infinite else summed ** (1.0 / norm_type)).to(like.dtype)
+    exchanged = torch.stack((summed, torch.full_like(summed, not shares)))
+    dist.all_reduce(exchanged, operation, group=process_group)
+    if not shares or exchanged[1]:
+        return None
+    summed = exchanged[0]
+    total = (summed if infinite else summed ** (1.0 / norm_type)).to(shares[0].buffer.dtype)
     return total if shares[0].factor is None else total * shares[0].factor

@@ -9,7 +9,9 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +188,28 @@ def test_the_norm_of_the_parts_is_torchs(world_size: int) -> None:
     assert len({tuple(of_rank) for of_rank in of_ranks}) == 1
 
 
+def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
+    """``flush`` asks nobody, so the ranks that have not called it must not wait for rank 0's parts."""
+    training, plain = (Training(rank, "sgd", way) for way in ("decoupled", "plain"))
+    same = True
+    for _ in range(6):
+        training.backward()
+        plain.backward()
+        assert training.state is not None
+        if rank == 0:
+            training.state.flush()
+        norm = training.state.clip_grad_norm_(0.5)
+        same &= torch.equal(norm, clip_grad_norm_(plain.model.parameters(), 0.5))
+        for each in (training, plain):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    return same and torch.equal(training.end(), plain.end())
+
+
+def test_one_rank_may_flush_before_all_clip() -> None:
+    assert run_ranks(flush_on_rank_0_and_clip, 2, timeout_s=30) == [True, True]
+
+
 def only_rank_0_looks(rank: int, world_size: int) -> bool:
     """Checkpoints, averages and evaluations of one rank need no other rank."""
     training, plain = (Training(rank, "adamw", way) for way in ("decoupled", "plain"))
@@ -260,23 +284,51 @@ def test_what_is_saved_on_the_way_out_holds_the_last_step() -> None:
     assert run_ranks(leave_by_exception, 2) == [True, True]
 
 
-def leave_at_once(rank: int, world_size: int) -> bool:
+def leave_at_once(rank: int, world_size: int, meeting: str) -> bool:
     """One rank saves what it has trained; the other has nothing more to do."""
     _endings._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
+    store = dist.FileStore(meeting, world_size)
     training = Training(rank, "sgd", "decoupled")
-    for _ in range(6):
+    for _ in range(5):
         training.step()
+    assert training.state is not None
+    training.state.flush()
+    if rank == 0:
+        hold_gathers_until_the_other_leaves(training, store)
+    training.step()
+    assert training.state._stale
     if rank == 1:
-        assert training.state is not None
-        assert training.state._stale
+        say_when_leaving(store)
         dist.destroy_process_group()
         return True
-    time.sleep(0.3)
     return bool(training.model.module.state_dict())
 
 
-def test_a_rank_may_leave_after_the_last_step_while_another_saves() -> None:
-    assert run_ranks(leave_at_once, 2) == [True, True]
+def hold_gathers_until_the_other_leaves(training: Training, store: dist.Store) -> None:
+    assert training.state is not None
+    assert training.state._engine is not None
+    order = training.state._engine._order
+    following = order.next
+
+    def held() -> Any:
+        store.wait(["leaving"], timedelta(seconds=30))
+        return following()
+
+    order.next = held  # type: ignore[method-assign]
+
+
+def say_when_leaving(store: dist.Store) -> None:
+    stop = _endings.stop_workers
+
+    def said(*args: Any) -> bool:
+        store.set("leaving", "yes")
+        return stop(*args)
+
+    _endings.stop_workers = said
+
+
+def test_a_rank_may_leave_after_the_last_step_while_another_saves(tmp_path: Path) -> None:
+    assert run_ranks(leave_at_once, 2, args=(str(tmp_path / "meeting"),)) == [True, True]
 
 
 def train_with_turns(rank: int, world_size: int, group: str, decoupled: bool) -> dict[str, Any]:
@@ -328,10 +380,13 @@ def test_all_ranks_plan_the_same_buckets() -> None:
     )
 
 
-def plan_too_early(rank: int, world_size: int) -> str:
+def plan_too_early(rank: int, world_size: int, steps: int) -> str:
     training = Training(rank, "sgd", "decoupled")
     assert training.state is not None
-    training.step()
+    for _ in range(steps):
+        training.step()
+        if rank == 0:  # whose updates do not come in forward then, so that it has nothing to plan from
+            training.model.module.state_dict()
     try:
         training.state.plan_buckets()
     except UnsupportedConfigurationError as error:
@@ -341,6 +396,7 @@ def plan_too_early(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_plan_needs_deferred_steps() -> None:
-    for message in run_ranks(plan_too_early, 2):
-        assert "train some ten steps before" in message
+@pytest.mark.parametrize(("steps", "recorded"), [(1, [False, False]), (8, [False, True])])
+def test_a_plan_needs_deferred_steps_on_all_ranks(steps: int, recorded: list[bool]) -> None:
+    for message in run_ranks(plan_too_early, 2, args=(steps,), timeout_s=30):
+        assert f"got {recorded}; train some ten steps before" in message

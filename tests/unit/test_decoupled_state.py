@@ -11,65 +11,15 @@ from typing import Any
 import pytest
 import timm.utils
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from tests.unit.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
+from tests.unit.fuse import blow
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-STEPS = 5
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
-
-
-def inputs(step: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-class Training:
-    """A model under DDP with its optimizer, decoupled or not."""
-
-    def __init__(self, *, decoupled: bool, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> None:
-        self.model = DistributedDataParallel(network(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
-        self.optimizer = make(self.model)
-        self.state = DecoupledState(self.optimizer) if decoupled else None
-        if self.state is not None:
-            self.model.register_comm_hook(self.state, decoupled_hook)
-        self.steps = 0
-
-    def backward(self) -> float:
-        loss = self.model(inputs(self.steps)).square().mean()
-        loss.backward()
-        self.steps += 1
-        return float(loss.detach())
-
-    def step(self) -> float:
-        loss = self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def run(self, steps: int = STEPS) -> "Training":
-        for _ in range(steps):
-            self.step()
-        return self
-
-    @property
-    def is_pending(self) -> bool:
-        return bool(self.state is not None and self.state._stale)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [value.clone() for value in self.model.module.state_dict().values()]
 
 
 @pytest.fixture
@@ -85,10 +35,6 @@ def training() -> Iterator[Training]:
     # A test that spoiled the gradients hears of it once more.
     with contextlib.suppress(UnsupportedConfigurationError):
         made.state.close()
-
-
-def assert_same(one: Training, other: Training) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.weights(), other.weights(), strict=True))
 
 
 def test_training_is_that_of_plain_ddp_and_really_deferred(training: Training, plain: Training) -> None:
@@ -409,65 +355,15 @@ def test_an_exception_in_forward_leaves_training_whole(training: Training, plain
 
 
 def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Training) -> None:
-    class Fuse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("blown")
-
     training.run()
-    x = inputs(0)
-    hidden = training.model.module[3](training.model.module[2](x))
-    training.model.module[2].register_forward_hook(lambda m, a, out: Fuse.apply(out))
-    del hidden
+    training.model.module[2].register_forward_hook(lambda m, a, out: blow(out))
     with pytest.raises(ArithmeticError):
         training.backward()
     with pytest.raises(UnsupportedConfigurationError, match="ended with an exception"):
         training.optimizer.step()
-
-
-# --- what cannot work is said -------------------------------------------------------------------------------
-
-
-def test_gradients_that_are_no_views_are_refused() -> None:
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
-    with pytest.raises(
-        UnsupportedConfigurationError, match=r"gradient_as_bucket_view=False; build the model"
-    ):
-        model(inputs(0)).sum().backward()
-
-
-def test_parameters_without_an_optimizer_are_refused_by_name() -> None:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(list(model.parameters())[:4], lr=0.1)
-    model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError, match=r"got 2 that are not in it \(4.*parameter group"):
-        model(inputs(0)).sum().backward()
-
-
-def test_a_second_model_is_refused() -> None:
-    models = [DistributedDataParallel(network(), gradient_as_bucket_view=True) for _ in range(2)]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
-    state = DecoupledState(optimizer)
-    for model in models:
-        model.register_comm_hook(state, decoupled_hook)
-    models[0](inputs(0)).sum().backward()
-    with pytest.raises(UnsupportedConfigurationError, match="one model for each DecoupledState"):
-        models[1](inputs(0)).sum().backward()
-
-
-def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    stranger = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
-    model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
-    (model(inputs(0)).sum() + stranger.sum()).backward()
-    with pytest.raises(UnsupportedConfigurationError, match="gradients of 1 other parameters"):
-        optimizer.step()
+    assert training.state is not None
+    training.state.close()
+    assert "_step_supports_amp_scaling" not in vars(training.optimizer)
 
 
 def test_a_second_state_on_one_optimizer_is_refused(training: Training) -> None:
@@ -475,13 +371,6 @@ def test_a_second_state_on_one_optimizer_is_refused(training: Training) -> None:
         DecoupledState(training.optimizer)
     training.state.close()  # type: ignore[union-attr]
     DecoupledState(training.optimizer).close()
-
-
-def test_sparse_gradients_are_refused() -> None:
-    model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True), gradient_as_bucket_view=True)
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="sparse=False"):
-        model(torch.tensor([1])).sum().backward()
 
 
 def test_a_copied_model_leaves_the_state_behind(training: Training, caplog: pytest.LogCaptureFixture) -> None:
@@ -548,10 +437,16 @@ def test_a_compiled_model_trains_as_plain_ddp(outside: bool, plain: Training) ->
     state.close()
 
 
-def test_ddp_goes_on_after_an_error(training: Training) -> None:
-    training.run()
-    training.backward()
+def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        each.run()
+        each.backward()
     clip_grad_norm_(training.model.parameters(), 1.0)
-    with pytest.raises(UnsupportedConfigurationError):
-        training.optimizer.step()
-    assert dist.is_initialized()
+    assert training.state is not None
+    for use in (training.optimizer.step, training.state.close):
+        with pytest.raises(UnsupportedConfigurationError, match="changed in place"):
+            use()
+    for each in (training, plain):
+        each.optimizer.zero_grad()
+        each.run()
+    assert_same(training, plain)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._exchange import Exchange
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+from tests.unit.fuse import blow
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -93,18 +94,9 @@ def test_an_error_of_one_step_does_not_reach_the_next() -> None:
 
 
 def test_an_exception_of_the_model_itself_leaves_the_hook_working() -> None:
-    class Fuse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("blown")
-
     broken, whole = hooked(nn.Linear(3, 3)), hooked(nn.Linear(3, 3))
     with pytest.raises(ArithmeticError, match="blown"):
-        Fuse.apply(broken(torch.ones(2, 3))).sum().backward()  # type: ignore[no-untyped-call]
+        blow(broken(torch.ones(2, 3))).sum().backward()
     for _ in range(2):
         backward(whole)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from crossover_ddp._exchange import Exchange
 from crossover_ddp._gathers import GatherOrder
+from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
 from tests.unit.fake_bucket import FakeBucket
 
@@ -131,6 +132,24 @@ def exchange_deferred(rank: int, world_size: int, rounds: int) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_ranks_gather_the_same_buckets_in_one_order(world_size: int) -> None:
     assert all(run_ranks(exchange_deferred, world_size, args=(20,)))
+
+
+def test_nobody_waits_for_a_native_gather_that_was_never_issued(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathers are issued with the step's last bucket, which an exception in backward may keep away."""
+    monkeypatch.setattr(
+        Exchange, "_launch", lambda self, each: self._guarded(each, "start", lambda: self._begin_native(each))
+    )
+    engine = Exchange(process_group)
+    first, last = (FakeBucket(torch.ones(4), index=index, last=index == 1) for index in range(2))
+    _, deferred = engine.defer(first)  # type: ignore[arg-type]
+    assert deferred is not None
+    with pytest.raises(ExchangeError, match="backward that did not end"):
+        deferred.wait()
+    engine.defer(last)  # type: ignore[arg-type]
+    deferred.wait()
+    engine.close()
 
 
 def test_versions_of_the_users_gradients_do_not_change_by_our_hand(process_group: dist.ProcessGroup) -> None:

@@ -35,12 +35,16 @@ class Watched:
         self.network = network
         self.names = {id(p): name for name, p in network.named_parameters()}
         self.updated: list[str] = []
-        self.watch = Watch(self._update)
+        self.watch: Watch[nn.Parameter] = Watch(self._update)
         self.guards = guard(network, self.watch)
-        self.watch.stale.update(self.names)
+        self.parameters = list(network.parameters())
+        self.make_stale()
 
-    def _update(self, parameter: torch.Tensor) -> None:
-        self.watch.stale.discard(id(parameter))
+    def make_stale(self) -> None:
+        self.watch.stale.update({id(p): p for p in self.parameters})
+
+    def _update(self, parameter: nn.Parameter) -> None:
+        del self.watch.stale[id(parameter)]
         self.updated.append(self.names[id(parameter)])
 
 
@@ -123,7 +127,7 @@ def test_a_parametrized_weight_is_seen() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_is_an_ordinary_module(copied: Callable[[nn.Module], nn.Module], watched: Watched) -> None:
     twin = copied(watched.network)
-    watched.watch.stale.update(watched.names)
+    watched.make_stale()
     watched.updated.clear()
     twin(torch.ones(1, 3))
     assert watched.updated == []
@@ -157,7 +161,7 @@ def test_compiled_modules_read_what_is_up_to_date(watched: Watched) -> None:
     compiled = torch.compile(watched.network, backend="eager")
     compiled(torch.ones(1, 3))
     assert sorted(watched.updated) == sorted(ALL)
-    watched.watch.stale.update(watched.names)
+    watched.make_stale()
     watched.updated.clear()
     compiled(torch.ones(1, 3))
     assert sorted(watched.updated) == sorted(ALL)

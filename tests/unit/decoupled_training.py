@@ -1,0 +1,64 @@
+"""A small model under DDP with its optimizer, decoupled or not, in a job of one rank."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import DecoupledState, decoupled_hook
+
+STEPS = 5
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Training:
+    """A model under DDP with its optimizer, decoupled or not."""
+
+    def __init__(self, *, decoupled: bool, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> None:
+        self.model = DistributedDataParallel(network(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
+        self.optimizer = make(self.model)
+        self.state = DecoupledState(self.optimizer) if decoupled else None
+        if self.state is not None:
+            self.model.register_comm_hook(self.state, decoupled_hook)
+        self.steps = 0
+
+    def backward(self) -> float:
+        loss = self.model(inputs(self.steps)).square().mean()
+        loss.backward()
+        self.steps += 1
+        return float(loss.detach())
+
+    def step(self) -> float:
+        loss = self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def run(self, steps: int = STEPS) -> "Training":
+        for _ in range(steps):
+            self.step()
+        return self
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self.state is not None and self.state._stale)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [value.clone() for value in self.model.module.state_dict().values()]
+
+
+def assert_same(one: Training, other: Training) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.weights(), other.weights(), strict=True))
