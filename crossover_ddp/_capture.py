@@ -175,6 +175,11 @@ class FactorCapture:
         loss_scale: by what the loss is multiplied; read whenever a gradient comes.
         accumulated: "mean" if each micro-batch's loss is divided by their number, "sum" if not.
         only: the indices to capture; default all. Others cost nothing.
+
+    Attributes:
+        active: whether anything is captured.
+        on_begin: called when a micro-batch begins.
+        on_input: called with the layer's index when A has been added to.
     """
 
     def __init__(
@@ -190,6 +195,7 @@ class FactorCapture:
         if accumulated not in ("mean", "sum"):
             raise ValueError(f"expected accumulated='mean' or 'sum', got accumulated={accumulated!r}")
         self.active = True
+        self.on_begin: Callable[[], None] | None = None
         self.on_input: Callable[[int], None] | None = None
         self._layers = list(layers)
         self._sharing = sharing
@@ -235,6 +241,8 @@ class FactorCapture:
         self._began_before_backward = not _in_backward()
         self._micro_batches += 1
         self._gradients_came = False
+        if self.on_begin is not None:
+            self.on_begin()
         for sums in self._sums.values():
             sums.forward_calls = 0
 

@@ -436,6 +436,14 @@ def choose_early(step: FactorStep, link: Link) -> FactorPlan:
         step: as recorded; the same on all ranks.
         link: of one half of an exchange.
     """
+    early = decided(step, link, early=True)
+    if early.early_s < early.in_buckets_s * (1 - _INDIFFERENCE):
+        return early
+    return decided(step, link, early=False)
+
+
+def decided(step: FactorStep, link: Link, *, early: bool) -> FactorPlan:
+    """Plan as told, whichever is better; both predictions are those of `choose_early`."""
     in_buckets_s = factor_step_s(step, link)
     ready_s = [factor.ready_s for factor in step.factors]
     sizes = [factor.size_bytes for factor in step.factors]
@@ -443,9 +451,9 @@ def choose_early(step: FactorStep, link: Link) -> FactorPlan:
         (factor_step_s(step, link, groups), groups)
         for groups in (merge(ready_s, sizes, link), merge_best(ready_s, sizes, link))
     ]
-    early_s, early = min(found, key=lambda each: each[0])
-    if early_s < in_buckets_s * (1 - _INDIFFERENCE):
-        return FactorPlan(early, early_s, in_buckets_s, early_s)
+    early_s, groups = min(found, key=lambda each: each[0])
+    if early:
+        return FactorPlan(groups, early_s, in_buckets_s, early_s)
     return FactorPlan((), in_buckets_s, in_buckets_s, early_s)
 
 

@@ -38,16 +38,30 @@ from crossover_ddp.comm_hooks import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+MakeState = Callable[[nn.Module, torch.optim.Optimizer, argparse.Namespace], tuple[object, Hook]]
 LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
 
 # Every hook with the state that it works on.
-HOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[object, Hook]]] = {
-    "allreduce": lambda model, optimizer: (None, allreduce_hook),
-    "rsag": lambda model, optimizer: (None, reduce_scatter_all_gather_hook),
-    "crossover": lambda model, optimizer: (CrossoverState(), crossover_hook),
-    "decoupled": lambda model, optimizer: (DecoupledState(optimizer), decoupled_hook),
+HOOKS: dict[str, MakeState] = {
+    "allreduce": lambda model, optimizer, args: (None, allreduce_hook),
+    "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
+    "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
+    "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
+    "kfac": lambda model, optimizer, args: (
+        KFACState(
+            model,
+            optimizer,
+            damping=args.damping,
+            kl_clip=args.kl_clip or None,
+            factor_update_steps=args.factor_update_steps,
+            inv_update_steps=args.inv_update_steps,
+            factors=args.factors,
+        ),
+        kfac_hook,
+    ),
 }
 FINEST_BUCKETS = 48
 PLANNING_STEPS = 12
@@ -67,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer = make_optimizer(args, model)
     state = None
     if args.hook != "none":
-        state, hook = HOOKS[args.hook](model, optimizer)
+        state, hook = HOOKS[args.hook](model, optimizer, args)
         model.register_comm_hook(state, hook)  # the one line
 
     meter = StepMeter(log_path(args))
@@ -181,11 +195,14 @@ def save_checkpoint(job: Job, step: int) -> None:
     if job.args.checkpoint is None:
         return
     with turn_given_away(job.hook_state):
+        # Each rank has the second-order state of its own layers: all must help to save it.
+        kfac = job.hook_state.state_dict() if isinstance(job.hook_state, KFACState) else None
         if dist.get_rank() == 0:
             state = {
                 "step": step,
                 "model": job.model.module.state_dict(),
                 "optimizer": job.optimizer.state_dict(),
+                "kfac": kfac,
             }
             unfinished = job.args.checkpoint.with_suffix(".unfinished")
             torch.save(state, unfinished)
@@ -207,6 +224,8 @@ def load_checkpoint(job: Job) -> int:
         return 0
     job.model.module.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
+    if isinstance(job.hook_state, KFACState):
+        job.hook_state.load_state_dict(state["kfac"])
     return int(state["step"])
 
 
@@ -411,6 +430,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_model_arguments(parser.add_argument_group("model and data"))
     add_training_arguments(parser.add_argument_group("training"))
+    add_kfac_arguments(parser.add_argument_group("K-FAC, for --hook kfac"))
     add_run_arguments(parser.add_argument_group("devices, communication, files"))
     if preset := parser.parse_known_args(argv)[0].preset:
         parser.set_defaults(**vars(_models.PRESETS[preset]))  # what is also given explicitly wins
@@ -486,6 +506,25 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stop-after", type=int, help="stop after so many steps of this run, to be resumed")
     group.add_argument("--log-json", help="file for one JSON object per line; {rank} stands for the rank")
     group.add_argument("--log-every", type=int, default=10, help="steps per line of output (default 10)")
+
+
+def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--damping", type=float, default=0.001, help="of the factors (default 0.001)")
+    group.add_argument(
+        "--kl-clip", type=float, default=0.001, help="bound of a step; 0 for none (default 0.001)"
+    )
+    group.add_argument(
+        "--factor-update-steps", type=int, default=1, help="steps from factors to factors (default 1)"
+    )
+    group.add_argument(
+        "--inv-update-steps", type=int, default=10, help="steps from solvers to solvers (default 10)"
+    )
+    group.add_argument(
+        "--factors",
+        choices=("global", "local"),
+        default="global",
+        help="of all ranks' data, or of the layer owner's alone, which costs no traffic (default global)",
+    )
 
 
 def cap_or_auto(text: str) -> float | str:

@@ -42,15 +42,32 @@ ALLOWED: dict[str, set[str]] = {
     "_step_times": {"_planning"},
     "_link_probe": {"_exchange", "_planning"},
     "kfac_hooks": {
-        "_exchange",
+        "_capture",
+        "_curvature",
         "_ddp_checks",
-        "_timeline",
+        "_early",
+        "_exchange",
+        "_factor_times",
+        "_factors",
+        "_inverse_probe",
+        "_journey",
+        "_kfac_cargo",
+        "_kfac_planning",
+        "_kfac_settings",
+        "_layout",
+        "_link_probe",
+        "_planning",
+        "_worker",
         "gpu_mutex",
         "errors",
-        "_planning",
-        "_capture",
-        "_factors",
     },
+    "_early": {"_capture", "_journey", "_kfac_cargo", "_layout", "_manifest"},
+    "_factor_times": {"_kfac_planning"},
+    "_kfac_settings": {"_capture", "errors"},
+    "_kfac_cargo": {"_curvature", "_factors", "_journey", "_layout", "_manifest", "_worker"},
+    "_curvature": {"_factors", "_worker"},
+    "_inverse_probe": {"_factors", "_kfac_planning"},
+    "_capture": {"_factors"},
     "_exchange": {
         "_endings",
         "_journey",
@@ -74,8 +91,9 @@ ALLOWED: dict[str, set[str]] = {
     "_worker": {"errors"},
     "_layout": set(),
     "_planning": {"_layout", "errors"},
-    "_capture": {"_factors"},
+    "_kfac_planning": {"_planning"},
     "_factors": set(),
+    "_manifest": {"_layout"},
     "gpu_mutex": {"_turn_segment", "_turn_channel", "_turns", "_device_order", "_timeline", "errors"},
     "_turn_segment": {"_turns", "errors"},
     "_turn_channel": {"_turns", "errors"},
@@ -86,7 +104,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_layout", "_planning", "_kfac_planning", "_turns"}
+PURE = {"_kfac_planning", "_layout", "_manifest", "_planning", "_turns"}
 PURE_IMPORTS = {
     "__future__",
     "abc",

@@ -16,6 +16,7 @@ from crossover_ddp.comm_hooks import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
@@ -96,6 +97,17 @@ def decoupled_and_flushed(
     state.close()
 
 
+@contextlib.contextmanager
+def kfac_of_nothing(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> Iterator[Callable[[], None]]:
+    """All layers pass through K-FAC's cargo."""
+    state = KFACState(model, optimizer, skip=["*"])
+    model.register_comm_hook(state, kfac_hook)
+    yield lambda: None
+    state.close()
+
+
 VIEWS = {"gradient_as_bucket_view": True}
 
 HOOKS: dict[str, Row] = {
@@ -105,4 +117,5 @@ HOOKS: dict[str, Row] = {
     "wrapped_all_reduce": Row(wrapped_all_reduce),
     "decoupled": Row(attach=decoupled, options=VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
+    "kfac_of_nothing": Row(attach=kfac_of_nothing),
 }

@@ -1,0 +1,105 @@
+"""Input factors that leave during forward, in groups, while the wire has nothing else to do.
+
+[Note: one order of groups] All ranks send the same groups in the same order, before the step's buckets. A group leaves
+when its last layer has been called and all groups before it have left. What has not left when backward hands out its
+first bucket leaves then, with zeros for factors that this rank does not have. So a rank whose forward takes another
+path, or that has run out of inputs, sends what the others send.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._capture import FactorCapture, Layer
+from ._journey import Cargo, Freight
+from ._kfac_cargo import Early, pack_factor
+from ._layout import Layout
+from ._manifest import Load, manifest
+
+Groups = Sequence[Sequence[int]]
+
+
+class EarlyFactors:
+    """Sends the groups of one step, and keeps what arrives of them on the owners.
+
+    Args:
+        groups: of indices of layers, in the order in which they leave; may be empty.
+        layers: of the model.
+        owners: of each layer.
+        rank, world_size: of this process.
+        capture: where the factors are.
+        reduce: begins to sum a cargo into its owners.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        layers: Sequence[Layer],
+        owners: Sequence[int],
+        rank: int,
+        world_size: int,
+        capture: FactorCapture,
+        reduce: Callable[[Cargo], None],
+    ) -> None:
+        self.groups = groups
+        self.layers = frozenset(index for group in groups for index in group)
+        self._all_layers = layers
+        self._owners = owners
+        self._rank = rank
+        self._world_size = world_size
+        self._capture = capture
+        self._reduce = reduce
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what came in the last step."""
+        self.arrived: dict[int, Early] = {}
+        self._called: set[int] = set()
+        self._left = 0
+
+    def input_came(self, index: int) -> None:
+        """Note that a layer's factor is complete; send the groups that are."""
+        self._called.add(index)
+        while self._left < len(self.groups) and self._called.issuperset(self.groups[self._left]):
+            self._send()
+
+    def send_rest(self) -> None:
+        """Send all groups that have not left yet."""
+        while self._left < len(self.groups):
+            self._send()
+
+    def _send(self) -> None:
+        group = self.groups[self._left]
+        self._left += 1
+        there, layout, offsets = self._packed(group)
+        arrived = self.arrived
+
+        def keep(part: Tensor) -> None:
+            for index, offset in zip(group, offsets, strict=True):
+                if self._owners[index] == self._rank:
+                    stop = offset + self._all_layers[index].shape.a_numel
+                    arrived[index] = Early(part[offset:stop], part[stop])
+
+        self._reduce(Cargo(Freight(there, layout), None, keep, _nothing))
+
+    def _packed(self, group: Sequence[int]) -> tuple[Tensor, Layout, tuple[int, ...]]:
+        shapes = [self._all_layers[index].shape for index in group]
+        loads = tuple(
+            Load(self._owners[index], 0, shape.a_numel + 1)
+            for index, shape in zip(group, shapes, strict=True)
+        )
+        made = manifest(self._world_size, loads, ())
+        factors = [self._capture.take_input(index) for index in group]
+        weight = self._all_layers[group[0]].weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # a factor's own
+        there = weight.new_empty(made.there.numel, dtype=dtype)
+        for load, offset, factor in zip(loads, made.factors, factors, strict=True):
+            start = made.there.part(load.owner).start + offset
+            pack_factor(factor, there[start : start + load.factor_numel])
+        return there, made.there, made.factors
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,577 @@
+"""K-FAC on the gradient's own buckets: register `kfac_hook` with ``ddp_model.register_comm_hook``.
+
+Our design: the bucket is cut by layer owner, the factors of its layers ride in the same reduce-scatter, the owner
+inverts them and preconditions its layers, and the all-gather that the gradient needs anyway brings the preconditioned
+gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-KFAC (arXiv 2206.15143).
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim import Optimizer
+
+from ._capture import FactorCapture, Layer, find_layers, unwrapped
+from ._curvature import Curvature, Start
+from ._ddp_checks import flat_gradients, model_of, resolve_group
+from ._early import EarlyFactors
+from ._exchange import Exchange
+from ._factor_times import FactorTimes
+from ._factors import DampedInverse, Eigenbasis, Solver, WeightSharing
+from ._inverse_probe import measure_inverse
+from ._journey import Cargo, Turn
+from ._kfac_cargo import BucketCargo, Passenger, Round, StepPlan
+from ._kfac_planning import FactorPlan, InverseCost, LayerCost, choose_early, decided, place
+from ._kfac_settings import Hyper, Hypers, check_choice, check_parameters, check_together
+from ._layout import Span
+from ._link_probe import measure_link
+from ._planning import Link
+from ._worker import Worker
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex, turns_disabled
+
+__all__ = ["FactorPlan", "KFACState", "kfac_hook"]
+
+logger = logging.getLogger(__name__)
+
+_SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
+
+
+class KFACState:
+    """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
+
+    The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
+    K-FAC direction, for whatever ``optimizer.step()`` makes of it; other parameters hold the plain mean. On steps
+    that update the factors, one reduction of their triangles is added to the traffic; nothing else ever travels.
+
+    Args:
+        model: the model, wrapped by DDP or not. Loss: the mean over the local mini-batch.
+        optimizer: whose learning rates enter the KL clip. Needed unless ``kl_clip`` is None.
+        damping: γ, added to the factors' product. Default 0.001.
+        factor_decay: weight of the old factors in the running mean, new = decay * old + (1 - decay) * batch.
+        kl_clip: κ: all preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)); None leaves them.
+        factor_update_steps: factors are taken in every n-th step.
+        inv_update_steps: new solvers are made of them in every n-th step.
+        solver: "inverse" (Cholesky of each damped factor) or "eigen" (damping in the product's eigenbasis).
+        pi: share the damping out between both factors by their traces; "inverse" only.
+        weight_sharing: "expand" or "reduce" (Eschenhagen et al., arXiv 2311.00636) for layers applied at many
+            positions of a sample, or "kfac-pytorch", which has that package's scale and start of the factors.
+        factors: "global" averages the factors over the ranks; "local" (DP-KFAC) takes the owner's own: no traffic.
+        inversion: "at_once", or "background": former solvers serve on until the new ones are there.
+        loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
+        accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
+        skip: names of modules, or patterns of names, that shall pass through.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
+
+    ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
+    step's number, equal on all ranks.
+
+    On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError``, here or from the first ``backward()``,
+    for models that cannot work; ``ExchangeError`` from ``backward()`` when a peer dies. A factor that cannot be
+    inverted is damped further, one that is not finite is dropped; `report` counts both.
+
+    **Collective**: all ranks make the state, of the same model with the same arguments, and register the hook.
+    ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
+
+    Example::
+
+        model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        damping: Hyper = 0.001,
+        factor_decay: Hyper = 0.95,
+        kl_clip: Hyper | None = 0.001,
+        factor_update_steps: int | Callable[[int], int] = 1,
+        inv_update_steps: int | Callable[[int], int] = 10,
+        solver: Literal["inverse", "eigen"] = "inverse",
+        pi: bool = True,
+        weight_sharing: WeightSharing = "expand",
+        factors: Literal["global", "local"] = "global",
+        inversion: Literal["at_once", "background"] = "at_once",
+        loss_scale: float | Callable[[], float] = 1.0,
+        accumulated: Literal["mean", "sum"] = "mean",
+        skip: Sequence[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+        mutex: GPUMutex | None = None,
+    ) -> None:
+        for name, (value, choices) in {
+            "solver": (solver, _SOLVERS),
+            "weight_sharing": (weight_sharing, get_args(WeightSharing)),
+            "factors": (factors, ("global", "local")),
+            "inversion": (inversion, ("at_once", "background")),
+            "accumulated": (accumulated, ("mean", "sum")),
+        }.items():
+            check_choice(name, value, choices)
+        self._hyper = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
+        self._hyper.at(0)  # says what is wrong with them
+        check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
+        self.process_group = process_group
+        self.optimizer = optimizer
+        self.mutex = mutex
+        self._loss_scale = loss_scale
+        self._solver = solver
+        self._local = factors == "local"
+        self._inverter = Worker("crossover-invert") if inversion == "background" else None
+        self._take_model(model, skip)
+        start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
+        self._curvatures = {
+            index: Curvature(self._layers[index].shape, solver=_SOLVERS[solver], pi=pi, start=start)
+            for index, owner in enumerate(self._placement.owners)
+            if owner == self._rank
+        }
+        self._capture = FactorCapture(
+            self._layers,
+            model=model,
+            sharing=weight_sharing,
+            loss_scale=self._scale_now,
+            accumulated=accumulated,
+            only=self._curvatures if self._local else None,
+        )
+        self._begin()
+        logger.info("%s", self)
+
+    def _begin(self) -> None:
+        self._times = FactorTimes()
+        self._capture.on_begin = self._times.begin
+        self._capture.on_input = self._input_came
+        self._engine: Exchange | None = None
+        self._ddp: Callable[[], nn.parallel.DistributedDataParallel | None] = _no_model
+        self._early = self._early_factors(())
+        self._steps = 0
+        self._round: Round | None = None
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+
+    def _take_model(self, model: nn.Module, skip: Sequence[str]) -> None:
+        """Find the model's layers and give each an owner."""
+        group = resolve_group(self.process_group)
+        self._rank, self._world_size = group.rank(), group.size()
+        self._network = weakref.ref(unwrapped(model))
+        self._layers, self.passing = find_layers(model, skip)
+        check_parameters(self._layers, model)
+        self._roles = _roles(self._layers)
+        self._costs = [_layer_cost(layer) for layer in self._layers]
+        self._inverse_cost = self._agree(group)
+        self._placement = place(self._costs, self._world_size, self._inverse_cost)
+
+    # --- for users -------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Number of backward passes whose gradients were exchanged."""
+        return self._steps
+
+    def report(self) -> str:
+        """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
+        lines = [repr(self)]
+        for row in self._placement.rows(self._costs, self._inverse_cost):
+            curvature = self._curvatures.get(self._index(row.name))
+            trouble = "" if curvature is None else _trouble(curvature)
+            lines.append(
+                f"  {row.name}: A {row.a_dim}, G {row.g_dim}"
+                + (f", {row.groups} groups" if row.groups > 1 else "")
+                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms{trouble}"
+            )
+        for rank, load_s in enumerate(self._placement.loads_s):
+            lines.append(f"  rank {rank} inverts for {1e3 * load_s:.3g} ms")
+        lines += [f"  {name} passes through: {reason}" for name, reason in self.passing.items()]
+        return "\n".join(lines)
+
+    def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
+        """Choose whether input factors leave during forward, on a wire that is idle then, or ride in the buckets.
+
+        By the times of the factor steps so far, a few probes of the link, and the cost model in
+        ``_kfac_planning.py``; early factors of layers that are close together leave in one message. Call it again
+        when the buckets or the link have changed. Without it all factors ride in the buckets.
+
+        Args:
+            early: True or False decides instead of the model; the groups are the model's all the same.
+
+        Returns:
+            Rank 0's plan, the same on all ranks, with the predicted seconds of a factor step both ways.
+
+        On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
+        where the host's clock does not tell when kernels run, and before rank 0 has recorded a factor step.
+
+        **Collective**: all ranks of the job, between two steps.
+        """
+        group = resolve_group(self.process_group)
+        answer: list[Any] = [None]
+        if self._local or any(layer.weight.device.type != "cpu" for layer in self._layers):
+            raise UnsupportedConfigurationError(
+                "expected factors that travel between CPU devices, got "
+                + ("factors='local'" if self._local else "a model on a GPU")
+                + "; leave the plan out: factors then ride in the gradients' buckets, or do not travel"
+            )
+        link = measure_link(group)
+        if self._rank == 0 and self._times.count:
+            answer[0] = self._plan(link, early)
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+        if answer[0] is None:
+            raise UnsupportedConfigurationError(
+                "expected recorded factor steps to plan by, got none on rank 0; train some steps first, the first "
+                "two have other buckets"
+            )
+        plan, groups = cast(tuple[FactorPlan, tuple[tuple[int, ...], ...]], answer[0])
+        self._early = self._early_factors(groups)
+        logger.info("%d groups of input factors leave during forward", len(groups))
+        return plan
+
+    def _plan(self, link: Link, early: bool | None) -> tuple[FactorPlan, tuple[tuple[int, ...], ...]]:
+        """Return the plan, and its groups by the layers' indices."""
+        shapes = [layer.shape for layer in self._layers]
+        order, step = self._times.step(
+            [4 * shape.a_numel for shape in shapes],
+            [4 * shape.g_numel for shape in shapes],
+            self._busiest_owner_s,
+        )
+        plan = choose_early(step, link) if early is None else decided(step, link, early=early)
+        return plan, tuple(tuple(order[place] for place in group) for group in plan.early)
+
+    def _busiest_owner_s(self, layers: Sequence[int]) -> float:
+        loads_s = [0.0] * self._world_size
+        for index in layers:
+            loads_s[self._placement.owners[index]] += self._costs[index].inverse_s(self._inverse_cost)
+        return max(loads_s)
+
+    def _early_factors(self, groups: Sequence[Sequence[int]]) -> EarlyFactors:
+        return EarlyFactors(
+            groups,
+            layers=self._layers,
+            owners=self._placement.owners,
+            rank=self._rank,
+            world_size=self._world_size,
+            capture=self._capture,
+            reduce=self._reduce,
+        )
+
+    def _reduce(self, cargo: Cargo) -> None:
+        if self._engine is None:
+            self._engine = Exchange.of(resolve_group(self.process_group))
+        self._engine.reduce(cargo)
+
+    def _input_came(self, index: int) -> None:
+        self._times.input_came(index)
+        ddp = self._ddp()
+        # A sum over micro-batches is complete with the last one only.
+        if index in self._early.layers and (ddp is None or ddp.require_backward_grad_sync):
+            self._early.input_came(index)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
+        return {
+            "factors": sum(curvature.factor_bytes() for curvature in self._curvatures.values()),
+            "solvers": sum(curvature.solver_bytes() for curvature in self._curvatures.values()),
+            "buffers": sum(buffer.nbytes for buffer in self._buffers.values()),
+        }
+
+    def stats(self) -> dict[str, int]:
+        """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective."""
+        return {
+            "strained": sum(curvature.strained for curvature in self._curvatures.values()),
+            "dropped": sum(curvature.dropped for curvature in self._curvatures.values()),
+        }
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the step, and of all layers factors, solvers and counts, on the host.
+
+        The same on all ranks, so that any rank can save it, and any number of ranks resume from it.
+
+        **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
+        after the process group's timeout, if one does not.
+        """
+        own = {
+            self._layers[index].name: curvature.state_dict() for index, curvature in self._curvatures.items()
+        }
+        gathered: list[dict[str, Any]] = [{}] * self._world_size
+        dist.all_gather_object(gathered, own, group=resolve_group(self.process_group))
+        layers = {name: state for each in gathered for name, state in each.items()}
+        return {
+            "steps": self._steps,
+            "solver": self._solver,
+            "layers": {layer.name: layers[layer.name] for layer in self._layers},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called; each rank takes what it owns now. Not collective, but all must.
+
+        Raises ``ValueError`` if the state is of another model, or of another ``solver``.
+        """
+        expected, got = [layer.name for layer in self._layers], list(state["layers"])
+        if sorted(expected) != sorted(got) or state["solver"] != self._solver:
+            raise ValueError(
+                f"expected the state of layers {expected} with solver={self._solver!r}, got {got} with "
+                f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
+            )
+        for index, curvature in self._curvatures.items():
+            layer = self._layers[index]
+            curvature.load_state_dict(state["layers"][layer.name], layer.weight.device)
+        self._steps = state["steps"]
+        self._capture.active = self._hyper.at(self._steps).takes_factors
+
+    def close(self) -> None:
+        """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
+        self._capture.close()
+        if self._inverter is not None:
+            self._inverter.stop()
+
+    def __repr__(self) -> str:
+        return (
+            f"KFACState({len(self._layers)} layers, {len(self._curvatures)} of them on rank {self._rank} of "
+            f"{self._world_size}, solver={self._solver!r}, {self._hyper})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a KFACState belongs to one process and cannot be pickled or copied; save its state_dict()"
+        )
+
+    # --- for the hook ----------------------------------------------------------------------------------------
+
+    def exchange(
+        self, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
+        buffer = flat_gradients(bucket)
+        try:
+            cargo = self._load(bucket, buffer)
+            turn = cast(Turn | None, self.mutex)
+            return Exchange.of(group).submit(bucket, turn=turn, cargo=cargo.cargo())
+        finally:
+            if bucket.is_last():
+                self._end_round()
+
+    @torch.no_grad()
+    def _load(self, bucket: dist.GradBucket, buffer: Tensor) -> BucketCargo:
+        if self._round is None or bucket.index() == 0:
+            self._round = self._new_round()
+            if self._round.plan.takes_factors:
+                self._early.send_rest()
+        contents = _contents(bucket, buffer)
+        self._check_known(bucket, contents)
+        passengers, passing = self._board(self._round, contents)
+        if self._round.plan.takes_factors:
+            indices = tuple(passenger.index for passenger in passengers)
+            self._times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
+        key = (bucket.index(), buffer.dtype, buffer.device)
+
+        def take(numel: int) -> Tensor:
+            buffer_of_key = self._buffers.get(key)
+            if buffer_of_key is None or buffer_of_key.numel() != numel:
+                buffer_of_key = self._buffers[key] = buffer.new_empty(numel)
+            return buffer_of_key
+
+        return BucketCargo(self._round, passengers, buffer, passing, last=bucket.is_last(), take=take)
+
+    def _new_round(self) -> Round:
+        hyper = self._hyper.at(self._steps)
+        plan = StepPlan(
+            rank=self._rank,
+            world_size=self._world_size,
+            owners=self._placement.owners,
+            damping=hyper.damping,
+            decay=hyper.decay,
+            kl_clip=hyper.kl_clip,
+            scale=self._scale_now(),
+            takes_factors=hyper.takes_factors,
+            inverts=hyper.inverts,
+            factors_travel=not self._local,
+            inverter=self._inverter,
+            keeps_turn=hyper.inverts and self.mutex is not None,
+        )
+        return Round(plan, self._curvatures, self._early.arrived)
+
+    def _board(self, round: Round, contents: "list[_Content]") -> tuple[list[Passenger], tuple[Span, ...]]:
+        """Return the layers that this bucket completes, and the spans that pass through."""
+        passengers, passing = [], []
+        for parameter, gradient, span in contents:
+            index = self._roles.get(id(parameter))
+            if index is None:
+                passing.append(span)
+                continue
+            layer = self._layers[index]
+            round.waiting[id(parameter)] = gradient
+            others = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+            if all(id(other) in round.waiting for other in others):
+                passengers.append(self._passenger(round, index, layer))
+        return passengers, tuple(passing)
+
+    def _passenger(self, round: Round, index: int, layer: Layer) -> Passenger:
+        weight = round.waiting[id(layer.weight)]
+        bias = None if layer.bias is None else round.waiting[id(layer.bias)]
+        wanted = round.plan.takes_factors and (round.plan.factors_travel or index in self._curvatures)
+        sends_a = index not in self._early.layers
+        a = self._capture.take_input(index) if wanted and sends_a else None
+        g = self._capture.take_output(index) if wanted else None
+        return Passenger(index, layer.shape, weight, bias, self._lr(layer), a, g, sends_a)
+
+    def _lr(self, layer: Layer) -> float:
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if any(layer.weight is parameter for parameter in group["params"]):
+                return float(group["lr"])
+        return 0.0
+
+    def _scale_now(self) -> float:
+        return self._loss_scale() if callable(self._loss_scale) else self._loss_scale
+
+    def _end_round(self) -> None:
+        self._round = None
+        self._steps += 1
+        self._capture.begin_step()
+        self._early.begin_step()
+        self._capture.active = self._hyper.at(self._steps).takes_factors
+
+    def _check_known(self, bucket: dist.GradBucket, contents: "list[_Content]") -> None:
+        network = self._network()
+        if network is None or bucket.index() or self._steps:
+            return
+        known = {id(parameter) for parameter in network.parameters()}
+        self._ddp = _weakly(model_of(bucket))
+        if any(id(content.parameter) not in known for content in contents):
+            raise UnsupportedConfigurationError(
+                "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
+                "make a KFACState for each model"
+            )
+
+    def _agree(self, group: dist.ProcessGroup) -> InverseCost:
+        """Return rank 0's measurement; raise on all ranks if their layers differ."""
+        device = self._layers[0].weight.device if self._layers else torch.device("cpu")
+        measured = measure_inverse(_SOLVERS[self._solver], device) if self._rank == 0 else None
+        answers: list[Any] = [None] * self._world_size
+        dist.all_gather_object(answers, (measured, self._costs), group=group)
+        for rank, (_, others) in enumerate(answers):
+            if others != self._costs:
+                raise UnsupportedConfigurationError(
+                    f"expected the same layers on all ranks, got {_difference(self._costs, others)} on rank {rank} "
+                    f"against rank {self._rank}; build the same model everywhere"
+                )
+        return cast(InverseCost, answers[0][0])
+
+    def _index(self, name: str) -> int:
+        return next(index for index, layer in enumerate(self._layers) if layer.name == name)
+
+
+def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over the ranks and precondition it on the way, layer by layer on the layers' owners.
+
+    Args:
+        state: made once per model, on all ranks; see `KFACState`.
+        bucket: DDP's bucket.
+
+    Returns:
+        A Future of the bucket's own buffer; all Futures of a step complete together.
+
+    On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. Nothing leaves the hook.
+
+    **Collective**: DDP calls it on all ranks in the same order.
+
+    Example::
+
+        model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
+    """
+    try:
+        _check_state(state)
+        group = resolve_group(state.process_group)
+        if turns_disabled():
+            return allreduce_hook(group, bucket)
+        return state.exchange(group, bucket)
+    except Exception as error:  # whatever it is, it must not leave the hook
+        return Exchange.refuse(bucket, error)
+
+
+def _check_state(state: object) -> None:
+    if not isinstance(state, KFACState):
+        raise UnsupportedConfigurationError(
+            f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
+            "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
+        )
+
+
+class _Content(NamedTuple):
+    """One parameter in a bucket: its gradient, and where that is in the flat buffer."""
+
+    parameter: Tensor
+    gradient: Tensor
+    span: Span
+
+
+def _contents(bucket: dist.GradBucket, buffer: Tensor) -> list[_Content]:
+    contents, start = [], 0
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # DDP shows complex gradients as pairs of real numbers.
+        stop = start + parameter.numel() * (2 if parameter.is_complex() and not buffer.is_complex() else 1)
+        contents.append(_Content(parameter, gradient, Span(start, stop)))
+        start = stop
+    if start != buffer.numel():
+        raise UnsupportedConfigurationError(
+            f"expected a bucket of {start} elements, got {buffer.numel()}; this torch lays out its buckets in a way "
+            "that K-FAC does not know"
+        )
+    return contents
+
+
+def _no_model() -> None:
+    return None
+
+
+def _weakly(
+    model: nn.parallel.DistributedDataParallel | None,
+) -> Callable[[], nn.parallel.DistributedDataParallel | None]:
+    return _no_model if model is None else weakref.ref(model)
+
+
+def _roles(layers: Sequence[Layer]) -> dict[int, int]:
+    """Return which layer a parameter belongs to, by its id."""
+    parameters = [(index, each) for index, layer in enumerate(layers) for each in (layer.weight, layer.bias)]
+    return {id(parameter): index for index, parameter in parameters if parameter is not None}
+
+
+def _layer_cost(layer: Layer) -> LayerCost:
+    shape = layer.shape
+    gradient = layer.weight.nbytes + (0 if layer.bias is None else layer.bias.nbytes)
+    return LayerCost(
+        name=layer.name,
+        groups=shape.groups,
+        a_dim=shape.a_dim,
+        g_dim=shape.g_dim,
+        gradient_bytes=gradient,
+        factor_bytes=4 * (shape.a_numel + shape.g_numel),
+    )
+
+
+def _difference(ours: Sequence[LayerCost], theirs: Sequence[LayerCost]) -> str:
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            return f"layer {other.name!r} where layer {mine.name!r} is expected"
+    return f"{len(theirs)} layers instead of {len(ours)}"
+
+
+def _trouble(curvature: Curvature) -> str:
+    found = [
+        f"{count} {what}"
+        for count, what in (
+            (curvature.strained, "times damped further"),
+            (curvature.dropped, "batches dropped"),
+        )
+        if count
+    ]
+    return "".join(f", {text}" for text in found)

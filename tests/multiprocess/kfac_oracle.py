@@ -1,0 +1,171 @@
+"""K-FAC in float64, written down from the definition: one process, the data of all ranks, dense linear algebra."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Settings:
+    """Of one run; the names are KFACState's."""
+
+    solver: str = "inverse"
+    damping: float = 0.03
+    factor_decay: float = 0.9
+    kl_clip: float | None = 1e-5
+    factor_update_steps: int = 1
+    inv_update_steps: int = 1
+    factors: str = "global"
+    weight_sharing: str = "expand"
+
+
+@dataclass
+class Oracle:
+    """Computes the preconditioned gradients of all parameters, step by step.
+
+    Args:
+        settings: of the run.
+        owners: by layer name, for ``factors="local"``.
+    """
+
+    settings: Settings
+    lr: float
+    owners: Mapping[str, int] = field(default_factory=dict)
+    running: dict[str, list[Tensor]] = field(default_factory=dict)
+    frozen: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: int = 0
+    least_scale: float = 1.0
+
+    def step(self, replicas: Sequence[nn.Module], batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Return the gradients by parameter name. ``replicas``: float64 models, one per rank, all alike."""
+        ranks = [RankRun(model, *batch) for model, batch in zip(replicas, batches, strict=True)]
+        mean = {
+            name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in ranks[0].gradients
+        }
+        if self.steps % self.settings.factor_update_steps == 0:
+            for name in ranks[0].layers:
+                self._update(name, ranks)
+        if self.steps % self.settings.inv_update_steps == 0:
+            self.frozen = {name: [factor.clone() for factor in pair] for name, pair in self.running.items()}
+        self.steps += 1
+        return self._precondition(mean, ranks[0].layers)
+
+    def _update(self, name: str, ranks: "Sequence[RankRun]") -> None:
+        if self.settings.factors == "local":
+            ranks = [ranks[self.owners[name]]]
+        pairs = [run.factors(name, self.settings.weight_sharing) for run in ranks]
+        batch = [torch.stack(list(of_ranks)).mean(0) for of_ranks in zip(*pairs, strict=True)]
+        old = self.running.get(name)
+        decay = self.settings.factor_decay
+        self.running[name] = (
+            batch
+            if old is None
+            else [decay * was + (1 - decay) * now for was, now in zip(old, batch, strict=True)]
+        )
+
+    def _precondition(self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+        found, total = {}, 0.0
+        for name, module in layers.items():
+            has_bias = f"{name}.bias" in mean
+            matrix = as_matrix(module, mean[f"{name}.weight"], mean.get(f"{name}.bias"))
+            direction = self._solve(matrix, *self.frozen[name])
+            total += self.lr**2 * float((direction * matrix).sum())
+            weight = direction[..., :-1] if has_bias else direction
+            found[f"{name}.weight"] = weight.reshape(mean[f"{name}.weight"].shape)
+            if has_bias:
+                found[f"{name}.bias"] = direction[..., -1].reshape(-1)
+        clip = self.settings.kl_clip
+        scale = 1.0 if clip is None else min(1.0, (clip / abs(total)) ** 0.5)
+        self.least_scale = min(self.least_scale, scale)
+        return mean | {name: scale * value for name, value in found.items()}
+
+    def _solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
+        """Group by group, over the flattened matrix where that is what the method says."""
+        damping = self.settings.damping
+        directions = []
+        for gradient, a_, g_ in zip(matrix, a, g, strict=True):
+            if self.settings.solver == "eigen":
+                big = torch.kron(g_, a_) + damping * torch.eye(gradient.numel(), dtype=torch.float64)
+                directions.append(torch.linalg.solve(big, gradient.reshape(-1)).reshape(gradient.shape))
+                continue
+            pi = ((a_.trace() / len(a_)) / (g_.trace() / len(g_))).sqrt()
+            a_damped = a_ + damping**0.5 * pi * torch.eye(len(a_), dtype=torch.float64)
+            g_damped = g_ + damping**0.5 / pi * torch.eye(len(g_), dtype=torch.float64)
+            directions.append(torch.linalg.solve(g_damped, gradient) @ torch.linalg.inv(a_damped))
+        return torch.stack(directions)
+
+
+class RankRun:
+    """One rank's forward and backward, with every layer's inputs and output gradients by call."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        self.layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | nn.Conv2d)
+        }
+        calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.layers}
+        handles = [
+            module.register_forward_hook(lambda _, args, out, name=name: calls[name].append((args[0], out)))
+            for name, module in self.layers.items()
+        ]
+        loss = F.cross_entropy(model(inputs), targets)
+        for handle in handles:
+            handle.remove()
+        outputs = [out for of_layer in calls.values() for _, out in of_layer]
+        by_output = iter(torch.autograd.grad(loss, outputs, retain_graph=True))
+        self.calls = {
+            name: [(x.detach(), next(by_output)) for x, _ in of_layer] for name, of_layer in calls.items()
+        }
+        named = dict(model.named_parameters())
+        self.gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+        self._samples = len(inputs)
+
+    def factors(self, name: str, sharing: str) -> tuple[Tensor, Tensor]:
+        """Return A, the mean over the layer's calls, and G, their sum: [groups, d, d]."""
+        module = self.layers[name]
+        pairs = [self._of_call(module, x, y, sharing) for x, y in self.calls[name]]
+        return torch.stack([a for a, _ in pairs]).mean(0), torch.stack([g for _, g in pairs]).sum(0)
+
+    def _of_call(self, module: nn.Module, x: Tensor, y: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
+        # [samples, positions, groups, features]
+        a, g = input_rows(module, x), output_rows(module, y) * self._samples
+        if sharing == "reduce":
+            a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
+        samples, positions = a.shape[:2]
+        return (
+            torch.einsum("nsgi,nsgj->gij", a, a) / (samples * positions),
+            torch.einsum("nsgi,nsgj->gij", g, g) / samples,
+        )
+
+
+def input_rows(module: nn.Module, x: Tensor) -> Tensor:
+    """Return what the layer multiplies its weights with: [samples, positions, groups, features]."""
+    if isinstance(module, nn.Conv2d):
+        assert not isinstance(module.padding, str)
+        columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+        rows = columns.mT.unflatten(-1, (module.groups, -1))
+    else:
+        rows = x.reshape(len(x), -1, 1, x.shape[-1])
+    if module.bias is not None:
+        rows = torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
+    return rows
+
+
+def output_rows(module: nn.Module, y: Tensor) -> Tensor:
+    """Return the output gradients in the same arrangement."""
+    if isinstance(module, nn.Conv2d):
+        return y.flatten(2).mT.unflatten(-1, (module.groups, -1))
+    return y.reshape(len(y), -1, 1, y.shape[-1])
+
+
+def as_matrix(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradient as [groups, outputs, inputs and bias]."""
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
+    return matrix if bias is None else torch.cat([matrix, bias.reshape(groups, -1, 1)], dim=-1)
