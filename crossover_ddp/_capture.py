@@ -6,11 +6,16 @@ calls. The gradient of the weight is a sum over the calls of one micro-batch, he
 a mean. Where the loss of each was divided by m, as usual, a sample's own gradient is m N g instead of N g, so G is
 multiplied by m². "kfac-pytorch" takes plain means of both, as that package does; the result is what one large
 batch would have given there.
+
+[Note: few columns] A factor is C Cᵀ of columns, one per sample and position. Where a mini-batch has few of them they
+are smaller than the factor, so they are kept, and sent, instead of it: exactly the same, with less traffic, and the
+product is left to the layer's owner. How many may be sent is agreed before the step.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -19,7 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ._factors import LayerShape, WeightSharing, input_factor, layer_shape, output_factor
+from ._columns import (
+    LayerShape,
+    WeightSharing,
+    input_columns,
+    input_count,
+    layer_shape,
+    output_columns,
+    output_count,
+)
+from ._factors import input_factor, output_factor
 
 _NO_BACKWARD: Final = -1
 
@@ -44,10 +58,17 @@ class Layer:
 
 
 class Captured(NamedTuple):
-    """The factors of one layer in this step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim]."""
+    """The factors of one layer in this step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
 
     a: Tensor
     g: Tensor
+
+
+class Room(NamedTuple):
+    """How many columns of a layer's factors each rank may send, see [Note: few columns]; 0: the factor itself."""
+
+    a: int = 0
+    g: int = 0
 
 
 class _Use(NamedTuple):
@@ -148,14 +169,34 @@ def _reason(parameter: nn.Parameter, of: list[_Use], reasons: dict[nn.Module, st
 
 
 @dataclass
-class _Sums:
-    """What one layer has gathered in this step."""
+class _Sum:
+    """What one layer has gathered of one of its factors in this step: a sum, or columns."""
 
-    a: Tensor | None = None
-    g: Tensor | None = None
-    a_calls: int = 0
-    g_calls: int = 0
-    forward_calls: int = 0  # in this micro-batch, not those that recompute in backward
+    total: Tensor | None = None
+    columns: list[Tensor] = field(default_factory=list)
+    count: int = 0  # of columns
+    calls: int = 0
+
+    def add(self, factor: Tensor) -> None:
+        self.total = factor if self.total is None else self.total.add_(factor)
+
+    def take(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
+        """Return the factor, times ``scale`` of the number of calls, or its columns; None if there is none."""
+        if not self.calls or self.count > room > 0:
+            return None
+        if not room:
+            assert self.total is not None
+            return self.total.mul_(scale(self.calls))
+        return torch.cat(self.columns, dim=2).mul_(math.sqrt(scale(self.calls)))
+
+
+@dataclass
+class _Sums:
+    """Both factors of one layer, and how often it was called in this micro-batch, not to recompute in backward."""
+
+    a: _Sum = field(default_factory=_Sum)
+    g: _Sum = field(default_factory=_Sum)
+    forward_calls: int = 0
 
 
 class FactorCapture:
@@ -180,6 +221,7 @@ class FactorCapture:
         active: whether anything is captured.
         on_begin: called when a micro-batch begins.
         on_input: called with the layer's index when A has been added to.
+        room: by the layer's index, the same during a step: whether columns are kept.
     """
 
     def __init__(
@@ -197,6 +239,7 @@ class FactorCapture:
         self.active = True
         self.on_begin: Callable[[], None] | None = None
         self.on_input: Callable[[int], None] | None = None
+        self.room: Callable[[int], Room] = _no_room
         self._layers = list(layers)
         self._sharing = sharing
         self._loss_scale = loss_scale
@@ -247,23 +290,32 @@ class FactorCapture:
             sums.forward_calls = 0
 
     def take_input(self, index: int) -> Tensor | None:
-        """Return A of a layer as of now and forget it; None if it was not called."""
+        """Return A of a layer as of now, or its columns [groups, a_dim, count], and forget it.
+
+        None if it was not called, or has more columns than there is room for.
+        """
         sums = self._sums[index]
-        a, calls = sums.a, sums.a_calls
-        sums.a, sums.a_calls = None, 0
-        return None if a is None else a.div_(calls)
+        found = sums.a.take(self.room(index).a, lambda calls: 1 / calls)
+        sums.a = _Sum(count=sums.a.count)
+        return found
 
     def take_output(self, index: int) -> Tensor | None:
-        """Return G of a layer as of now and forget it; None if no gradient came."""
+        """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
         sums = self._sums[index]
-        g, calls = sums.g, sums.g_calls
-        sums.g, sums.g_calls = None, 0
-        if g is None:
-            return None
+        found = sums.g.take(self.room(index).g, self._output_scale)
+        sums.g = _Sum(count=sums.g.count)
+        return found
+
+    def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
-            return g.div_(calls)
+            return 1 / calls
         m = max(1, self._micro_batches)
-        return g.mul_(m) if self._accumulated == "mean" else g.div_(m)
+        return m if self._accumulated == "mean" else 1 / m
+
+    def counts(self, index: int) -> Room:
+        """Return how many columns a layer's factors had in this step, taken or not; 0 if it is not captured."""
+        sums = self._sums.get(index)
+        return Room() if sums is None else Room(sums.a.count, sums.g.count)
 
     def take(self, index: int) -> Captured | None:
         """Return both factors of a layer and forget them; None if it was not called or no gradient came."""
@@ -288,8 +340,7 @@ class FactorCapture:
         if not self._captures(module):
             return
         if self._is_new(index):
-            input = args[0] if args else kwargs["input"]
-            self._add_input(index, input_factor(module, self._layers[index].shape, input, self._sharing))
+            self._add_input(index, module, args[0] if args else kwargs["input"], output)
         if output.requires_grad:
             output.register_hook(partial(self._on_gradient, index, module))
 
@@ -308,10 +359,14 @@ class FactorCapture:
         sums.forward_calls += 1
         return True
 
-    def _add_input(self, index: int, factor: Tensor) -> None:
-        sums = self._sums[index]
-        sums.a = factor if sums.a is None else sums.a.add_(factor)
-        sums.a_calls += 1
+    def _add_input(self, index: int, module: nn.Module, input: Tensor, output: Tensor) -> None:
+        total, shape, room = self._sums[index].a, self._layers[index].shape, self.room(index).a
+        total.calls += 1
+        total.count += input_count(module, input, output, self._sharing)
+        if not room:
+            total.add(input_factor(module, shape, input, self._sharing))
+        elif total.count <= room:
+            total.columns.append(input_columns(module, shape, input, self._sharing).scaled())
         if self.on_input is not None:
             self.on_input(index)
 
@@ -319,16 +374,24 @@ class FactorCapture:
         if not self._handles:
             return
         self._gradients_came = True
-        factor = output_factor(module, self._layers[index].shape, gradient, self._sharing)
-        factor /= self._loss_scale() ** 2
-        sums = self._sums[index]
-        sums.g = factor if sums.g is None else sums.g.add_(factor)
-        sums.g_calls += 1
+        total, shape, room = self._sums[index].g, self._layers[index].shape, self.room(index).g
+        total.calls += 1
+        total.count += output_count(module, gradient, self._sharing)
+        if not room:
+            factor = output_factor(module, shape, gradient, self._sharing)
+            total.add(factor.div_(self._loss_scale() ** 2))
+        elif total.count <= room:
+            columns = output_columns(module, shape, gradient, self._sharing).scaled()
+            total.columns.append(columns.div_(self._loss_scale()))
 
 
 def _in_backward() -> bool:
     """Tell whether autograd is what runs this, on whichever thread."""
     return torch._C._current_graph_task_id() != _NO_BACKWARD
+
+
+def _no_room(index: int) -> Room:
+    return Room()
 
 
 class _Hook:

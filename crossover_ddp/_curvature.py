@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._factors import LayerShape, Solver, update_running
+from ._columns import LayerShape
+from ._factors import Solver, update_running
 from ._worker import Worker
 
 Start = Literal["batch", "identity"]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ._capture import FactorCapture, Layer
 from ._journey import Cargo, Freight
-from ._kfac_cargo import Early, pack_factor
-from ._layout import Layout
+from ._kfac_cargo import Parcel
 from ._manifest import Load, manifest
 
 Groups = Sequence[Sequence[int]]
@@ -55,7 +54,7 @@ class EarlyFactors:
 
     def begin_step(self) -> None:
         """Forget what came in the last step."""
-        self.arrived: dict[int, Early] = {}
+        self.arrived: dict[int, tuple[Parcel, Tensor]] = {}
         self._called: set[int] = set()
         self._left = 0
 
@@ -73,32 +72,30 @@ class EarlyFactors:
     def _send(self) -> None:
         group = self.groups[self._left]
         self._left += 1
-        there, layout, offsets = self._packed(group)
-        arrived = self.arrived
-
-        def keep(part: Tensor) -> None:
-            for index, offset in zip(group, offsets, strict=True):
-                if self._owners[index] == self._rank:
-                    stop = offset + self._all_layers[index].shape.a_numel
-                    arrived[index] = Early(part[offset:stop], part[stop])
-
-        self._reduce(Cargo(Freight(there, layout), None, keep, _nothing))
-
-    def _packed(self, group: Sequence[int]) -> tuple[Tensor, Layout, tuple[int, ...]]:
-        shapes = [self._all_layers[index].shape for index in group]
+        parcels = [self._parcel(index) for index in group]
         loads = tuple(
-            Load(self._owners[index], 0, shape.a_numel + 1)
-            for index, shape in zip(group, shapes, strict=True)
+            Load(self._owners[index], 0, parcel.numel) for index, parcel in zip(group, parcels, strict=True)
         )
         made = manifest(self._world_size, loads, ())
-        factors = [self._capture.take_input(index) for index in group]
         weight = self._all_layers[group[0]].weight
         dtype = torch.promote_types(weight.dtype, torch.float32)  # a factor's own
         there = weight.new_empty(made.there.numel, dtype=dtype)
-        for load, offset, factor in zip(loads, made.factors, factors, strict=True):
+        for index, parcel, load, offset in zip(group, parcels, loads, made.factors, strict=True):
             start = made.there.part(load.owner).start + offset
-            pack_factor(factor, there[start : start + load.factor_numel])
-        return there, made.there, made.factors
+            factor = self._capture.take_input(index)
+            parcel.pack(factor, there[start : start + parcel.numel], self._rank)
+        arrived = self.arrived
+
+        def keep(part: Tensor) -> None:
+            for index, parcel, offset in zip(group, parcels, made.factors, strict=True):
+                if self._owners[index] == self._rank:
+                    arrived[index] = parcel, part[offset : offset + parcel.numel]
+
+        self._reduce(Cargo(Freight(there, made.there), None, keep, _nothing))
+
+    def _parcel(self, index: int) -> Parcel:
+        shape = self._all_layers[index].shape
+        return Parcel(shape.groups, shape.a_dim, self._capture.room(index).a, self._world_size)
 
 
 def _nothing() -> None:

@@ -27,11 +27,19 @@ from functools import lru_cache
 from typing import Final, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-WeightSharing = Literal["expand", "reduce", "kfac-pytorch"]
+from ._columns import (
+    LayerShape,
+    WeightSharing,
+    at_least_float32,
+    conv_input_scale,
+    input_columns,
+    output_columns,
+    triangle_numel,
+    window_columns,
+    windows_of,
+)
 
 # Of a strip this wide only what is right of the diagonal is multiplied: five eighths of the work at four strips.
 _GRAM_STRIP: Final = 256
@@ -41,68 +49,6 @@ _CHUNK_NUMEL: Final = 1 << 24
 _PACK_BLOCK: Final = 128
 _PI_RANGE: Final = (1e-8, 1e8)
 _RETRIES: Final = 8
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What of a layer decides the size of its factors.
-
-    Args:
-        groups: layers side by side; above 1 only for grouped convolutions.
-        a_dim: input features per group, and the column of ones if there is a bias.
-        g_dim: outputs per group.
-        has_bias: whether there is a bias that is trained.
-    """
-
-    groups: int
-    a_dim: int
-    g_dim: int
-    has_bias: bool
-
-    @property
-    def a_numel(self) -> int:
-        """Numbers in the packed triangles of A."""
-        return _triangle_numel(self.groups, self.a_dim)
-
-    @property
-    def g_numel(self) -> int:
-        """Numbers in the packed triangles of G."""
-        return _triangle_numel(self.groups, self.g_dim)
-
-
-def layer_shape(module: nn.Module) -> LayerShape | None:
-    """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.
-
-    Subclasses count as long as they compute what the class computes. None also for a lazy, quantized, pruned or
-    parametrized one (its weight is not what the optimizer updates), and for the projection in
-    ``nn.MultiheadAttention``, whose weight is read without calling the module.
-    """
-    if not _computes_as_known(module) or not _trained(module, "weight"):
-        return None
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    if not weight.is_floating_point():
-        return None
-    has_bias = _trained(module, "bias")
-    groups = module.groups if isinstance(module, nn.Conv2d) else 1
-    return LayerShape(groups, weight[0].numel() + has_bias, weight.shape[0] // groups, has_bias)
-
-
-def _computes_as_known(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return False
-    if not isinstance(module, nn.Linear | nn.Conv2d) or parametrize.is_parametrized(module):
-        return False
-    known = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
-    names = {"forward", "_conv_forward"}
-    return not names & vars(module).keys() and all(
-        getattr(type(module), name, None) is getattr(known, name, None) for name in names
-    )
-
-
-def _trained(module: nn.Module, name: str) -> bool:
-    # Exactly a Parameter: subclasses of it are lazy, quantized or sharded.
-    parameter = getattr(module, name, None)
-    return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 def input_factor(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Tensor:
@@ -117,16 +63,13 @@ def input_factor(module: nn.Module, shape: LayerShape, input: Tensor, sharing: W
     Returns: [groups, a_dim, a_dim], float32 (float64 for float64 input), exactly symmetric, without gradient.
     Finite for an empty input too.
     """
-    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        x = _at_least_float32(input)
-        if isinstance(module, nn.Conv2d):
-            windows = _windows(module, x if x.dim() == 4 else x.unsqueeze(0))
-            return _conv_input_factor(windows, shape, sharing)
-        samples, positions = _counts(x)
-        rows = _mean_of_positions(x) if sharing == "reduce" else x.reshape(-1, x.shape[-1])
-        return _with_ones(rows.T.unsqueeze(0), shape).div_(
-            samples if sharing == "reduce" else samples * positions
-        )
+    if isinstance(module, nn.Conv2d) and sharing != "reduce":
+        with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+            x = at_least_float32(input)
+            return _unfolded_factor(windows_of(module, x if x.dim() == 4 else x.unsqueeze(0)), shape, sharing)
+    found = input_columns(module, shape, input, sharing)
+    with torch.autocast(input.device.type, enabled=False):
+        return _gram_with_ones(found.columns, shape).mul_(found.scale)
 
 
 def output_factor(
@@ -142,90 +85,37 @@ def output_factor(
 
     Returns: [groups, g_dim, g_dim], float32 (float64 for float64 gradients), exactly symmetric, without gradient.
     """
-    with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
-        g = _at_least_float32(grad_output)
-        if isinstance(module, nn.Conv2d):
-            # Channels last, as a Linear layer has its features.
-            g = (g if g.dim() == 4 else g.unsqueeze(0)).permute(0, 2, 3, 1)
-        samples, positions = _counts(g)
-        if sharing == "reduce" and g.dim() > 2:
-            g = g.flatten(1, -2).sum(1)
-        columns = g.reshape(-1, g.shape[-1]).T.reshape(shape.groups, shape.g_dim, -1)
-        factor = _gram(columns)
-        if sharing != "kfac-pytorch":
-            return factor.mul_(samples)
-        return factor.div_(samples * positions * (positions**2 if isinstance(module, nn.Conv2d) else 1))
+    found = output_columns(module, shape, grad_output, sharing)
+    return factor_of(found.columns).mul_(found.scale)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _counts(x: Tensor) -> tuple[int, int]:
-    """Return samples N and positions S of [N, ..., d], 1 each where there is no such dimension or it is empty."""
-    samples = x.shape[0] if x.dim() > 1 else 1
-    return max(1, samples), max(1, math.prod(x.shape[1:-1]))
-
-
-def _mean_of_positions(x: Tensor) -> Tensor:
-    """Return [N, d] of [N, ..., d]."""
-    return x.flatten(1, -2).sum(1) / _counts(x)[1] if x.dim() > 2 else x.reshape(-1, x.shape[-1])
-
-
-def _windows(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """View [N, C, H, W] as what the kernel meets: [C, N, H_out, W_out, kernel rows, kernel columns]."""
-    # Channels first, so that unfolded numbers are copied in runs as long as a row of the picture, whatever the
-    # memory format was. Quicker than F.unfold, whose result has to be transposed.
-    x = x.transpose(0, 1).contiguous()
-    if module.padding_mode == "zeros":
-        x = F.pad(x, _zero_padding(module))
-    else:
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    for dim in (0, 1):
-        dilation = module.dilation[dim]
-        extent = (module.kernel_size[dim] - 1) * dilation + 1
-        x = x.unfold(2 + dim, extent, module.stride[dim])[..., ::dilation]
-    return x
-
-
-def _zero_padding(module: nn.Conv2d) -> list[int]:
-    """Return left, right, top, bottom, as ``F.pad`` wants them."""
-    padding = module.padding
-    if not isinstance(padding, str):
-        return [padding[1], padding[1], padding[0], padding[0]]
-    if padding == "valid":
-        return [0, 0, 0, 0]
-    totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-
-
-def _conv_input_factor(windows: Tensor, shape: LayerShape, sharing: WeightSharing) -> Tensor:
-    samples, positions = max(1, windows.shape[1]), windows.shape[2] * windows.shape[3]
-    features = shape.a_dim - shape.has_bias
-    if sharing == "reduce":
-        means = windows.mean(dim=(2, 3)).permute(0, 2, 3, 1).reshape(shape.groups, features, windows.shape[1])
-        return _with_ones(means, shape).div_(samples)
+def _unfolded_factor(windows: Tensor, shape: LayerShape, sharing: WeightSharing) -> Tensor:
+    """Unfold a part of the samples at a time."""
     factor = windows.new_zeros(shape.groups, shape.a_dim, shape.a_dim)
+    samples = max(1, windows.shape[1])
     for chunk in windows.split(max(1, _CHUNK_NUMEL * samples // max(1, windows.numel())), dim=1):
-        # Rows in the order of the weight's own dimensions: channel, kernel row, kernel column.
-        columns = chunk.permute(0, 4, 5, 1, 2, 3).reshape(shape.groups, features, -1 if chunk.numel() else 0)
-        factor += _with_ones(columns, shape)
-    return factor.div_(samples * positions * (positions**2 if sharing == "kfac-pytorch" else 1))
+        factor += _gram_with_ones(window_columns(chunk, shape), shape)
+    return factor.mul_(conv_input_scale(windows, sharing))
 
 
-def _with_ones(columns: Tensor, shape: LayerShape) -> Tensor:
+def _gram_with_ones(columns: Tensor, shape: LayerShape) -> Tensor:
     """Return Σ a aᵀ over the columns of [groups, features, count], each with a one appended if there is a bias."""
     if not shape.has_bias:
-        return _gram(columns)
+        return factor_of(columns)
     factor = columns.new_empty(shape.groups, shape.a_dim, shape.a_dim)
-    factor[:, :-1, :-1] = _gram(columns)
+    factor[:, :-1, :-1] = factor_of(columns)
     factor[:, :-1, -1] = factor[:, -1, :-1] = columns.sum(-1)
     factor[:, -1, -1] = columns.shape[-1]
     return factor
 
 
-def _gram(columns: Tensor) -> Tensor:
+def factor_of(columns: Tensor) -> Tensor:
     """Return C Cᵀ of [groups, d, count], exactly symmetric."""
+    with torch.no_grad(), torch.autocast(columns.device.type, enabled=False):
+        return _gram(columns)
+
+
+def _gram(columns: Tensor) -> Tensor:
     size = columns.shape[1]
     gram = columns.new_empty(columns.shape[0], size, size)
     for low in range(0, size, _GRAM_STRIP):
@@ -236,10 +126,6 @@ def _gram(columns: Tensor) -> Tensor:
         gram[:, low:high, high:] = beside
         gram[:, high:, low:high] = beside.mT
     return gram
-
-
-def _triangle_numel(groups: int, size: int) -> int:
-    return groups * size * (size + 1) // 2
 
 
 @lru_cache(maxsize=256)
@@ -302,9 +188,9 @@ def unpack_triangle(flat: Tensor, groups: int, d: int) -> Tensor:
 
 
 def _check_numel(flat: Tensor, groups: int, size: int) -> None:
-    if flat.dim() != 1 or flat.numel() != _triangle_numel(groups, size):
+    if flat.dim() != 1 or flat.numel() != triangle_numel(groups, size):
         raise ValueError(
-            f"expected a flat tensor of {_triangle_numel(groups, size)} numbers for {groups} triangles of {size} rows, "
+            f"expected a flat tensor of {triangle_numel(groups, size)} numbers for {groups} triangles of {size} rows, "
             f"got shape={tuple(flat.shape)}; pass exactly the layer's part of the buffer"
         )
 
@@ -483,7 +369,7 @@ def _usable(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor,
     """Return both factors in the dtype to compute in, None if one is not finite."""
     if not 0 < damping < math.inf:
         raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
-    a, g = _at_least_float32(a_factor), _at_least_float32(g_factor)
+    a, g = at_least_float32(a_factor), at_least_float32(g_factor)
     finite = torch.isfinite(a).all() & torch.isfinite(g).all()
     return (a, g) if finite else None
 

@@ -4,9 +4,10 @@
 The owner needs both, so what comes early waits in its bucket until the layer is complete, and travels with the bucket
 that completes it. All Futures of a step complete together, hence nobody looks at the early bucket before.
 
-[Note: one number each] The KL clip scales all preconditioned gradients by one number made of sums over all layers.
-Each rank's sum over its own layers travels at the end of its part of the last bucket, as eight raw bytes; so every
-rank scales by the same bits.
+[Note: messages] The KL clip scales all preconditioned gradients by one number made of sums over all layers. Each
+rank's sum over its own layers travels at the end of its part of the last bucket, as eight raw bytes; so every rank
+scales by the same bits. On steps that take factors each rank tells in the same place how many columns its mini-batch
+had of each factor, so that all ranks know what can be sent as columns the next time (see [Note: few columns]).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +17,16 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ._capture import Room
+from ._columns import LayerShape, triangle_numel
 from ._curvature import Curvature
-from ._factors import LayerShape, gradient_matrix, pack_triangle, split_gradient, unpack_triangle
+from ._factors import factor_of, gradient_matrix, pack_triangle, split_gradient, unpack_triangle
 from ._journey import Cargo, Freight
 from ._layout import Span
 from ._manifest import Load, Manifest, manifest
 from ._worker import Worker
 
-_NUMBER_BYTES: Final = 8
+_NO_ROOM: Final = Room()
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,87 @@ class Passenger:
     a: Tensor | None = None
     g: Tensor | None = None
     sends_a: bool = True
+    room: Room = _NO_ROOM
 
     @property
     def gradient_numel(self) -> int:
         """Elements of weight and bias."""
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
+    def parcels(self, world_size: int) -> tuple["Parcel", ...]:
+        """Return what travels of the factors in the bucket: G, then A unless it went early."""
+        g = Parcel(self.shape.groups, self.shape.g_dim, self.room.g, world_size)
+        a = Parcel(self.shape.groups, self.shape.a_dim, self.room.a, world_size)
+        return (g, a) if self.sends_a else (g,)
+
+
+class Parcel(NamedTuple):
+    """How one factor travels: its triangle, or ``room`` columns of each rank; and behind it whether there is one.
+
+    Columns are put in a place of each rank's own, so that their sum over the ranks holds those of all.
+    """
+
+    groups: int
+    dim: int
+    room: int
+    world_size: int
+
     @property
-    def factor_numel(self) -> int:
-        """Elements of what travels of the factors: each triangle, and how many ranks have one."""
-        return self.shape.g_numel + 1 + (self.shape.a_numel + 1 if self.sends_a else 0)
+    def numel(self) -> int:
+        """Elements in the buffer that is summed."""
+        if self.room:
+            return self.world_size * self.groups * self.dim * self.room + 1
+        return triangle_numel(self.groups, self.dim) + 1
+
+    def pack(self, factor: Tensor | None, out: Tensor, rank: int) -> None:
+        """Write this rank's factor, [groups, dim, dim], or its columns, [groups, dim, count]; None: it has none."""
+        if factor is None:
+            out.zero_()
+            return
+        out[-1] = 1.0
+        if not self.room:
+            pack_triangle(factor.to(out.dtype), out[:-1])
+            return
+        out[:-1].zero_()
+        own = out[:-1].view(self.world_size, self.groups, self.dim, self.room)[rank]
+        own[..., : factor.shape[-1]].copy_(factor)
+
+    def unpack(self, mean: Tensor) -> Tensor:
+        """Return the mean over the ranks that had a factor, [groups, dim, dim]; not a number if none had."""
+        body, weight = mean[:-1], mean[-1]
+        if not self.room:
+            return unpack_triangle(body, self.groups, self.dim) / weight
+        columns = body.view(self.world_size, self.groups, self.dim, self.room).permute(1, 2, 0, 3)
+        # The buffer was divided by the number of ranks, the columns' squares so by its square.
+        return factor_of(columns.reshape(self.groups, self.dim, -1)) * (self.world_size / weight)
 
 
-class Early(NamedTuple):
-    """An input factor that came ahead of its bucket: the sum over the ranks, and how many had one, over W."""
+class Message(NamedTuple):
+    """What a rank tells all others at the end of a step, see [Note: messages]."""
 
-    triangle: Tensor
-    weight: Tensor
+    kl_sum: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def size_bytes(count_numel: int) -> int:
+        """Return the size: eight bytes, and four for each count, in multiples of eight."""
+        return 8 + -(-4 * count_numel // 8) * 8
+
+    def pack(self, out: Tensor) -> None:
+        """Write the raw bytes."""
+        size = out.numel() * out.itemsize
+        raw = torch.zeros(size, dtype=torch.uint8, device=out.device)
+        raw[:8] = self.kl_sum.reshape(1).view(torch.uint8)
+        raw[8 : 8 + self.counts.numel() * 4] = self.counts.view(torch.uint8)
+        out.copy_(raw.view(out.dtype))
+
+    @classmethod
+    def unpack(cls, message: Tensor, count_numel: int) -> "Message":
+        """Read them again."""
+        raw = message.clone().view(torch.uint8)
+        return cls(
+            raw[:8].clone().view(torch.float64), raw[8 : 8 + 4 * count_numel].clone().view(torch.int32)
+        )
 
 
 @dataclass(eq=False)
@@ -94,30 +161,40 @@ class Round:
     Args:
         plan: the same on all ranks.
         curvatures: by layer, of those that this rank owns.
+        early: the input factors that came ahead of their buckets, summed over the ranks: a parcel, and its contents.
+
+    Attributes:
+        counts: how many columns this rank's factors had, int32; set before the last bucket if factors travel.
+        greatest_counts: the greatest over all ranks, when the step has ended.
     """
 
     plan: StepPlan
     curvatures: Mapping[int, Curvature]
-    early: dict[int, Early] = field(default_factory=dict)
+    early: dict[int, tuple[Parcel, Tensor]] = field(default_factory=dict)
     waiting: dict[int, Tensor] = field(default_factory=dict)
     cargoes: list["BucketCargo"] = field(default_factory=list)
     kl_sum: Tensor | None = None
+    counts: Tensor | None = None
+    greatest_counts: Tensor | None = None
 
     def add_kl(self, term: Tensor) -> None:
         """Add a layer's share of the KL clip's sum. Called on the owner."""
         self.kl_sum = term if self.kl_sum is None else self.kl_sum + term
 
     def unload(self, last: "BucketCargo") -> None:
-        """Bring all preconditioned gradients back, scaled by the KL clip."""
-        scale = self._kl_scale(last)
+        """Read the messages; bring the preconditioned gradients back, scaled by the KL clip, if there is one."""
+        messages = last.messages()
+        if self.counts is not None:
+            self.greatest_counts = torch.stack([message.counts for message in messages]).amax(0)
+        if self.plan.kl_clip is None:
+            last.bring_back(None)
+            return
+        # In the order of ranks, so that all get the same.
+        total = torch.stack([message.kl_sum for message in messages]).sum().abs() / self.plan.scale**2
+        # Nothing to scale by where all gradients are zero: min(1, inf).
+        scale = (self.plan.kl_clip / total).sqrt().clamp(max=1.0)
         for cargo in self.cargoes:
             cargo.bring_back(scale)
-
-    def _kl_scale(self, last: "BucketCargo") -> Tensor:
-        total = last.sum_of_numbers().abs() / self.plan.scale**2
-        assert self.plan.kl_clip is not None
-        # Nothing to scale by where all gradients are zero: min(1, inf).
-        return (self.plan.kl_clip / total).sqrt().clamp(max=1.0)
 
 
 class BucketCargo:
@@ -145,16 +222,17 @@ class BucketCargo:
         self._round = round
         self._passengers = passengers
         self._buffer = buffer
-        self._last = last
         plan = round.plan
         self._with_factors = plan.takes_factors and plan.factors_travel
         loads = tuple(
-            Load(plan.owners[each.index], each.gradient_numel, each.factor_numel if self._with_factors else 0)
+            Load(plan.owners[each.index], each.gradient_numel, self._factor_numel(each))
             for each in passengers
         )
-        has_number = last and plan.kl_clip is not None
-        self._number_numel = _NUMBER_BYTES // buffer.itemsize if has_number else 0
-        self.manifest: Manifest = manifest(plan.world_size, loads, passing, self._number_numel)
+        has_message = last and (plan.kl_clip is not None or round.counts is not None)
+        self._count_numel = 0 if round.counts is None else round.counts.numel()
+        message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
+        self._message_numel = message_bytes // buffer.itemsize
+        self.manifest: Manifest = manifest(plan.world_size, loads, passing, self._message_numel)
         self._back = take(self.manifest.back.numel)
         if self.manifest.in_place:
             self._there = self._back
@@ -186,15 +264,21 @@ class BucketCargo:
         for bucket, owner, offset in self.manifest.passing:
             start = self.manifest.there.part(owner).start + offset
             self._there[start : start + bucket.numel].copy_(self._buffer[bucket.start : bucket.stop])
-        for rank in range(self._round.plan.world_size) if self._number_numel else ():
-            self._number(rank, self._there).zero_()
+        for rank in range(self._round.plan.world_size) if self._message_numel else ():
+            self._message(rank, self._there).zero_()
+
+    def _factor_numel(self, passenger: Passenger) -> int:
+        if not self._with_factors:
+            return 0
+        return sum(parcel.numel for parcel in passenger.parcels(self._round.plan.world_size))
 
     def _pack_factors(self, passenger: Passenger, start: int) -> None:
-        shape = passenger.shape
-        stop = start + shape.g_numel + 1
-        pack_factor(passenger.g, self._there[start:stop])
-        if passenger.sends_a:
-            pack_factor(passenger.a, self._there[stop : stop + shape.a_numel + 1])
+        plan = self._round.plan
+        for parcel, factor in zip(
+            passenger.parcels(plan.world_size), (passenger.g, passenger.a), strict=False
+        ):
+            parcel.pack(factor, self._there[start : start + parcel.numel], plan.rank)
+            start += parcel.numel
 
     def _places(self) -> list[tuple[Passenger, int, int]]:
         return list(zip(self._passengers, self.manifest.gradients, self.manifest.factors, strict=True))
@@ -217,24 +301,25 @@ class BucketCargo:
             for bucket, owner, offset in self.manifest.passing:
                 if owner == rank:
                     back[offset : offset + bucket.numel].copy_(part[offset : offset + bucket.numel])
-        if self._number_numel:
-            total = self._round.kl_sum
+        if self._message_numel:
+            total, counts = self._round.kl_sum, self._round.counts
             total = back.new_zeros(1, dtype=torch.float64) if total is None else total
-            self._number(rank, self._back).copy_(total.reshape(1).view(back.dtype))
+            counts = back.new_zeros(0, dtype=torch.int32) if counts is None else counts
+            Message(total, counts).pack(self._message(rank, self._back))
 
     def _take_factors(self, curvature: Curvature, passenger: Passenger, factors: Tensor) -> None:
-        shape, decay = passenger.shape, self._round.plan.decay
+        decay = self._round.plan.decay
         if not self._with_factors:
             if passenger.a is not None and passenger.g is not None:
                 curvature.add(passenger.a, passenger.g, decay)
             return
-        g_stop = shape.g_numel + 1
-        g = unpack_factor(factors[:g_stop], shape.groups, shape.g_dim)
+        parcels = passenger.parcels(self._round.plan.world_size)
+        g = parcels[0].unpack(factors[: parcels[0].numel])
         if passenger.sends_a:
-            a = unpack_factor(factors[g_stop : g_stop + shape.a_numel + 1], shape.groups, shape.a_dim)
+            a = parcels[1].unpack(factors[parcels[0].numel : parcels[0].numel + parcels[1].numel])
         else:
-            triangle, weight = self._round.early[passenger.index]
-            a = unpack_triangle(triangle, shape.groups, shape.a_dim) / weight
+            parcel, mean = self._round.early[passenger.index]
+            a = parcel.unpack(mean)
         curvature.add(a, g, decay)
 
     def _precondition(
@@ -256,10 +341,10 @@ class BucketCargo:
     # Wherever the bucket's way ends.
 
     def _unload(self) -> None:
-        if self._round.plan.kl_clip is None:
-            self.bring_back(None)
-        elif self._last:
+        if self._message_numel:
             self._round.unload(self)
+        elif self._round.plan.kl_clip is None:
+            self.bring_back(None)
 
     def bring_back(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets; ``scale`` for the preconditioned gradients, None for 1."""
@@ -277,32 +362,17 @@ class BucketCargo:
             start = self.manifest.back.part(owner).start + offset
             self._buffer[bucket.start : bucket.stop].copy_(self._back[start : start + bucket.numel])
 
-    def sum_of_numbers(self) -> Tensor:
-        """Add up what the ranks have sent at the end of their parts, in the order of ranks. float64, shape []."""
-        numbers = [
-            self._number(rank, self._back).clone().view(torch.float64)
+    def messages(self) -> list[Message]:
+        """Return what the ranks have told at the end of their parts, in the order of ranks."""
+        return [
+            Message.unpack(self._message(rank, self._back), self._count_numel)
             for rank in range(self._round.plan.world_size)
         ]
-        return torch.cat(numbers).sum()
 
-    def _number(self, rank: int, buffer: Tensor) -> Tensor:
+    def _message(self, rank: int, buffer: Tensor) -> Tensor:
         layout = self.manifest.there if buffer is self._there else self.manifest.back
         start = layout.part(rank).start + self.manifest.number_offsets[rank]
-        return buffer[start : start + self._number_numel]
-
-
-def pack_factor(factor: Tensor | None, out: Tensor) -> None:
-    """Write a factor's triangle, and behind it 1; zeros for a factor that this rank does not have."""
-    if factor is None:
-        out.zero_()
-        return
-    pack_triangle(factor.to(out.dtype), out[:-1])
-    out[-1] = 1.0
-
-
-def unpack_factor(mean: Tensor, groups: int, dim: int) -> Tensor:
-    """Return the mean over the ranks that had a factor; not a number where none had. Shape [groups, dim, dim]."""
-    return unpack_triangle(mean[:-1], groups, dim) / mean[-1]
+        return buffer[start : start + self._message_numel]
 
 
 def _views(passenger: Passenger, flat: Tensor, start: int) -> tuple[Tensor, Tensor | None]:

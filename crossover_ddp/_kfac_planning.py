@@ -199,6 +199,19 @@ def _least_loaded(order: Iterable[int], weights_s: Sequence[float], loads_s: lis
     return Placement(tuple(owners), tuple(loads_s))
 
 
+def columns_that_travel(count: int, dim: int, world_size: int) -> int:
+    """Return how many columns of a factor each rank sends in the place of its triangle; 0 for the triangle.
+
+    The columns of W ranks lie side by side in the buffer that is summed: W·count·d numbers against d·(d+1)/2.
+
+    Args:
+        count: the greatest number of columns that a rank has; 0 if it is not known.
+        dim: d.
+        world_size: W. Alone nothing travels.
+    """
+    return count if world_size > 1 and world_size * count < (dim + 1) / 2 else 0
+
+
 def place_by_broadcast(
     factors: Sequence[int],
     world_size: int,

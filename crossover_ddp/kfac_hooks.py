@@ -20,20 +20,23 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from ._capture import FactorCapture, Layer, find_layers, unwrapped
+from ._columns import WeightSharing
 from ._curvature import Curvature, Start
-from ._ddp_checks import flat_gradients, model_of, resolve_group
-from ._early import EarlyFactors
+from ._ddp_checks import flat_gradients, resolve_group
 from ._exchange import Exchange
-from ._factor_times import FactorTimes
-from ._factors import DampedInverse, Eigenbasis, Solver, WeightSharing
+from ._factor_traffic import FactorTraffic
+from ._factors import DampedInverse, Eigenbasis, Solver
 from ._inverse_probe import measure_inverse
-from ._journey import Cargo, Turn
+from ._journey import Turn
 from ._kfac_cargo import BucketCargo, Passenger, Round, StepPlan
-from ._kfac_planning import FactorPlan, InverseCost, LayerCost, choose_early, decided, place
+from ._kfac_planning import (
+    FactorPlan,
+    InverseCost,
+    LayerCost,
+    place,
+)
 from ._kfac_settings import Hyper, Hypers, check_choice, check_parameters, check_together
 from ._layout import Span
-from ._link_probe import measure_link
-from ._planning import Link
 from ._worker import Worker
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -145,14 +148,18 @@ class KFACState:
         logger.info("%s", self)
 
     def _begin(self) -> None:
-        self._times = FactorTimes()
-        self._capture.on_begin = self._times.begin
-        self._capture.on_input = self._input_came
-        self._engine: Exchange | None = None
-        self._ddp: Callable[[], nn.parallel.DistributedDataParallel | None] = _no_model
-        self._early = self._early_factors(())
+        self._traffic = FactorTraffic(
+            self._layers,
+            self._placement,
+            self._costs,
+            self._inverse_cost,
+            capture=self._capture,
+            process_group=self.process_group,
+            local=self._local,
+        )
         self._steps = 0
         self._round: Round | None = None
+        self._lrs: dict[int, float] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def _take_model(self, model: nn.Module, skip: Sequence[str]) -> None:
@@ -208,67 +215,9 @@ class KFACState:
 
         **Collective**: all ranks of the job, between two steps.
         """
-        group = resolve_group(self.process_group)
-        answer: list[Any] = [None]
-        if self._local or any(layer.weight.device.type != "cpu" for layer in self._layers):
-            raise UnsupportedConfigurationError(
-                "expected factors that travel between CPU devices, got "
-                + ("factors='local'" if self._local else "a model on a GPU")
-                + "; leave the plan out: factors then ride in the gradients' buckets, or do not travel"
-            )
-        link = measure_link(group)
-        if self._rank == 0 and self._times.count:
-            answer[0] = self._plan(link, early)
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-        if answer[0] is None:
-            raise UnsupportedConfigurationError(
-                "expected recorded factor steps to plan by, got none on rank 0; train some steps first, the first "
-                "two have other buckets"
-            )
-        plan, groups = cast(tuple[FactorPlan, tuple[tuple[int, ...], ...]], answer[0])
-        self._early = self._early_factors(groups)
-        logger.info("%d groups of input factors leave during forward", len(groups))
+        plan = self._traffic.plan(early)
+        logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
-
-    def _plan(self, link: Link, early: bool | None) -> tuple[FactorPlan, tuple[tuple[int, ...], ...]]:
-        """Return the plan, and its groups by the layers' indices."""
-        shapes = [layer.shape for layer in self._layers]
-        order, step = self._times.step(
-            [4 * shape.a_numel for shape in shapes],
-            [4 * shape.g_numel for shape in shapes],
-            self._busiest_owner_s,
-        )
-        plan = choose_early(step, link) if early is None else decided(step, link, early=early)
-        return plan, tuple(tuple(order[place] for place in group) for group in plan.early)
-
-    def _busiest_owner_s(self, layers: Sequence[int]) -> float:
-        loads_s = [0.0] * self._world_size
-        for index in layers:
-            loads_s[self._placement.owners[index]] += self._costs[index].inverse_s(self._inverse_cost)
-        return max(loads_s)
-
-    def _early_factors(self, groups: Sequence[Sequence[int]]) -> EarlyFactors:
-        return EarlyFactors(
-            groups,
-            layers=self._layers,
-            owners=self._placement.owners,
-            rank=self._rank,
-            world_size=self._world_size,
-            capture=self._capture,
-            reduce=self._reduce,
-        )
-
-    def _reduce(self, cargo: Cargo) -> None:
-        if self._engine is None:
-            self._engine = Exchange.of(resolve_group(self.process_group))
-        self._engine.reduce(cargo)
-
-    def _input_came(self, index: int) -> None:
-        self._times.input_came(index)
-        ddp = self._ddp()
-        # A sum over micro-batches is complete with the last one only.
-        if index in self._early.layers and (ddp is None or ddp.require_backward_grad_sync):
-            self._early.input_came(index)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
@@ -308,6 +257,7 @@ class KFACState:
         return {
             "steps": self._steps,
             "solver": self._solver,
+            "columns": list(self._traffic.counts()),
             "layers": {layer.name: layers[layer.name] for layer in self._layers},
         }
 
@@ -326,6 +276,7 @@ class KFACState:
             layer = self._layers[index]
             curvature.load_state_dict(state["layers"][layer.name], layer.weight.device)
         self._steps = state["steps"]
+        self._traffic.load_counts(state["columns"])
         self._capture.active = self._hyper.at(self._steps).takes_factors
 
     def close(self) -> None:
@@ -365,13 +316,15 @@ class KFACState:
         if self._round is None or bucket.index() == 0:
             self._round = self._new_round()
             if self._round.plan.takes_factors:
-                self._early.send_rest()
+                self._traffic.early.send_rest()
         contents = _contents(bucket, buffer)
         self._check_known(bucket, contents)
         passengers, passing = self._board(self._round, contents)
         if self._round.plan.takes_factors:
+            if bucket.is_last():
+                self._round.counts = self._traffic.own_counts()
             indices = tuple(passenger.index for passenger in passengers)
-            self._times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
+            self._traffic.times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
         key = (bucket.index(), buffer.dtype, buffer.device)
 
         def take(numel: int) -> Tensor:
@@ -384,6 +337,8 @@ class KFACState:
 
     def _new_round(self) -> Round:
         hyper = self._hyper.at(self._steps)
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        self._lrs = {id(each): float(group["lr"]) for group in groups for each in group["params"]}
         plan = StepPlan(
             rank=self._rank,
             world_size=self._world_size,
@@ -398,7 +353,7 @@ class KFACState:
             inverter=self._inverter,
             keeps_turn=hyper.inverts and self.mutex is not None,
         )
-        return Round(plan, self._curvatures, self._early.arrived)
+        return Round(plan, self._curvatures, self._traffic.early.arrived)
 
     def _board(self, round: Round, contents: "list[_Content]") -> tuple[list[Passenger], tuple[Span, ...]]:
         """Return the layers that this bucket completes, and the spans that pass through."""
@@ -419,25 +374,21 @@ class KFACState:
         weight = round.waiting[id(layer.weight)]
         bias = None if layer.bias is None else round.waiting[id(layer.bias)]
         wanted = round.plan.takes_factors and (round.plan.factors_travel or index in self._curvatures)
-        sends_a = index not in self._early.layers
+        sends_a = index not in self._traffic.early.layers
         a = self._capture.take_input(index) if wanted and sends_a else None
         g = self._capture.take_output(index) if wanted else None
-        return Passenger(index, layer.shape, weight, bias, self._lr(layer), a, g, sends_a)
-
-    def _lr(self, layer: Layer) -> float:
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            if any(layer.weight is parameter for parameter in group["params"]):
-                return float(group["lr"])
-        return 0.0
+        lr = self._lrs.get(id(layer.weight), 0.0)
+        return Passenger(index, layer.shape, weight, bias, lr, a, g, sends_a, self._traffic.room(index))
 
     def _scale_now(self) -> float:
         return self._loss_scale() if callable(self._loss_scale) else self._loss_scale
 
     def _end_round(self) -> None:
+        if self._round is not None:
+            self._traffic.end_step(self._round)
         self._round = None
         self._steps += 1
         self._capture.begin_step()
-        self._early.begin_step()
         self._capture.active = self._hyper.at(self._steps).takes_factors
 
     def _check_known(self, bucket: dist.GradBucket, contents: "list[_Content]") -> None:
@@ -445,7 +396,7 @@ class KFACState:
         if network is None or bucket.index() or self._steps:
             return
         known = {id(parameter) for parameter in network.parameters()}
-        self._ddp = _weakly(model_of(bucket))
+        self._traffic.adopt(bucket)
         if any(id(content.parameter) not in known for content in contents):
             raise UnsupportedConfigurationError(
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
@@ -527,16 +478,6 @@ def _contents(bucket: dist.GradBucket, buffer: Tensor) -> list[_Content]:
             "that K-FAC does not know"
         )
     return contents
-
-
-def _no_model() -> None:
-    return None
-
-
-def _weakly(
-    model: nn.parallel.DistributedDataParallel | None,
-) -> Callable[[], nn.parallel.DistributedDataParallel | None]:
-    return _no_model if model is None else weakref.ref(model)
 
 
 def _roles(layers: Sequence[Layer]) -> dict[int, int]:

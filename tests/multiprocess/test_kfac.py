@@ -88,8 +88,8 @@ def errors(settings: Settings, cap_mb: float, rank: int, world_size: int, *, ear
     for step in range(STEPS):
         if early and step == PLANNED_AFTER:
             plan = state.plan_factors(early=True)
-            assert plan.early and state._early.layers
-            assert "twice" not in {names[index] for index in state._early.layers}
+            assert plan.early and state._traffic.early.layers
+            assert "twice" not in {names[index] for index in state._traffic.early.layers}
         batches = [batch(each, step) for each in range(world_size)]
         replicas = [copy.deepcopy(model.module).double() for _ in range(world_size)]
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ def uneven_ranks(rank: int, world_size: int) -> list[float]:
         second = nn.functional.linear(inputs[0], *model.module.first.parameters()).detach()
         for index, factor in ((0, second_moment(*inputs)), (1, second_moment(second))):
             means[index] = factor if step == 0 else (means[index] + factor) / 2
-    assert state._early.layers == {0, 1}
+    assert state._traffic.early.layers == {0, 1}
     return [
         float((curvature._a[0] - means[index]).abs().max())  # type: ignore[index]
         for index, curvature in state._curvatures.items()
@@ -158,6 +158,41 @@ def test_a_rank_without_a_layer_sends_as_others_do_and_changes_no_mean() -> None
     found = run_ranks(uneven_ranks, 2)
     assert sum(map(len, found)) == 2
     assert all(error < 1e-5 for of_rank in found for error in of_rank), found
+
+
+def columns_of(rank: int, world_size: int) -> dict[str, list[object]]:
+    """Train with some batches; return of each step the columns of A that may travel, and what is dropped."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(30, 20))
+    state = KFACState(model, kl_clip=None, inv_update_steps=1)
+    model.register_comm_hook(state, kfac_hook)
+    rooms: list[object] = []
+    dropped: list[object] = []
+    errors: list[object] = []
+    mean = torch.zeros(31, 31)
+    for step, samples in enumerate((3, 2, 3, 6, 6, 2, 6)):
+        rooms.append(state._traffic.room(0).a)
+        inputs = [
+            torch.randn(samples, 30, generator=torch.Generator().manual_seed(10 * step + each))
+            for each in range(world_size)
+        ]
+        model(inputs[rank]).square().mean().backward()
+        before = dropped[-1] if dropped else 0
+        dropped.append(sum(curvature.dropped for curvature in state._curvatures.values()))
+        if rank == state._placement.owners[0]:
+            if dropped[-1] == before:
+                factor = second_moment(*inputs)
+                mean = factor if step == 0 else 0.95 * mean + 0.05 * factor
+            errors.append(float((state._curvatures[0]._a[0] - mean).abs().max()))  # type: ignore[index]
+    return {"rooms": rooms, "dropped": dropped, "errors": errors}
+
+
+def test_few_samples_travel_as_columns_and_too_many_are_dropped_once() -> None:
+    found = run_ranks(columns_of, 2)
+    assert all(of_rank["rooms"] == [0, 3, 3, 3, 6, 6, 6] for of_rank in found)
+    (owner,) = (of_rank for of_rank in found if of_rank["errors"])
+    assert owner["dropped"] == [0, 0, 0, 1, 1, 1, 1]
+    assert max(owner["errors"]) < 1e-5  # type: ignore[type-var]
 
 
 @cache

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._capture import Captured, FactorCapture, Layer, find_layers
-from crossover_ddp._factors import LayerShape, WeightSharing
+from crossover_ddp._columns import LayerShape, WeightSharing
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from crossover_ddp import _factors
+from crossover_ddp._columns import LayerShape, WeightSharing, layer_shape
 from crossover_ddp._factors import (
-    LayerShape,
-    WeightSharing,
     gradient_matrix,
     input_factor,
-    layer_shape,
     output_factor,
     pack_triangle,
     split_gradient,
