@@ -199,6 +199,23 @@ def _least_loaded(order: Iterable[int], weights_s: Sequence[float], loads_s: lis
     return Placement(tuple(owners), tuple(loads_s))
 
 
+def placed(
+    layers: Sequence[LayerCost], owners: Sequence[int], world_size: int, cost: InverseCost
+) -> Placement:
+    """Return the placement that somebody else has decided, with its loads.
+
+    Args:
+        layers: as given to `place`.
+        owners: rank of each.
+        world_size: number of ranks.
+        cost: that the loads are told in.
+    """
+    loads_s = [0.0] * world_size
+    for layer, owner in zip(layers, owners, strict=True):
+        loads_s[owner] += layer.inverse_s(cost)
+    return Placement(tuple(owners), tuple(loads_s))
+
+
 def columns_that_travel(count: int, dim: int, world_size: int) -> int:
     """Return how many columns of a factor each rank sends in the place of its triangle; 0 for the triangle.
 

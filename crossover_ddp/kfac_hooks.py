@@ -8,6 +8,7 @@ gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factor
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,9 @@ from ._kfac_planning import (
     FactorPlan,
     InverseCost,
     LayerCost,
+    Placement,
     place,
+    placed,
 )
 from ._kfac_settings import Hyper, Hypers, check_choice, check_parameters, check_together
 from ._layout import Span
@@ -131,36 +134,42 @@ class KFACState:
         self._inverter = Worker("crossover-invert") if inversion == "background" else None
         self._take_model(model, skip)
         start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
-        self._curvatures = {
-            index: Curvature(self._layers[index].shape, solver=_SOLVERS[solver], pi=pi, start=start)
-            for index, owner in enumerate(self._placement.owners)
-            if owner == self._rank
-        }
-        self._capture = FactorCapture(
+        self._new_curvature = functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)
+        self._new_capture = functools.partial(
+            FactorCapture,
             self._layers,
             model=model,
             sharing=weight_sharing,
             loss_scale=self._scale_now,
             accumulated=accumulated,
-            only=self._curvatures if self._local else None,
         )
-        self._begin()
+        self._capture = FactorCapture((), sharing=weight_sharing)
+        self._steps = 0
+        self._round: Round | None = None
+        self._lrs: dict[int, float] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._own(place(self._costs, self._world_size, self._inverse_cost))
         logger.info("%s", self)
 
-    def _begin(self) -> None:
+    def _own(self, placement: Placement) -> None:
+        """Begin with nothing known of the layers that this rank owns now."""
+        self._placement = placement
+        self._curvatures = {
+            index: self._new_curvature(self._layers[index].shape)
+            for index, owner in enumerate(placement.owners)
+            if owner == self._rank
+        }
+        self._capture.close()
+        self._capture = self._new_capture(only=self._curvatures if self._local else None)
         self._traffic = FactorTraffic(
             self._layers,
-            self._placement,
+            placement,
             self._costs,
             self._inverse_cost,
             capture=self._capture,
             process_group=self.process_group,
             local=self._local,
         )
-        self._steps = 0
-        self._round: Round | None = None
-        self._lrs: dict[int, float] = {}
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def _take_model(self, model: nn.Module, skip: Sequence[str]) -> None:
         """Find the model's layers and give each an owner."""
@@ -172,7 +181,6 @@ class KFACState:
         self._roles = _roles(self._layers)
         self._costs = [_layer_cost(layer) for layer in self._layers]
         self._inverse_cost = self._agree(group)
-        self._placement = place(self._costs, self._world_size, self._inverse_cost)
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -257,12 +265,17 @@ class KFACState:
         return {
             "steps": self._steps,
             "solver": self._solver,
+            "world_size": self._world_size,
+            "owners": list(self._placement.owners),
             "columns": list(self._traffic.counts()),
             "layers": {layer.name: layers[layer.name] for layer in self._layers},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called; each rank takes what it owns now. Not collective, but all must.
+        """Go on where `state_dict` was called. Not collective, but all ranks must.
+
+        With as many ranks as then each layer keeps its owner, so that sums are rounded as before; with others each
+        rank takes what it owns now. A plan of `plan_factors` has to be made again.
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
@@ -272,6 +285,9 @@ class KFACState:
                 f"expected the state of layers {expected} with solver={self._solver!r}, got {got} with "
                 f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
             )
+        same = state["world_size"] == self._world_size
+        owners = state["owners"] if same else self._placement.owners
+        self._own(placed(self._costs, owners, self._world_size, self._inverse_cost))
         for index, curvature in self._curvatures.items():
             layer = self._layers[index]
             curvature.load_state_dict(state["layers"][layer.name], layer.weight.device)

@@ -20,12 +20,14 @@ from crossover_ddp._kfac_planning import (
     LayerCost,
     PlacementRow,
     choose_early,
+    columns_that_travel,
     factor_step_s,
     merge,
     merge_best,
     merged_s,
     place,
     place_by_broadcast,
+    placed,
     replicated,
 )
 from crossover_ddp._planning import Link
@@ -37,6 +39,26 @@ FREE = Link(0.0, 0.0)
 def layer(name: str, dim: int, gradient_bytes: int = 0, factor_bytes: int = 0) -> LayerCost:
     """A layer with one factor to invert."""
     return LayerCost(name, 1, dim, 0, gradient_bytes, factor_bytes)
+
+
+def test_a_placement_can_be_made_again_of_its_owners() -> None:
+    layers = [layer(str(number), 3 + number % 4) for number in range(9)]
+    made = place(layers, 4, CUBIC)
+    again = placed(layers, made.owners, 4, CUBIC)
+    assert again.owners == made.owners
+    assert again.loads_s == pytest.approx(made.loads_s)
+
+
+@pytest.mark.parametrize(
+    ("count", "dim", "world_size", "sent"),
+    [(0, 9, 2, 0), (2, 9, 2, 2), (3, 9, 2, 0), (1, 9, 4, 1), (2, 9, 4, 0), (2, 9, 1, 0)],
+)
+def test_columns_travel_where_they_are_fewer_numbers(
+    count: int, dim: int, world_size: int, sent: int
+) -> None:
+    assert columns_that_travel(count, dim, world_size) == sent
+    if sent:
+        assert world_size * sent * dim < dim * (dim + 1) // 2
 
 
 # Costs.
