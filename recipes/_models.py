@@ -23,11 +23,12 @@ GPT = "gpt"
 
 
 class Block(nn.Module):
-    """One layer of a GPT: causal attention, then a feed-forward network, each added to its input."""
+    """One layer of a transformer: attention, then a feed-forward network, each added to its input."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.norm_attention = nn.LayerNorm(dim)
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.projection = nn.Linear(dim, dim)
@@ -43,7 +44,7 @@ class Block(nn.Module):
         batch, length, dim = hidden.shape
         parts = self.query_key_value(hidden).view(batch, length, 3, self.heads, dim // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return mixed.transpose(1, 2).reshape(batch, length, dim)
 
 
