@@ -250,8 +250,11 @@ def draw_picture(found: Mapping[str, Any], path: Path) -> None:
             if trial["config"] == result["config"]:
                 label = result["optimizer"] if trial["seed"] == 0 else None
                 curves.plot(trial["at"], trial["values"], color=colour, lw=1, label=label)
-        ends = [trial["at"][-1] for trial in trials if met(found, trial)]
-        dots.plot(ends, [row] * len(ends), "o", color=colour, alpha=0.5)
+        moments = [moment for trial in trials if (moment := met_at(found, trial)) is not None]
+        dots.plot(moments, [row] * len(moments), "o", color=colour, alpha=0.5)
+    if found["unit"] == "steps":
+        # Some begin with a leap that would leave no room for the rest.
+        curves.set_ylim(0.9 * found["target"], 1.1 * found["trials"][0]["values"][0])
     curves.axhline(found["target"], color="black", ls=":", lw=1)
     curves.set(xlabel=found["unit"], ylabel="training loss" if found["unit"] == "steps" else "test accuracy")
     curves.legend(fontsize=8)
@@ -261,12 +264,12 @@ def draw_picture(found: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def met(found: Mapping[str, Any], trial: Mapping[str, Any]) -> bool:
-    """Say whether a trial ended because it had met the target."""
-    last = trial["values"][-1]
-    if last is None:
-        return False
-    return bool(last <= found["target"] if found["unit"] == "steps" else last >= found["target"])
+def met_at(found: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:
+    """Return when a trial met the target; None if it never did."""
+    sign = -1 if found["unit"] == "steps" else 1
+    least = sign * found["target"] - 1e-5 * found["target"]  # the values are rounded
+    pairs = zip(trial["at"], trial["values"], strict=True)
+    return next((at for at, value in pairs if value is not None and sign * value >= least), None)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

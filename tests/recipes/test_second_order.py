@@ -52,7 +52,7 @@ def read(path: Path) -> Found:
 def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of the autoencoder with all optimizers, and hardly any steps."""
     out = tmp_path_factory.mktemp("autoencoder")
-    call("optimizer_study", "--configs", "3", "--seeds", "1", "--budget", "4", "--out", str(out))
+    call("optimizer_study", "--configs", "2", "--seeds", "1", "--budget", "4", "--out", str(out))
     return out / "study.json"
 
 
@@ -66,8 +66,8 @@ def test_every_optimizer_gets_the_same_number_of_configurations(autoencoder: Pat
     assert names == ["adam", "sgd", "kfac", "kfac 10/100"]
     for name in names:
         trials = trials_of(found, name)
-        assert [trial["config"] for trial in trials] == [0, 1, 2]
-        assert len({json.dumps(trial["options"]) for trial in trials}) == 3
+        assert [trial["config"] for trial in trials] == [0, 1]
+        assert len({json.dumps(trial["options"]) for trial in trials}) == 2
 
 
 def test_the_file_holds_twelve_configurations_and_their_seeds(tmp_path: Path) -> None:
