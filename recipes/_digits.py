@@ -278,7 +278,8 @@ class WireMeter:
 
     Counted by the interface named in ``GLOO_SOCKET_IFNAME`` if it is a real one, as in the emulated cluster.
     Otherwise computed, without headers: a rank sends (W − 1)/W of a buffer for a reduce-scatter and as much for an
-    all-gather. Gradients take both ways, K-FAC's factors the first only. A job of one rank is taken for one of two.
+    all-gather. Gradients take both ways, K-FAC's factors the first only, as triangles: an upper limit, since the hook
+    sends columns instead where a mini-batch has few of them. A job of one rank is taken for one of two.
     """
 
     def __init__(self, interfaces: Path = Path("/sys/class/net")) -> None:
