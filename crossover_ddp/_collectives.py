@@ -60,6 +60,12 @@ def chunk_numel(layout: Layout, itemsize: int) -> int:
     return max(1, min(max(share_bytes, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES) // itemsize)
 
 
+@functools.lru_cache(maxsize=1024)
+def _chunks(layout: Layout, part: int, itemsize: int, chunk_bytes: int | None) -> tuple[Span, ...]:
+    numel = chunk_numel(layout, itemsize) if chunk_bytes is None else chunk_bytes // itemsize
+    return tuple(layout.part(part).chunks(max(1, numel)))
+
+
 class _ScratchPool:
     """Keeps the memory that chunks are received into, so that it is not mapped anew for every bucket."""
 
@@ -157,11 +163,9 @@ class Ring:
         """Copy each owner's part to all ranks."""
         return RingAllGather(self, buffer, layout, sequence)
 
-    def chunks(self, part: Span, layout: Layout, dtype: torch.dtype) -> Iterator[Span]:
-        """Cut ``part`` as all ranks do."""
-        itemsize = dtype.itemsize
-        numel = chunk_numel(layout, itemsize) if self.chunk_bytes is None else self.chunk_bytes // itemsize
-        return part.chunks(max(1, numel))
+    def chunks(self, part: int, layout: Layout, dtype: torch.dtype) -> tuple[Span, ...]:
+        """Cut a part as all ranks do."""
+        return _chunks(layout, part, dtype.itemsize, self.chunk_bytes)
 
     def send(self, piece: torch.Tensor, tag: int) -> dist.Work:
         """Begin to send to the right."""
@@ -207,8 +211,8 @@ class _RingHalf:
         self._sends: list[dist.Work] = []
         self._tag = functools.partial(ring_tag, ring.channel, sequence, gather=gather)
 
-    def _chunks(self, part: int) -> Iterator[Span]:
-        return self._ring.chunks(self._layout.part(part), self._layout, self._buffer.tensor.dtype)
+    def _chunks(self, part: int) -> tuple[Span, ...]:
+        return self._ring.chunks(part, self._layout, self._buffer.tensor.dtype)
 
     def _send(self, part: int, span: Span) -> None:
         self._sends.append(self._ring.send(self._buffer.piece(span), self._tag(part=part)))

@@ -294,7 +294,7 @@ class DecoupledState:
         order = self._watch.order
         if not order:
             return -index
-        return min(order.get(id(p), len(order)) for p in parameters)
+        return min([order.get(id(p), len(order)) for p in parameters])
 
     def _begin_round(self) -> None:
         self._round_is_broken = False
@@ -307,9 +307,7 @@ class DecoupledState:
 
     def _end_round(self) -> None:
         """Learn whether DDP's buckets stay as they are: only then may their gathers wait for forward."""
-        shape = tuple(
-            (share.deferred.tensor.numel(), *(id(p) for p in share.parameters)) for share in self._round
-        )
+        shape = tuple((share.deferred.tensor.numel(), *map(id, share.parameters)) for share in self._round)
         self._rounds += 1
         model = self._model()
         rebuilt_after = 2 if model is not None and model.static_graph else 1
@@ -324,9 +322,9 @@ class DecoupledState:
         flat_gradients(bucket)
         assert isinstance(bucket, dist.GradBucket)
         parameters = bucket.parameters()
-        new = [p for p in parameters if id(p) not in self._known]
-        if not new:
+        if self._known.issuperset(map(id, parameters)):
             return parameters
+        new = [p for p in parameters if id(p) not in self._known]
         model = model_of(bucket)
         known = self._model()
         if model is None:

@@ -38,6 +38,7 @@ from ._worker import Worker
 from .errors import CrossoverError
 
 _JOIN_TIMEOUT_S: Final = 5.0
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 class Exchange:
@@ -209,11 +210,8 @@ class Exchange:
             return future
         journey = self._journey(bucket, step, turn)
         self._leave(step, turn)
-        self._guarded(
-            journey,
-            "start",
-            lambda: self._put(self._gatherer, journey, functools.partial(self._follow, journey)),
-        )
+        follow = functools.partial(self._follow, journey)
+        self._guarded(journey, "start", lambda: self._put(self._gatherer, journey, "wrapped hook", follow))
         return journey.future
 
     def close(self) -> None:
@@ -311,7 +309,7 @@ class Exchange:
             self._arrive_half_way(journey, journey.tensor)
             self._complete(journey)
         else:
-            self._put(self._gatherer, journey, functools.partial(self._end_alone, journey))
+            self._put(self._gatherer, journey, "turn", functools.partial(self._end_alone, journey))
 
     def _begin_ring(self, journey: Journey) -> None:
         # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
@@ -328,13 +326,13 @@ class Exchange:
         self._end_own_compute(journey)
         if journey.deferred:
             self._order.scatter_begins(journey)
-        self._put(self._reducer, journey, functools.partial(self._reduce, journey, trip))
+        self._put(self._reducer, journey, "reduce-scatter", functools.partial(self._reduce, journey, trip))
 
     def _buffer(self, journey: Journey, freight: Freight, *, own_only: bool = False) -> HostBuffer:
         copier = journey.side.copier
         if copier is None:
             return HostBuffer(freight.tensor)
-        with journey.side.current() if own_only else contextlib.nullcontext():
+        with journey.side.current() if own_only else _AS_IT_IS:
             return StagedBuffer(freight.tensor, freight.layout, self.rank, copier, own_only=own_only)
 
     def _begin_native(self, journey: Journey) -> None:
@@ -364,9 +362,8 @@ class Exchange:
         if journey.last_turn is None:
             self._complete(journey)
         else:
-            self._put(
-                self._gatherer, journey, functools.partial(self._end_native, journey, half_way, whole_way)
-            )
+            end = functools.partial(self._end_native, journey, half_way, whole_way)
+            self._put(self._gatherer, journey, "exchange", end)
 
     def _gather_natively_at_the_end(self, journey: Journey) -> None:
         """Gather the step's deferred buckets behind its last reduce-scatter, see [Note: native order]."""
@@ -378,58 +375,48 @@ class Exchange:
                 work.wait()
             self._complete(each)
 
-    def _put(self, worker: Worker, journey: Journey, job: Callable[[], None]) -> None:
-        def on_device() -> None:
-            self._guarded(journey, "start of a thread", journey.side.adopt_thread)
-            job()
-
-        worker.put(on_device)
+    def _put(self, worker: Worker, journey: Journey, doing: str, drive: Callable[[], None]) -> None:
+        worker.put(functools.partial(self._guarded, journey, doing, drive, on_worker=True))
 
     # On the reducer.
 
     def _reduce(self, journey: Journey, trip: RingTrip) -> None:
-        def drive() -> None:
-            begin_s = time.monotonic()
-            if trip.gather is not None and not journey.deferred:
-                trip.gather.start()
-            trip.scatter.start()
-            trip.scatter.wait()
-            self._span("reduce_scatter", begin_s, journey)
-            if journey.last_turn is not None and not journey.keeps_turn:
-                journey.last_turn.request()
-            if journey.deferred:
-                part = journey.layout.part(self.rank)
-                trip.buffer.landed(part)
-                self._arrive_half_way(journey, journey.tensor[part.start : part.stop])
-                self._order.scatter_ends(journey)
-                self._put(self._gatherer, journey, functools.partial(self._gather_next, journey))
-            else:
-                self._put(self._gatherer, journey, functools.partial(self._gather, journey, trip))
-
-        self._guarded(journey, "reduce-scatter", drive)
+        begin_s = time.monotonic()
+        if trip.gather is not None and not journey.deferred:
+            trip.gather.start()
+        trip.scatter.start()
+        trip.scatter.wait()
+        self._span("reduce_scatter", begin_s, journey)
+        if journey.last_turn is not None and not journey.keeps_turn:
+            journey.last_turn.request()
+        if journey.deferred:
+            part = journey.layout.part(self.rank)
+            trip.buffer.landed(part)
+            self._arrive_half_way(journey, journey.tensor[part.start : part.stop])
+            self._order.scatter_ends(journey)
+            self._put(self._gatherer, journey, "choice of the next gather", self._gather_next)
+        else:
+            self._put(self._gatherer, journey, "all-gather", functools.partial(self._gather, journey, trip))
 
     # On the gatherer.
 
     def _gather(self, journey: Journey, trip: RingTrip) -> None:
-        def drive() -> None:
-            begin_s = time.monotonic()
-            if trip.gather is not None and journey.deferred:
-                # Not before: gloo's thread pays dearly for every receive that waits long.
-                trip.gather.start()
-            if journey.owner_step is not None:
-                trip.buffer.step(journey.layout.part(self.rank), journey.owner_step)
-            self._end_kept_compute(journey)
-            if journey.keeps_turn and journey.last_turn is not None:
-                journey.last_turn.request()
-            if trip.gather is not None and (journey.owner_step is not None or journey.deferred):
-                trip.gather.offer_all()
-            self._gather_buffer(journey, trip)
-            self._span("all_gather", begin_s, journey)
-            self._complete(journey)
-            if journey.deferred:
-                self._order.gathered()
-
-        self._guarded(journey, "all-gather", drive)
+        begin_s = time.monotonic()
+        if trip.gather is not None and journey.deferred:
+            # Not before: gloo's thread pays dearly for every receive that waits long.
+            trip.gather.start()
+        if journey.owner_step is not None:
+            trip.buffer.step(journey.layout.part(self.rank), journey.owner_step)
+        self._end_kept_compute(journey)
+        if journey.keeps_turn and journey.last_turn is not None:
+            journey.last_turn.request()
+        if trip.gather is not None and (journey.owner_step is not None or journey.deferred):
+            trip.gather.offer_all()
+        self._gather_buffer(journey, trip)
+        self._span("all_gather", begin_s, journey)
+        self._complete(journey)
+        if journey.deferred:
+            self._order.gathered()
 
     def _gather_buffer(self, journey: Journey, trip: RingTrip) -> None:
         buffer, scatter, gather = trip
@@ -449,51 +436,38 @@ class Exchange:
             gather.drain()
         buffer.release()
 
-    def _gather_next(self, journey: Journey) -> None:
-        """Gather one deferred bucket, see [Note: order of gathers]; ``journey`` is the one that made it due."""
-
-        def choose() -> None:
-            chosen = self._order.next()
-            assert chosen.trip is not None
-            self._gather(chosen, chosen.trip)
-
-        self._guarded(journey, "choice of the next gather", choose)
+    def _gather_next(self) -> None:
+        """Gather one deferred bucket, see [Note: order of gathers]."""
+        chosen = self._order.next()
+        assert chosen.trip is not None
+        self._guarded(chosen, "all-gather", functools.partial(self._gather, chosen, chosen.trip))
 
     def _end_alone(self, journey: Journey) -> None:
-        def drive() -> None:
-            if journey.turn is not None:
-                journey.turn.request()
-            self._complete(journey)
-
-        self._guarded(journey, "turn", drive)
+        if journey.turn is not None:
+            journey.turn.request()
+        self._complete(journey)
 
     def _end_native(
         self, journey: Journey, half_way: Callable[[], None], whole_way: Callable[[], None]
     ) -> None:
-        def drive() -> None:
-            # Alone the host runs ahead of the device as it would without a mutex.
-            shared = journey.turn is not None and journey.turn.shared
-            if journey.turn is not None and shared:
-                half_way()
-                journey.turn.request()
-                whole_way()
-            self._complete(journey, ahead=not shared)
-
-        self._guarded(journey, "exchange", drive)
+        # Alone the host runs ahead of the device as it would without a mutex.
+        shared = journey.turn is not None and journey.turn.shared
+        if journey.turn is not None and shared:
+            half_way()
+            journey.turn.request()
+            whole_way()
+        self._complete(journey, ahead=not shared)
 
     def _follow(self, journey: Journey) -> None:
-        def drive() -> None:
-            with journey.side.current():
-                for future in journey.step.futures:
-                    result = future.wait()
-                journey.tensor = result
-                whole_way = journey.side.mark()
-            shared = journey.turn is not None and journey.turn.shared
-            if shared:
-                whole_way()
-            self._complete(journey, ahead=not shared)
-
-        self._guarded(journey, "wrapped hook", drive)
+        with journey.side.current():
+            for future in journey.step.futures:
+                result = future.wait()
+            journey.tensor = result
+            whole_way = journey.side.mark()
+        shared = journey.turn is not None and journey.turn.shared
+        if shared:
+            whole_way()
+        self._complete(journey, ahead=not shared)
 
     def _complete(self, journey: Journey, *, ahead: bool = False) -> None:
         """End a journey that succeeded; the step's last one takes the turn first."""
@@ -523,7 +497,9 @@ class Exchange:
             with journey.side.current():
                 journey.reduced.set_result(own_part)
 
-    def _guarded(self, journey: Journey, doing: str, drive: Callable[[], None]) -> None:
+    def _guarded(
+        self, journey: Journey, doing: str, drive: Callable[[], None], *, on_worker: bool = False
+    ) -> None:
         """Run ``drive`` unless the exchange has failed before; turn its exception into the failure of all."""
         with self._lock:
             failure = self._failure
@@ -533,7 +509,12 @@ class Exchange:
             self._finish(journey, failure.error())
             return
         try:
-            with torch.no_grad():
+            if on_worker:
+                journey.side.adopt_thread()
+                if torch.is_grad_enabled():
+                    torch.set_grad_enabled(False)  # for the thread's whole life
+            # Nearly every backward pass records nothing anyway.
+            with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 drive()
         except Exception as error:
             self._fail(journey, doing, error)

@@ -3,15 +3,17 @@
 [Note: order of gathers] On a ring every rank passes on what it receives, so all ranks must gather the same
 bucket at the same time. Which one is best depends on the moment: during backward whatever is ready, if no
 reduce-scatter wants the wire; afterwards what the next forward needs first. So rank 0 decides, and its word
-travels around the ring ahead of the data: eight bytes a bucket. Nobody waits for a word unless rank 0 has
-still one to say: there is one for every reduce-scatter that this rank has completed.
+travels around the ring ahead of the data: one bucket at a time during backward; the whole rest of a step, in one
+word, once its last bucket is reduced and nothing can come between. Nobody waits for a word unless rank 0 has
+still one to say: each bucket is named once, and there is a call of ``next`` for every reduce-scatter that this
+rank has completed.
 
 A gather waits for reduce-scatters of its own step only. Those of a later step may need it: where rank 0 has run
 out of inputs (``Join``) it answers for steps whose forward the other ranks have not begun.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from typing import Final
 
 import torch
@@ -22,6 +24,8 @@ from ._journey import Journey
 from ._step import Step
 
 _LEADER: Final = 0
+_WORD_NUMEL: Final = 256
+_NOTHING: Final = -1
 
 
 class GatherOrder:
@@ -36,6 +40,7 @@ class GatherOrder:
         self._changed = threading.Condition()
         self._scattering: Counter[Step] = Counter()
         self._ready: dict[int, Journey] = {}
+        self._told: deque[int] = deque()
         self._abandoned = False
         self._under_way = 0
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
@@ -50,10 +55,12 @@ class GatherOrder:
     def scatter_ends(self, journey: Journey) -> None:
         """Note that the bucket may be gathered. Called on the reducer."""
         with self._changed:
+            self._ready[journey.sequence] = journey
             self._scattering[journey.step] -= 1
             if not self._scattering[journey.step]:
                 del self._scattering[journey.step]
-            self._ready[journey.sequence] = journey
+            elif self._ring.rank == _LEADER:
+                return  # nothing to choose yet: a thread that wakes up in vain costs more than all the rest here
             self._changed.notify_all()
 
     def gathered(self) -> None:
@@ -75,22 +82,20 @@ class GatherOrder:
 
     def next(self) -> Journey:
         """Return the bucket to gather now, the same on all ranks. Called on the gatherer, once per bucket."""
-        if self._ring.rank == _LEADER:
-            journey = self._choose()
-            self._tell(journey.sequence)
-            return journey
-        told = torch.empty(1, dtype=torch.int64)
-        self._ring.receive(told, self._tag).wait()
-        sequence = int(told)
-        self._tell(sequence)
-        return self._await(sequence)
+        if not self._told:
+            word = self._word(self._choose()) if self._ring.rank == _LEADER else self._hear()
+            self._told.extend(sequence for sequence in word.tolist() if sequence != _NOTHING)
+            self._tell(word)
+        return self._await(self._told.popleft())
 
-    def _choose(self) -> Journey:
+    def _choose(self) -> list[Journey]:
+        """Return what is gathered next, in this order."""
         with self._changed:
             while not (due := self._due()):
                 self._wait()
-            best = min(due, key=lambda journey: (journey.urgency, -journey.sequence))
-            return self._ready.pop(best.sequence)
+        due.sort(key=lambda journey: (journey.urgency, -journey.sequence))
+        # The last bucket is reduced last: no reduce-scatter will want the wire before the rest of the step.
+        return due if any(journey.last for journey in due) else due[:1]
 
     def _due(self) -> list[Journey]:
         """Return what may be gathered now: buckets of the oldest step that has any."""
@@ -114,10 +119,18 @@ class GatherOrder:
         if self._abandoned:
             raise RuntimeError("the exchange was ended")
 
-    def _tell(self, sequence: int) -> None:
+    def _word(self, journeys: list[Journey]) -> torch.Tensor:
+        sequences = [journey.sequence for journey in journeys[:_WORD_NUMEL]]
+        return torch.tensor(sequences + [_NOTHING] * (_WORD_NUMEL - len(sequences)))
+
+    def _hear(self) -> torch.Tensor:
+        word = torch.empty(_WORD_NUMEL, dtype=torch.int64)
+        self._ring.receive(word, self._tag).wait()
+        return word
+
+    def _tell(self, word: torch.Tensor) -> None:
         if (self._ring.rank + 1) % self._ring.size == _LEADER:
             return
         if self._sent is not None:
             self._sent[1].wait()
-        word = torch.tensor([sequence])
         self._sent = word, self._ring.send(word, self._tag)

@@ -61,9 +61,10 @@ class GuardedParameters(dict[str, Entry]):
         return super().values()
 
     def __getitem__(self, name: str) -> Entry:
-        entry = super().__getitem__(name)
-        if self._watch.stale or self._watch.recording:
-            self._watch.reads((entry,))
+        entry = dict.__getitem__(self, name)
+        watch = self._watch
+        if id(entry) in watch.stale or watch.recording:
+            watch.reads((entry,))
         return entry
 
     # Overriding it keeps ``dict(self)`` and ``{**self}`` from reading around ``__getitem__``.

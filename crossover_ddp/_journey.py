@@ -85,7 +85,7 @@ class RingTrip(NamedTuple):
     gather: RingAllGather | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Journey:
     """One bucket on its way from the hook to its Future.
 

@@ -8,6 +8,7 @@ part and is then written back once. Optimizers that mix parameters (a global nor
 trying two tiny ones, see `check_separable`.
 """
 
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -22,6 +23,8 @@ Group = dict[str, Any]
 
 _OWN_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_WRAPPING_MODULES: Final = ("torch.optim.optimizer", "torch.optim.lr_scheduler")
+_MISSING: Final = object()
 _PROBE_GROUPS: Final = 3
 _PROBE_STEPS: Final = 2
 
@@ -54,6 +57,7 @@ class PartialOptimizer:
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
         self.optimizer = optimizer
         self.step = step or optimizer.step
+        self._bare_step = _bare(self.step, optimizer)
 
     def plan(self) -> StepPlan:
         """Note the hyper-parameters of this moment."""
@@ -69,34 +73,36 @@ class PartialOptimizer:
 
     def apply(self, plan: StepPlan, updates: Iterable[Update]) -> None:
         """Update these parameters as ``plan`` says; their ``.grad`` is left as it was."""
-        parts: defaultdict[int, list[Update]] = defaultdict(list)
-        for update in updates:
-            parts[plan.group_of[id(update.parameter)]].append(update)
-        if not parts:
+        used: dict[int, Group] = {}
+        kept = []
+        for parameter, gradient in updates:
+            index = plan.group_of[id(parameter)]
+            if index not in used:
+                used[index] = {"params": [], **plan.groups[index]}
+            used[index]["params"].append(parameter)
+            kept.append((parameter, parameter.grad, gradient))
+        if not kept:
             return
-        used = {
-            index: {"params": [update.parameter for update in part], **plan.groups[index]}
-            for index, part in parts.items()
-        }
-        kept = [(update.parameter, update.parameter.grad) for part in parts.values() for update in part]
         whole = self.optimizer.param_groups
         self.optimizer.param_groups = list(used.values())
         try:
-            for part in parts.values():
-                for parameter, gradient in part:
-                    parameter.grad = gradient
-            self.step()
+            for parameter, _, gradient in kept:
+                parameter.grad = gradient
+            # A profiler gets its span for each part, at a cost that is not paid where there is none.
+            (self.step if torch.autograd._profiler_enabled() else self._bare_step)()
         finally:
             self.optimizer.param_groups = whole
-            for parameter, former in kept:
+            for parameter, former, _ in kept:
                 parameter.grad = former
         for index, group in used.items():
             self._write_back(plan, index, group)
 
     def _write_back(self, plan: StepPlan, index: int, used: Group) -> None:
         """Keep what the optimizer has changed in a group, once for all the parts of a step."""
+        before = plan.groups[index]
         for key, value in used.items():
-            if key == "params" or (key in plan.groups[index] and _same(plan.groups[index][key], value)):
+            former = before.get(key, _MISSING)
+            if former is value or key == "params" or (former is not _MISSING and _same(former, value)):
                 continue
             written = plan.written[index]
             if key in written and not _same(written[key], value):
@@ -131,6 +137,24 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose update of one "
             "parameter depends on the others (a global norm, randomness); switch that off or use another hook"
         )
+
+
+def _bare(step: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Strip from ``step`` what torch itself puts around it for profilers, step hooks and schedulers.
+
+    A part of a step has no step hooks, see `PartialOptimizer.is_watched`, and a scheduler counts whole steps.
+    """
+    function: Any = getattr(step, "__func__", step)
+    bare = function
+    while _is_wrapper_of_torch(bare):
+        bare = bare.__wrapped__
+    return step if bare is function else types.MethodType(bare, optimizer)
+
+
+def _is_wrapper_of_torch(function: Any) -> bool:
+    # By its code: whoever uses functools.wraps copies names and marks.
+    code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__")
+    return code is not None and code.co_name == "wrapper" and module in _WRAPPING_MODULES
 
 
 def _tried(optimizer: Optimizer, *, in_parts: bool) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ CHANGED: Final = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Share:
     """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
 
@@ -53,13 +53,17 @@ class Share:
         """Note which gradients are to be applied; one that the user has dropped is not."""
         self.check_gradients()
         storage = self.buffer.untyped_storage().data_ptr()
-        gradients = [(p, p.grad) for p in self.parameters]
-        self.updates = [Update(p, gradient) for p, gradient in gradients if gradient is not None]
-        if any(update.gradient.untyped_storage().data_ptr() != storage for update in self.updates):
-            raise UnsupportedConfigurationError(
-                "expected the gradients that backward() left, got others in their place; "
-                "call flush() before you replace p.grad"
-            )
+        self.updates = []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.untyped_storage().data_ptr() != storage:
+                raise UnsupportedConfigurationError(
+                    "expected the gradients that backward() left, got others in their place; "
+                    "call flush() before you replace p.grad"
+                )
+            self.updates.append(Update(parameter, gradient))
 
     def take_step(self, plan: StepPlan) -> None:
         """Note that the collected gradients are to be applied as ``plan`` says."""

@@ -7,12 +7,14 @@ compute stream by events. No thread but the two workers of the engine ever block
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from ._collectives import HostBuffer
 from ._layout import Layout, Span
+
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 class Mark(Protocol):
@@ -125,7 +127,7 @@ class Side:
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         """Make the side stream the current one."""
-        return contextlib.nullcontext() if self.copier is None else torch.cuda.stream(self.copier.up_stream)
+        return _AS_IT_IS if self.copier is None else torch.cuda.stream(self.copier.up_stream)
 
     def adopt_thread(self) -> None:
         """Make the device the calling thread's own; a worker calls it before anything else.

@@ -22,8 +22,8 @@ def order_of_one() -> GatherOrder:
     return GatherOrder(ring)
 
 
-def journey(sequence: int, urgency: int, step: object = "this step") -> Any:
-    return SimpleNamespace(sequence=sequence, urgency=urgency, step=step)
+def journey(sequence: int, urgency: int, step: object = "this step", *, last: bool = False) -> Any:
+    return SimpleNamespace(sequence=sequence, urgency=urgency, step=step, last=last)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=10))
@@ -38,6 +38,26 @@ def test_what_is_ready_is_gathered_in_the_order_of_need(urgencies: list[int]) ->
     assert [each.urgency for each in got] == sorted(urgencies)
     ties = [(each.urgency, -each.sequence) for each in got]
     assert ties == sorted(ties)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=300))
+def test_the_rest_of_a_step_is_told_at_once(urgencies: list[int]) -> None:
+    order = order_of_one()
+    words: list[torch.Tensor] = []
+    order._tell = words.append  # type: ignore[method-assign]
+    place = len(urgencies) - 1
+    journeys = [journey(sequence, need, last=sequence == place) for sequence, need in enumerate(urgencies)]
+    for each in journeys:
+        order.scatter_begins(each)
+        order.scatter_ends(each)
+    got = [order.next()]
+    # What is reduced meanwhile is of a later step and comes after.
+    later = journey(len(urgencies), -1, "next step")
+    order.scatter_begins(later)
+    order.scatter_ends(later)
+    got += [order.next() for _ in urgencies]
+    assert got == [*sorted(journeys, key=lambda each: (each.urgency, -each.sequence)), later]
+    assert len(words) == 2 or len(urgencies) > 256
 
 
 def test_a_gather_waits_while_a_reduce_scatter_wants_the_wire() -> None:

@@ -1,6 +1,8 @@
 """A step in several parts is the step: every optimizer, its groups, schedulers, state; and who is refused."""
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -250,3 +252,39 @@ def test_a_failing_step_leaves_groups_and_gradients_as_they_were() -> None:
         partial.apply(partial.plan(), [Update(parameters[0], torch.ones(3, 4))])
     assert optimizer.param_groups is groups
     assert parameters[0].grad is None
+
+
+def test_a_part_of_a_step_pays_for_spans_only_while_a_profiler_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    partial = PartialOptimizer(optimizer)
+    spans: list[str] = []
+    real = torch.autograd.profiler.record_function
+    monkeypatch.setattr(
+        torch.autograd.profiler, "record_function", lambda name: (spans.append(name), real(name))[1]
+    )
+    partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
+    assert parameter.item() == -1.0
+    assert not spans
+    with torch.autograd.profiler.profile():
+        partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
+    assert parameter.item() == -2.0
+    assert spans == ["Optimizer.step#SGD.step"]
+
+
+def test_what_somebody_else_has_put_around_step_is_kept() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls: list[str] = []
+    inner = optimizer.step
+
+    @functools.wraps(inner.__func__)  # type: ignore[attr-defined]
+    def counted(self: torch.optim.Optimizer) -> None:
+        calls.append("step")
+        inner()
+
+    optimizer.step = types.MethodType(counted, optimizer)  # type: ignore[method-assign]
+    partial = PartialOptimizer(optimizer)
+    partial.apply(partial.plan(), [Update(parameter, torch.ones(1))])
+    assert calls == ["step"]
