@@ -16,6 +16,7 @@ from .errors import (
     UnsupportedConfigurationError,
 )
 from .gpu_mutex import GPUMutex
+from .kfac_hooks import KFACState, kfac_hook
 
 __all__ = [
     "CrossoverError",
@@ -23,11 +24,13 @@ __all__ = [
     "DecoupledState",
     "ExchangeError",
     "GPUMutex",
+    "KFACState",
     "SegmentError",
     "TurnError",
     "UnsupportedConfigurationError",
     "crossover_hook",
     "crossover_wrapper",
     "decoupled_hook",
+    "kfac_hook",
     "reduce_scatter_all_gather_hook",
 ]

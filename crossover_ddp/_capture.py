@@ -213,7 +213,7 @@ class FactorCapture:
         layers: of `find_layers`; an index below is one of this list.
         sharing: how positions of a sample are counted.
         model: its forward begins a micro-batch; None if the caller says so by `begin_micro_batch`.
-        loss_scale: by what the loss is multiplied; read whenever a gradient comes.
+        loss_scale: by what the loss is multiplied; read once per micro-batch.
         accumulated: "mean" if each micro-batch's loss is divided by their number, "sum" if not.
         only: the indices to capture; default all. Others cost nothing.
 
@@ -243,6 +243,7 @@ class FactorCapture:
         self._layers = list(layers)
         self._sharing = sharing
         self._loss_scale = loss_scale
+        self._scale: float | None = None
         self._accumulated = accumulated
         chosen = range(len(self._layers)) if only is None else sorted(only)
         self._sums = {index: _Sums() for index in chosen}
@@ -271,6 +272,7 @@ class FactorCapture:
             self._sums[index] = _Sums()
         self._micro_batches = 0
         self._gradients_came = False
+        self._scale = None
 
     def begin_micro_batch(self) -> None:
         """Note that a forward of the model begins.
@@ -284,6 +286,7 @@ class FactorCapture:
         self._began_before_backward = not _in_backward()
         self._micro_batches += 1
         self._gradients_came = False
+        self._scale = None
         if self.on_begin is not None:
             self.on_begin()
         for sums in self._sums.values():
@@ -374,15 +377,17 @@ class FactorCapture:
         if not self._handles:
             return
         self._gradients_came = True
+        if self._scale is None:  # a GradScaler's makes the host wait for the device
+            self._scale = self._loss_scale()
         total, shape, room = self._sums[index].g, self._layers[index].shape, self.room(index).g
         total.calls += 1
         total.count += output_count(module, gradient, self._sharing)
         if not room:
             factor = output_factor(module, shape, gradient, self._sharing)
-            total.add(factor.div_(self._loss_scale() ** 2))
+            total.add(factor.div_(self._scale**2))
         elif total.count <= room:
             columns = output_columns(module, shape, gradient, self._sharing).scaled()
-            total.columns.append(columns.div_(self._loss_scale()))
+            total.columns.append(columns.div_(self._scale))
 
 
 def _in_backward() -> bool:

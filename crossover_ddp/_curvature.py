@@ -150,7 +150,8 @@ class _Pending:
         self._ended = threading.Event()
         self._solver: Solver | None = None
         self._error: Exception | None = None
-        self._copied = torch.cuda.current_stream(a.device).record_event() if a.is_cuda else None
+        self._user = torch.cuda.current_stream(a.device) if a.is_cuda else None
+        self._copied = self._user.record_event() if self._user is not None else None
 
     @property
     def done(self) -> bool:
@@ -166,7 +167,7 @@ class _Pending:
             self._ended.set()
 
     def _solve(self) -> Solver | None:
-        if self._copied is None:
+        if self._copied is None or self._user is None:
             return self._make(*self._factors)
         device = self._factors[0].device
         torch.cuda.set_device(device)
@@ -175,6 +176,9 @@ class _Pending:
         with torch.cuda.stream(stream):
             solver = self._make(*self._factors)
         stream.synchronize()
+        for tensor in solver.tensors().values() if solver is not None else ():
+            # Freed while the last gradient that it preconditions is still queued up, it must not be lent again.
+            tensor.record_stream(self._user)
         return solver
 
     def result(self) -> Solver | None:

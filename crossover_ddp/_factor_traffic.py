@@ -118,7 +118,10 @@ class FactorTraffic:
         if self._local or not self._layers:
             return None
         counts = [count for index in range(len(self._layers)) for count in self._capture.counts(index)]
-        return torch.tensor(counts, dtype=torch.int32, device=self._layers[0].weight.device)
+        device = self._layers[0].weight.device
+        # From pinned memory: the host need not wait for the device.
+        told = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return told.to(device, non_blocking=True)
 
     def end_step(self, round: Round) -> None:
         """The step's last bucket was handed over; what the ranks tell comes while it travels."""

@@ -131,18 +131,19 @@ def _gram(columns: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def _block_index(size: int, device: torch.device) -> Tensor:
     """Return where in a flat [size, size] block the elements of its upper triangle are."""
-    rows, columns = torch.triu_indices(size, size, device=device)
-    index: Tensor = rows * size + columns
+    rows, columns = torch.triu_indices(size, size)
+    # Made on the host: complete when it is there, whichever stream uses it.
+    index: Tensor = (rows * size + columns).to(device)
     return index
 
 
 @lru_cache(maxsize=256)
 def _block_order(size: int, device: torch.device) -> Tensor:
     """Return where in a packed block each element of the flat, symmetric [size, size] block is."""
-    order = torch.zeros(size, size, dtype=torch.int64, device=device)
-    rows, columns = torch.triu_indices(size, size, device=device)
-    order[rows, columns] = order[columns, rows] = torch.arange(len(rows), device=device)
-    return order.flatten()
+    order = torch.zeros(size, size, dtype=torch.int64)
+    rows, columns = torch.triu_indices(size, size)
+    order[rows, columns] = order[columns, rows] = torch.arange(len(rows))
+    return order.flatten().to(device)
 
 
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
@@ -343,7 +344,7 @@ class Eigenbasis:
         none = a.new_zeros(a.shape[0], dtype=torch.float64)
         (a_values, a_vectors), a_strained = _solved(a, none, _eigen, _diagonal_eigen)
         (g_values, g_vectors), g_strained = _solved(g, none, _eigen, _diagonal_eigen)
-        gamma = a.new_tensor(max(damping, torch.finfo(a.dtype).tiny))
+        gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
         return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
 
     def precondition(self, matrix: Tensor) -> Tensor:

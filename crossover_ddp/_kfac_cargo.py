@@ -286,6 +286,11 @@ class BucketCargo:
     # On the owner, between the halves.
 
     def _step(self, part: Tensor) -> None:
+        # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
+        with torch.autocast(part.device.type, enabled=False):
+            self._own_step(part)
+
+    def _own_step(self, part: Tensor) -> None:
         plan, rank = self._round.plan, self._round.plan.rank
         back = self._back[slice(*self.manifest.back.part(rank))]
         for passenger, offset, factor_offset in self._places():

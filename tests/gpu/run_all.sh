@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in at most eight minutes: the tests, the sibling benchmark, the benchmark under MPS.
+# Everything that needs a GPU, in at most ten minutes: the tests, the sibling benchmark, the benchmark under MPS.
 # Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
 # Results, some 100 KB, go to $OUT (default runs/gpu): tests.log, siblings_gpu.json, siblings_gpu.log, and the same with mps.
 set -uo pipefail
@@ -28,6 +28,9 @@ timeout -k 10 250 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider \
     tests/gpu/test_kernels.py tests/gpu/test_device_order.py tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py \
     2>&1 | tee -a "$OUT/tests.log"
 status=${PIPESTATUS[0]}
+timeout -k 10 100 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider tests/gpu/test_kfac_gpu.py \
+    2>&1 | tee -a "$OUT/tests.log"
+kfac=${PIPESTATUS[0]}
 
 benchmark() { # name, seconds, arguments
     local name=$1 limit_s=$2
@@ -40,4 +43,4 @@ benchmark() { # name, seconds, arguments
 
 benchmark siblings_gpu 145
 benchmark siblings_gpu_mps 70 --mps only --setup gloo --preset convnet --repeats 2
-exit "$status"
+exit "$((status ? status : kfac))"

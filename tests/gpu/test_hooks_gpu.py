@@ -1,5 +1,7 @@
 """The hooks under DDP on a GPU: losses and parameters to the last bit those of plain DDP.
 
+K-FAC's are in test_kfac_gpu.py.
+
 Over gloo two ranks share the one GPU; NCCL takes one rank per GPU, so two ranks need two GPUs, and with one rank
 the native way is forced where a test is about it.
 """

@@ -145,6 +145,36 @@ def test_plain_and_decoupled_runs_resume_each_other(
     assert parameters_of(resumed) == parameters_of(reference)
 
 
+# Factors and solvers in some steps only; a checkpoint lies between two of each.
+KFAC = [
+    *("--hook", "kfac", "--damping", "0.03", "--kl-clip", "0.01"),
+    *("--factor-update-steps", "2", "--inv-update-steps", "4"),
+]
+
+
+@pytest.fixture(scope="module")
+def second_order(tmp_path_factory: pytest.TempPathFactory) -> list[list[Record]]:
+    """Ten steps of the same net with K-FAC."""
+    return train_ranks([*CONVNET, *KFAC, "--steps", "10"], tmp_path_factory.mktemp("kfac") / "log")
+
+
+def test_kfac_trains(reference: list[list[Record]], second_order: list[list[Record]]) -> None:
+    assert losses(second_order[0])[0] == losses(reference[0])[0]  # of the same weights
+    assert losses(second_order[0]) != losses(reference[0])
+    for log in second_order:
+        found = losses(log)
+        assert sum(found[-3:]) < sum(found[:3])
+
+
+def test_kfac_resumes_exactly(second_order: list[list[Record]], tmp_path: Path) -> None:
+    arguments = [*CONVNET, *KFAC, "--steps", "10", "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
+    begun = train_ranks([*arguments, "--stop-after", "3"], tmp_path / "begun")
+    resumed = train_ranks(arguments, tmp_path / "resumed")
+    for first, second, whole in zip(begun, resumed, second_order, strict=True):
+        assert losses(first) + losses(second) == losses(whole)
+    assert parameters_of(resumed) == parameters_of(second_order)
+
+
 def test_buckets_chosen_by_measuring_change_no_loss(reference: list[list[Record]], tmp_path: Path) -> None:
     arguments = [*CONVNET, "--steps", "10", "--hook", "decoupled", "--bucket-cap-mb", "auto"]
     planned = train_ranks(arguments, tmp_path / "log")

@@ -225,6 +225,20 @@ def test_scaled_losses_are_scaled_back() -> None:
     assert_same(run.taken(), expected_of(net(), batch()))
 
 
+def test_the_scale_is_read_once_per_micro_batch() -> None:
+    reads: list[float] = []
+
+    def scale() -> float:
+        reads.append(2.0 ** len(reads))
+        return reads[-1]
+
+    run = recorded(net(), loss_scale=scale)
+    for index, part in enumerate(batch().chunk(2)):
+        (2.0**index * loss_of(run.model(part)) / 2).backward()
+    assert reads == [1.0, 2.0]
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
 def test_half_precision_of_autocast_gives_float32() -> None:
     run = recorded(net().float())
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -204,6 +204,18 @@ def test_loss_scaling_changes_nothing_but_the_scale() -> None:
         scaled.optimizer.step()
 
 
+def test_backward_under_autocast_changes_nothing() -> None:
+    inside, outside = Training(kl_clip=None), Training(kl_clip=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = inside.backward(loss=lambda output: output.float().square().mean())
+    with torch.autocast("cpu", torch.bfloat16):
+        output = outside.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)))
+        loss = output.float().square().mean()
+    loss.backward()
+    expected = outside.gradients()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def test_gradients_that_overflow_leave_the_factors_alone() -> None:
     training = Training(kl_clip=None)
     training.step()
