@@ -486,7 +486,8 @@ def _contents(bucket: dist.GradBucket, buffer: Tensor) -> list[_Content]:
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         # DDP shows complex gradients as pairs of real numbers.
         stop = start + parameter.numel() * (2 if parameter.is_complex() and not buffer.is_complex() else 1)
-        contents.append(_Content(parameter, gradient, Span(start, stop)))
+        span = Span(start, stop)
+        contents.append(_Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span))
         start = stop
     if start != buffer.numel():
         raise UnsupportedConfigurationError(
@@ -494,6 +495,21 @@ def _contents(bucket: dist.GradBucket, buffer: Tensor) -> list[_Content]:
             "that K-FAC does not know"
         )
     return contents
+
+
+def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
+    """Return the gradient as DDP lays it out in its part of the buffer: in the memory order of the parameter.
+
+    ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
+    """
+    if parameter.is_contiguous() or parameter.is_complex():
+        return gradient
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
+    in_memory = parameter.permute(order)
+    if not in_memory.is_contiguous():  # has gaps: then DDP takes the contiguous order
+        return gradient
+    return part.view(in_memory.shape).permute([order.index(dim) for dim in range(len(order))])
 
 
 def _roles(layers: Sequence[Layer]) -> dict[int, int]:
@@ -518,8 +534,13 @@ def _layer_cost(layer: Layer) -> LayerCost:
 def _difference(ours: Sequence[LayerCost], theirs: Sequence[LayerCost]) -> str:
     for mine, other in zip(ours, theirs, strict=False):
         if mine != other:
-            return f"layer {other.name!r} where layer {mine.name!r} is expected"
+            return f"layer {_described(other)} where layer {_described(mine)} is expected"
     return f"{len(theirs)} layers instead of {len(ours)}"
+
+
+def _described(layer: LayerCost) -> str:
+    groups = f", {layer.groups} groups" if layer.groups > 1 else ""
+    return f"{layer.name!r} of A {layer.a_dim}, G {layer.g_dim}{groups}"
 
 
 def _trouble(curvature: Curvature) -> str:

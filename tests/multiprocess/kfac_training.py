@@ -1,0 +1,83 @@
+"""A small model under DDP with K-FAC, for tests between real ranks."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import GPUMutex
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+
+WIDTH, OUTPUTS, SAMPLES = 6, 5, 8
+LR = 0.05
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with tanh between them, the same on all ranks."""
+    torch.manual_seed(4)
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Training:
+    """Train ``network`` with K-FAC, every rank on data of its own.
+
+    Args:
+        rank: of this process.
+        network: of WIDTH inputs and OUTPUTS outputs; default an MLP of four layers.
+        ddp: options of DDP.
+        options: of KFACState.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        network: nn.Module | None = None,
+        *,
+        ddp: dict[str, Any] | None = None,
+        mutex: GPUMutex | None = None,
+        **options: Any,
+    ) -> None:
+        torch.set_num_threads(1)
+        network = network or mlp(WIDTH, 8, 8, 8, OUTPUTS)
+        self.rank = rank
+        self.model = DistributedDataParallel(network, **({"bucket_cap_mb": 0.0004} | (ddp or {})))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
+        self.state = KFACState(self.model, self.optimizer, mutex=mutex, **options)
+        self.model.register_comm_hook(self.state, kfac_hook)
+        self.steps = 0
+
+    def backward(self) -> float:
+        self.optimizer.zero_grad()
+        inputs, targets = batch(self.rank, self.steps)
+        loss = nn.functional.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        self.steps += 1
+        return float(loss.detach())
+
+    def step(self) -> float:
+        loss = self.backward()
+        self.optimizer.step()
+        return loss
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = self.model.module.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    def parameters(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.module.parameters()])
+
+    @property
+    def owners(self) -> Sequence[int]:
+        return self.state._placement.owners
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return inputs, torch.randint(0, OUTPUTS, (SAMPLES,), generator=generator)

@@ -1,0 +1,159 @@
+"""K-FAC when something goes wrong between ranks: everybody hears of it, in clear words and bounded time."""
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp._factors import DampedInverse
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness import run_ranks
+from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
+
+PATIENCE_S = 3.0
+LIMIT_S = 20.0  # of a busy machine
+
+
+def impatient_group(*ranks: int) -> dist.ProcessGroup:
+    # What DDP imports when it is first used may take one rank longer than another has patience for.
+    DistributedDataParallel(mlp(WIDTH, OUTPUTS))
+    dist.barrier()
+    group = dist.new_group(list(ranks) or None, timeout=timedelta(seconds=PATIENCE_S))
+    assert group is not None
+    return group
+
+
+def failure_of(training: Training, steps: int = 3) -> tuple[str, float]:
+    """Train until it fails; return the error and how long it took."""
+    begin_s = time.monotonic()
+    try:
+        for _ in range(steps):
+            training.step()
+    except (ExchangeError, UnsupportedConfigurationError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
+    return "went on", time.monotonic() - begin_s
+
+
+def lose_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
+    # Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
+    group = impatient_group()
+    training = Training(rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1)
+    training.step()
+    training.step()
+    if moment == "early":
+        training.state.plan_factors(early=True)
+    dist.barrier()
+    if rank == 1 and moment in ("between steps", "early"):
+        signal.raise_signal(signal.SIGKILL)
+    if rank == 1 and moment == "in the owner's step":
+        for curvature in training.state._curvatures.values():
+            curvature.invert = lambda *_: signal.raise_signal(signal.SIGKILL)  # type: ignore[method-assign]
+    return failure_of(training)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "moment"),
+    [(2, "between steps"), (2, "early"), (2, "in the owner's step"), (4, "in the owner's step")],
+)
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time(world_size: int, moment: str) -> None:
+    outcomes = run_ranks(lose_a_peer, world_size, args=(moment,), deaths={1: signal.SIGKILL})
+    for rank, outcome in enumerate(outcomes):
+        if rank != 1:
+            message, took_s = outcome
+            assert message.startswith(f"ExchangeError: rank {rank} of {world_size}: the "), message
+            assert took_s < PATIENCE_S + LIMIT_S
+
+
+def fail_to_invert(rank: int, world_size: int) -> tuple[str, str, float]:
+    """Return the first error, that of the step after it, and how long both took."""
+    group = impatient_group()
+    training = Training(rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1)
+    training.step()
+    dist.barrier()
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory, or so")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(DampedInverse, "compute", fail)
+        first, first_s = failure_of(training)
+        second, second_s = failure_of(training)
+    dist.barrier()
+    return first, second, first_s + second_s
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_owner_that_cannot_invert_fails_all_ranks(world_size: int) -> None:
+    for rank, (first, second, took_s) in enumerate(run_ranks(fail_to_invert, world_size)):
+        assert first.startswith(f"ExchangeError: rank {rank} of {world_size}: the "), first
+        assert ("out of memory, or so" in first) == (rank == 1)
+        assert second == first
+        assert took_s < PATIENCE_S + LIMIT_S
+
+
+def other_layers(rank: int, world_size: int, widths: list[tuple[int, ...]]) -> str:
+    network = mlp(*widths[rank])
+    with pytest.raises(UnsupportedConfigurationError) as caught:
+        KFACState(network, kl_clip=None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "of_rank_1", "of_the_others"),
+    [
+        (
+            (WIDTH, 9, OUTPUTS),
+            "got layer '0' of A 7, G 8 where layer '0' of A 7, G 9 is expected on rank 0 against rank 1; ",
+            "got layer '0' of A 7, G 9 where layer '0' of A 7, G 8 is expected on rank 1 against rank {}; ",
+        ),
+        (
+            (WIDTH, 8, 8, OUTPUTS),
+            "got layer '2' of A 9, G 5 where layer '2' of A 9, G 8 is expected on rank 0 against rank 1; ",
+            "got layer '2' of A 9, G 8 where layer '2' of A 9, G 5 is expected on rank 1 against rank {}; ",
+        ),
+        (
+            (WIDTH, 8),
+            "got 2 layers instead of 1 on rank 0 against rank 1; ",
+            "got 1 layers instead of 2 on rank 1 against rank {}; ",
+        ),
+    ],
+)
+def test_other_layers_are_refused_on_all_ranks(
+    other: tuple[int, ...], of_rank_1: str, of_the_others: str
+) -> None:
+    widths = [(WIDTH, 8, OUTPUTS), other, (WIDTH, 8, OUTPUTS)]
+    for rank, error in enumerate(run_ranks(other_layers, 3, args=(widths,))):
+        assert (of_rank_1 if rank == 1 else of_the_others.format(rank)) in error
+        assert error.endswith("build the same model everywhere")
+
+
+def state_of_another_group(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 1 registers a state whose group is of itself alone; the others have that of the model."""
+    group = impatient_group()
+    alone = [impatient_group(each) for each in range(world_size)][rank]
+    model = DistributedDataParallel(mlp(WIDTH, 8, OUTPUTS), process_group=group)
+    states = [KFACState(model, kl_clip=None, process_group=each) for each in (group, alone)]
+    model.register_comm_hook(states[rank == 1], kfac_hook)
+    begin_s = time.monotonic()
+    try:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    except (ExchangeError, UnsupportedConfigurationError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
+    finally:
+        dist.barrier()
+    return "went on", 0.0
+
+
+def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None:
+    (first, first_s), (second, second_s) = run_ranks(state_of_another_group, 2)
+    assert second.startswith("UnsupportedConfigurationError: expected the process group that DDP was given")
+    assert "of ranks [0, 1], got a process_group of ranks [1]" in second
+    assert first.startswith("ExchangeError: rank 0 of 2: the ")
+    assert max(first_s, second_s) < PATIENCE_S + LIMIT_S
