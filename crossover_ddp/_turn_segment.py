@@ -26,10 +26,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import hashlib
 import logging
 import os
-import re
 import secrets
 import select
 import stat
@@ -40,59 +38,41 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
+from crossover_ddp._segment_files import (
+    EVENT_HANDLE_BYTES,
+    FILE_BYTES,
+    FREE,
+    GROUP_NAME,
+    HEADER_BYTES,
+    JOINED,
+    LAYOUT,
+    MAGIC,
+    SHARED_MEMORY,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    Header,
+    Slot,
+    check_owned,
+    device_field,
+    digest,
+    is_named,
+    lock_slots,
+    open_directory,
+    read_header,
+    remove_unused,
+    segment_directory,
+)
 from crossover_ddp._turns import Member
 from crossover_ddp.errors import SegmentError
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = "/dev/shm"
-SLOT_COUNT = 64
-EVENT_COUNT = 2
-EVENT_HANDLE_BYTES = 64
-_MAGIC = b"XDDPTURN"
-_LAYOUT = 1
-_FREE, _JOINED = 0, 1
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _OPEN_ATTEMPTS = 100
 _RETRY_S = 1e-3
 _LONGEST_WAIT_S = 3600.0
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 
-class _Header(ctypes.Structure):
-    _fields_ = [
-        ("magic", ctypes.c_char * 8),
-        ("layout", ctypes.c_uint64),
-        ("slot_count", ctypes.c_uint64),
-        ("device", ctypes.c_char * 232),
-    ]
-
-
-class Slot(ctypes.Structure):
-    """One local process of one job, as its siblings see it."""
-
-    _fields_ = [
-        ("state", ctypes.c_uint64),
-        ("incarnation", ctypes.c_uint64),
-        ("job", ctypes.c_uint64),
-        ("devices", ctypes.c_uint64),  # digest of the job's set of devices
-        ("joined_at", ctypes.c_uint64),  # length of the lead log when the job joined
-        ("started", ctypes.c_uint64),  # last turn started
-        ("returned", ctypes.c_uint64),  # last turn given back
-        ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
-        ("lease_s", ctypes.c_double),
-        ("rank", ctypes.c_uint32),
-        ("world_size", ctypes.c_uint32),
-        ("pid", ctypes.c_uint32),  # for people to read; no decision rests on it
-        ("event_count", ctypes.c_uint32),
-        ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
-    ]
-
-
-_HEADER_BYTES = ctypes.sizeof(_Header)
-_SLOT_BYTES = ctypes.sizeof(Slot)
-_FILE_BYTES = _HEADER_BYTES + SLOT_COUNT * _SLOT_BYTES
-_LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
 _open_segments: "weakref.WeakSet[TurnSegment]" = weakref.WeakSet()
 _fork_guarded = False
 
@@ -109,48 +89,18 @@ def _forget_in_child() -> None:
         segment.forget()
 
 
-def digest(text: str) -> int:
-    """Return a positive 63-bit number that stands for ``text``."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _check_owned(fd: int, path: str, *, directory: bool = False) -> None:
-    found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
-        raise SegmentError(
-            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
-            "else and is left alone: ask its owner or an administrator to remove it"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise SegmentError(
-            f"expected {path} to be private, got mode {stat.S_IMODE(found.st_mode):04o}; "
-            f"chmod {'0700' if directory else '0600'} it or remove it while no job runs"
-        )
-
-
 def _open_directory(base: str) -> tuple[int, str]:
-    path = os.path.join(base, f"crossover_ddp-{os.geteuid()}")
-    if not sys.platform.startswith("linux") or not os.path.isdir(base):
-        raise SegmentError(
-            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
-        )
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise  # the last sibling to leave has just removed it
-    except OSError as error:
-        raise SegmentError(
-            f"expected {path} to be a directory of this user, got {error.strerror}; "
-            "if it is a symbolic link or a file, remove it"
-        ) from error
-    try:
-        _check_owned(fd, path, directory=True)
-    except SegmentError:
-        os.close(fd)
-        raise
-    return fd, path
+    """Open the directory, made if it is missing."""
+    path = segment_directory(base)
+    if os.path.isdir(base):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SegmentError(f"cannot make {path}: {error.strerror}; make {base} writable") from error
+    return open_directory(base), path
 
 
 class TurnSegment:
@@ -166,7 +116,7 @@ class TurnSegment:
     """
 
     def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
-        if not _NAME.fullmatch(group):
+        if not GROUP_NAME.fullmatch(group):
             raise ValueError(
                 f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}"
             )
@@ -207,7 +157,7 @@ class TurnSegment:
                 f"expected a file of user {os.geteuid()}, got {found} at {path}; remove it while no job runs"
             ) from error
         try:
-            _check_owned(fd, path)
+            check_owned(fd, path)
             if not is_kind(os.fstat(fd).st_mode):
                 raise SegmentError(
                     f"expected another kind of file at {path}, got mode {os.fstat(fd).st_mode:o}; "
@@ -246,8 +196,8 @@ class TurnSegment:
         aside = f"{self._stem}{suffix}"
         fd = self._open_private(suffix, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            os.posix_fallocate(fd, 0, _FILE_BYTES)
-            header = _Header(_MAGIC, _LAYOUT, SLOT_COUNT, self.device.encode()[:231])
+            os.posix_fallocate(fd, 0, FILE_BYTES)
+            header = Header(MAGIC, LAYOUT, SLOT_COUNT, device_field(self.device))
             os.pwrite(fd, bytes(header), 0)
             with contextlib.suppress(FileExistsError):
                 os.link(
@@ -265,38 +215,18 @@ class TurnSegment:
                 os.unlink(aside, dir_fd=self._directory_fd)
 
     def _check_contents(self) -> None:
-        found = os.fstat(self._fd)
-        raw = os.pread(self._fd, _HEADER_BYTES, 0)
-        if found.st_size != _FILE_BYTES or len(raw) != _HEADER_BYTES:
+        header = read_header(self._fd, self.path)
+        if header.device != device_field(self.device):
             raise SegmentError(
-                f"expected a segment of {_FILE_BYTES} bytes, got {found.st_size} at {self.path}; remove it while "
-                "no job runs (another version of crossover_ddp may have made it)"
-            )
-        header = _Header.from_buffer_copy(raw)
-        expected = (_MAGIC, _LAYOUT, SLOT_COUNT, self.device.encode()[:231])
-        if (header.magic, header.layout, header.slot_count, header.device) != expected:
-            raise SegmentError(
-                f"expected layout {_LAYOUT} for device {self.device!r}, got something else at {self.path}; "
+                f"expected layout {LAYOUT} for device {self.device!r}, got something else at {self.path}; "
                 "remove it while no job runs"
             )
 
     def _is_current(self) -> bool:
-        try:
-            named = os.stat(f"{self._stem}.turns", dir_fd=self._directory_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return named.st_ino == os.fstat(self._fd).st_ino
+        return is_named(self._fd, self._stem, self._directory_fd)
 
     def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
-        """Try to lock slots; the lock belongs to the open file and goes with it."""
-        request = struct.pack("hhqqi4x", kind, os.SEEK_SET, _LOCK_BASE + start, length, 0)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        return True
+        return lock_slots(self._fd, start, length, kind)
 
     def join(
         self, *, job: int, devices: int, rank: int, world_size: int, lease_s: float, events: bytes = b""
@@ -312,10 +242,10 @@ class TurnSegment:
             events: the device-side events of this process, as handles of 64 bytes each.
         """
         self._take_slot()
-        self._publish(state=_FREE)
+        self._publish(state=FREE)
         self._make_bell()
         slot = Slot(
-            state=_FREE,
+            state=FREE,
             incarnation=secrets.randbits(62) | 1,
             job=job,
             devices=devices,
@@ -328,7 +258,7 @@ class TurnSegment:
         )
         ctypes.memmove(slot.events, events, len(events))
         os.pwrite(self._fd, bytes(slot), self._offset(self.slot))
-        self._publish(state=_JOINED)
+        self._publish(state=JOINED)
         # Whoever has just found the slot's dead owner with our new bell would wait for it a whole lease.
         self.ring_others()
 
@@ -367,25 +297,14 @@ class TurnSegment:
             return
         if self.slot >= 0:
             with contextlib.suppress(OSError, SegmentError):
-                self._publish(state=_FREE)
+                self._publish(state=FREE)
                 self.ring_others()
                 os.unlink(self._bell_name(self.slot), dir_fd=self._directory_fd)
         with contextlib.suppress(OSError):
             if self.slot >= 0:  # first: two that leave at once must not each take the other for one who stays
                 self._lock(self.slot, 1, fcntl.F_UNLCK)
-            if self._lock(0, SLOT_COUNT) and self._is_current():
-                self._remove_files()
+            remove_unused(self._fd, self._stem, self._directory_fd, self._directory)
         self.forget()
-
-    def _remove_files(self) -> None:
-        ours = re.compile(rf"{re.escape(self._stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.new)")
-        names = [name for name in os.listdir(self._directory_fd) if ours.fullmatch(name)]
-        # The slots last: while they are there, and all locked, nobody else can join and make the others anew.
-        for name in (*names, f"{self._stem}.turns"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._directory_fd)
-        with contextlib.suppress(OSError):  # other groups or devices live in it
-            os.rmdir(self._directory)
 
     def forget(self) -> None:
         """Close every file without a word to anybody (in a forked child the parent's slot stays as it is)."""
@@ -403,7 +322,7 @@ class TurnSegment:
 
     @staticmethod
     def _offset(slot: int) -> int:
-        return _HEADER_BYTES + slot * _SLOT_BYTES
+        return HEADER_BYTES + slot * SLOT_BYTES
 
     def _publish(self, **fields: int) -> None:
         """Write eight-byte fields of the own slot, in the order given."""
@@ -429,14 +348,14 @@ class TurnSegment:
         """Return every slot that is in use by a living process, the own one included."""
         if not os.fstat(self._fd).st_nlink:
             raise SegmentError(f"expected {self.path} to stay while jobs run, got it removed under way")
-        raw = os.pread(self._fd, _FILE_BYTES - _HEADER_BYTES, _HEADER_BYTES)
-        if len(raw) != _FILE_BYTES - _HEADER_BYTES:
-            raise SegmentError(f"expected {_FILE_BYTES} bytes, got {self.path} cut short under way")
-        states = memoryview(raw).cast("Q")[:: _SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
+        raw = os.pread(self._fd, FILE_BYTES - HEADER_BYTES, HEADER_BYTES)
+        if len(raw) != FILE_BYTES - HEADER_BYTES:
+            raise SegmentError(f"expected {FILE_BYTES} bytes, got {self.path} cut short under way")
+        states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
         found = {
-            index: Slot.from_buffer_copy(raw, index * _SLOT_BYTES)
+            index: Slot.from_buffer_copy(raw, index * SLOT_BYTES)
             for index, state in enumerate(states)
-            if state == _JOINED
+            if state == JOINED
         }
         return {
             index: slot

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from crossover_ddp import _turn_segment
-from crossover_ddp._turn_segment import SLOT_COUNT, TurnSegment
+from crossover_ddp._segment_files import EVENT_COUNT, SLOT_COUNT, Slot, digest
+from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp._turns import Grant, Patience, TurnLog, blockers, message_numel
 from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
@@ -169,11 +169,11 @@ class GPUMutex:
 
         segment = None
         try:
-            self._order = device_order(device, _turn_segment.EVENT_COUNT)
+            self._order = device_order(device, EVENT_COUNT)
             segment = TurnSegment(self.name, self.device)
             segment.join(
                 job=self.job,
-                devices=_turn_segment.digest("\n".join(sorted(set(devices)))),
+                devices=digest("\n".join(sorted(set(devices)))),
                 rank=self._channel.rank if self._channel else 0,
                 world_size=len(devices),
                 lease_s=self._lease_s,
@@ -379,7 +379,7 @@ class GPUMutex:
         if since_s is not None and last_ns > since_s * 1e9:
             self._handovers_s.append((time.monotonic_ns() - last_ns) / 1e9)
 
-    def _follow_sibling(self, segment: TurnSegment, index: int, slot: _turn_segment.Slot) -> None:
+    def _follow_sibling(self, segment: TurnSegment, index: int, slot: Slot) -> None:
         try:
             self._order.follow((index, slot.incarnation), bytes(slot.events), slot.returned)
         except RuntimeError:
@@ -515,7 +515,7 @@ def _machine() -> str:
 
 def _check_siblings(segment: TurnSegment, job: int, devices: set[str]) -> None:
     """Refuse siblings that share only some devices: they would have no common order of turns."""
-    own = _turn_segment.digest("\n".join(sorted(devices)))
+    own = digest("\n".join(sorted(devices)))
     for slot in segment.slots().values():
         if slot.job != job and slot.devices != own:
             raise TurnError(

@@ -15,7 +15,7 @@ import torch
 
 from crossover_ddp import _device_order
 from crossover_ddp._device_order import EventOrder, HostOrder, SynchronizedOrder, device_order
-from crossover_ddp._turn_segment import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES
 
 GPU = torch.device("cuda", 0)
 SOON_S = 10.0

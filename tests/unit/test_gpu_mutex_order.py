@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from crossover_ddp import _device_order
-from crossover_ddp._turn_segment import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES
 from crossover_ddp.errors import SegmentError
 from crossover_ddp.gpu_mutex import GPUMutex
 

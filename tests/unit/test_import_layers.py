@@ -115,8 +115,17 @@ ALLOWED: dict[str, set[str]] = {
     "_factors": {"_columns"},
     "_columns": set(),
     "_manifest": {"_layout"},
-    "gpu_mutex": {"_turn_segment", "_turn_channel", "_turns", "_device_order", "_timeline", "errors"},
-    "_turn_segment": {"_turns", "errors"},
+    "gpu_mutex": {
+        "_segment_files",
+        "_turn_segment",
+        "_turn_channel",
+        "_turns",
+        "_device_order",
+        "_timeline",
+        "errors",
+    },
+    "_turn_segment": {"_segment_files", "_turns", "errors"},
+    "_segment_files": {"errors"},
     "_turn_channel": {"_turns", "errors"},
     "_turns": set(),
     "_device_order": {"errors"},
@@ -145,7 +154,16 @@ PURE_IMPORTS = {
 }
 
 # At and below the mutex only these need torch: the device's events and the job's control group.
-WITHOUT_TORCH = {"_turns", "_turn_segment", "_timeline", "_worker", "errors"}
+WITHOUT_TORCH = {
+    "_turns",
+    "_turn_segment",
+    "_segment_files",
+    "_segment_view",
+    "_turn_report",
+    "_timeline",
+    "_worker",
+    "errors",
+}
 HOOK_MODULES = {"comm_hooks", "kfac_hooks", "_decoupled"}
 
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp import _turn_segment
-from crossover_ddp._turn_segment import SLOT_COUNT, Slot, TurnSegment
+from crossover_ddp._segment_files import HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
+from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
 
@@ -281,7 +281,7 @@ def test_a_log_cut_short_under_way_raises(join: Join) -> None:
         segment.read_log(0, 5)
 
 
-SLOT_AREA_BYTES = SLOT_COUNT * _turn_segment._SLOT_BYTES
+SLOT_AREA_BYTES = SLOT_COUNT * SLOT_BYTES
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -301,7 +301,7 @@ def test_arbitrary_bytes_in_the_slots_crash_nothing(join: Join, splinters: list[
     slot = segment.slot
     with open(segment.path, "r+b") as file:
         for offset, splinter in splinters:
-            file.seek(_turn_segment._HEADER_BYTES + offset)
+            file.seek(HEADER_BYTES + offset)
             file.write(splinter[: SLOT_AREA_BYTES - offset])
     for each in (segment, sibling):
         assert all(isinstance(found, Slot) for found in each.slots().values())
