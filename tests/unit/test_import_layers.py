@@ -115,6 +115,14 @@ ALLOWED: dict[str, set[str]] = {
     "_factors": {"_columns"},
     "_columns": set(),
     "_manifest": {"_layout"},
+    "cli": {"_cli_doctor", "_cli_output", "_cli_status"},
+    "_cli_doctor": {"_cli_output", "_findings", "_machine_facts", "_segment_files", "_segment_view"},
+    "_cli_status": {"_cli_output", "_segment_files", "_segment_view", "_turn_report"},
+    "_cli_output": set(),
+    "_machine_facts": {"_findings", "_segment_files"},
+    "_findings": {"_segment_files", "_segment_view"},
+    "_turn_report": {"_segment_view"},
+    "_segment_view": {"_segment_files", "errors"},
     "gpu_mutex": {
         "_segment_files",
         "_turn_segment",
@@ -134,7 +142,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_kfac_planning", "_layout", "_manifest", "_planning", "_turns"}
+PURE = {"_findings", "_kfac_planning", "_layout", "_manifest", "_planning", "_turn_report", "_turns"}
 PURE_IMPORTS = {
     "__future__",
     "abc",
@@ -149,6 +157,7 @@ PURE_IMPORTS = {
     "itertools",
     "math",
     "operator",
+    "re",
     "struct",
     "typing",
 }
@@ -160,6 +169,9 @@ WITHOUT_TORCH = {
     "_segment_files",
     "_segment_view",
     "_turn_report",
+    "_findings",
+    "_cli_output",
+    "_cli_status",
     "_timeline",
     "_worker",
     "errors",

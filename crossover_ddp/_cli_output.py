@@ -1,0 +1,50 @@
+"""How commands speak: JSON without anything else installed, tables with rich, exit codes that mean something."""
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FINE: Final = 0
+FOUND: Final = 1
+"""Something to mend was found, or nothing was there to show."""
+USAGE: Final = 2
+"""The command was called wrongly, or a library that it needs is missing."""
+INTERRUPTED: Final = 130
+"""Ctrl-C, as shells number it."""
+
+MISSING_RICH = (
+    "crossover-ddp: expected the package rich for tables, got none; pip install 'crossover_ddp[cli]' (or pip install "
+    "rich), or use --json"
+)
+
+
+class MissingRichError(Exception):
+    """Tables were asked for without rich."""
+
+
+def require_rich() -> None:
+    """Raise `MissingRichError` if tables cannot be shown."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise MissingRichError(MISSING_RICH) from error
+
+
+def console() -> "Console":
+    """Return where tables go."""
+    require_rich()
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def write_json(document: Any, *, indent: int | None = 2) -> None:
+    """Write one JSON document, or one line of several, to standard output."""
+    if dataclasses.is_dataclass(document) and not isinstance(document, type):
+        document = dataclasses.asdict(document)
+    sys.stdout.write(json.dumps(document, indent=indent, allow_nan=False) + "\n")
+    sys.stdout.flush()

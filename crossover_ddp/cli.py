@@ -1,0 +1,54 @@
+"""The ``crossover-ddp`` command: looks at this machine and at the jobs that take turns on it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from crossover_ddp import _cli_status
+from crossover_ddp._cli_output import FINE, INTERRUPTED, USAGE, MissingRichError
+
+_EXAMPLES = """\
+examples:
+  crossover-ddp status --watch   who computes, who queues, live
+
+exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage
+Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and all its sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="crossover-ddp",
+        description="Jobs that take turns on shared devices: look at them, and at the machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _cli_status.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; wrong usage raises ``SystemExit(2)``, as argparse does.
+
+    Args:
+        arguments: what follows the command's name; default those of the process.
+    """
+    parsed = parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except MissingRichError as error:
+        sys.stderr.write(f"{error}\n")
+        return USAGE
+    except BrokenPipeError:  # whoever read us has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except KeyboardInterrupt:  # before there was anything to show
+        return INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
