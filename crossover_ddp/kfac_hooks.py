@@ -48,6 +48,8 @@ __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 
 logger = logging.getLogger(__name__)
 
+# Of one core: what counts is from which size on the cube dominates, some 130 rows.
+_TYPICAL: Final = InverseCost(cubic_s=2.5e-11, overhead_s=5e-5)
 _SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
@@ -75,6 +77,8 @@ class KFACState:
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
         accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
         skip: names of modules, or patterns of names, that shall pass through.
+        costs: by what owners are found: "typical" costs of inversions, so that the same job has the same owners, and
+            rounds its sums alike, in every run; or those "measured" on rank 0 when the state is made.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
 
@@ -111,6 +115,7 @@ class KFACState:
         loss_scale: float | Callable[[], float] = 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         skip: Sequence[str] = (),
+        costs: Literal["typical", "measured"] = "typical",
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
     ) -> None:
@@ -120,6 +125,7 @@ class KFACState:
             "factors": (factors, ("global", "local")),
             "inversion": (inversion, ("at_once", "background")),
             "accumulated": (accumulated, ("mean", "sum")),
+            "costs": (costs, ("typical", "measured")),
         }.items():
             check_choice(name, value, choices)
         self._hyper = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
@@ -132,7 +138,7 @@ class KFACState:
         self._solver = solver
         self._local = factors == "local"
         self._inverter = Worker("crossover-invert") if inversion == "background" else None
-        self._take_model(model, skip)
+        self._take_model(model, skip, measure=costs == "measured")
         start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
         self._new_curvature = functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)
         self._new_capture = functools.partial(
@@ -171,7 +177,7 @@ class KFACState:
             local=self._local,
         )
 
-    def _take_model(self, model: nn.Module, skip: Sequence[str]) -> None:
+    def _take_model(self, model: nn.Module, skip: Sequence[str], *, measure: bool) -> None:
         """Find the model's layers and give each an owner."""
         group = resolve_group(self.process_group)
         self._rank, self._world_size = group.rank(), group.size()
@@ -180,7 +186,7 @@ class KFACState:
         check_parameters(self._layers, model)
         self._roles = _roles(self._layers)
         self._costs = [_layer_cost(layer) for layer in self._layers]
-        self._inverse_cost = self._agree(group)
+        self._inverse_cost = self._agree(group, measure=measure)
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -419,10 +425,12 @@ class KFACState:
                 "make a KFACState for each model"
             )
 
-    def _agree(self, group: dist.ProcessGroup) -> InverseCost:
-        """Return rank 0's measurement; raise on all ranks if their layers differ."""
+    def _agree(self, group: dist.ProcessGroup, *, measure: bool) -> InverseCost:
+        """Return rank 0's measurement, or typical costs; raise on all ranks if their layers differ."""
         device = self._layers[0].weight.device if self._layers else torch.device("cpu")
-        measured = measure_inverse(_SOLVERS[self._solver], device) if self._rank == 0 else None
+        measured = _TYPICAL
+        if measure and self._rank == 0:
+            measured = measure_inverse(_SOLVERS[self._solver], device)
         answers: list[Any] = [None] * self._world_size
         dist.all_gather_object(answers, (measured, self._costs), group=group)
         for rank, (_, others) in enumerate(answers):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp import kfac_hooks
+from crossover_ddp._kfac_planning import InverseCost
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
@@ -345,6 +347,15 @@ def test_the_report_names_layers_owners_and_what_passes_through() -> None:
     assert "1.weight passes through: " in report
     assert "2.weight passes through: " in report
     assert "rank 0 inverts for " in report
+
+
+def test_owners_are_found_by_measured_costs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = InverseCost(cubic_s=1.0)
+    monkeypatch.setattr(kfac_hooks, "measure_inverse", lambda *_: measured)
+    assert Training(costs="measured").state._inverse_cost == measured
+    assert Training().state._inverse_cost != measured
+    monkeypatch.undo()
+    assert Training(costs="measured").state._inverse_cost.seconds(64) > 0
 
 
 def test_memory_is_told() -> None:
