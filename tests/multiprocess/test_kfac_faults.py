@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
+from crossover_ddp._exchange import Exchange
 from crossover_ddp._factors import DampedInverse
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
@@ -54,7 +55,10 @@ def lose_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
     if rank == 1 and moment == "in the owner's step":
         for curvature in training.state._curvatures.values():
             curvature.invert = lambda *_: signal.raise_signal(signal.SIGKILL)  # type: ignore[method-assign]
-    return failure_of(training)
+    outcome = failure_of(training)
+    # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
+    Exchange.of(group).close()
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,7 @@ def fail_to_invert(rank: int, world_size: int) -> tuple[str, str, float]:
             patch.setattr(DampedInverse, "compute", fail)
         first, first_s = failure_of(training)
         second, second_s = failure_of(training)
+    Exchange.of(group).close()
     dist.barrier()
     return first, second, first_s + second_s
 
