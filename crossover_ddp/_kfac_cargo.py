@@ -173,13 +173,14 @@ class Round:
     early: dict[int, tuple[Parcel, Tensor]] = field(default_factory=dict)
     waiting: dict[int, Tensor] = field(default_factory=dict)
     cargoes: list["BucketCargo"] = field(default_factory=list)
-    kl_sum: Tensor | None = None
+    kl_terms: dict[int, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
     greatest_counts: Tensor | None = None
 
-    def add_kl(self, term: Tensor) -> None:
-        """Add a layer's share of the KL clip's sum. Called on the owner."""
-        self.kl_sum = term if self.kl_sum is None else self.kl_sum + term
+    def kl_sum(self) -> Tensor | None:
+        """Return this rank's share of the KL clip's sum; rounded alike whatever buckets the layers came in."""
+        terms = [self.kl_terms[index] for index in sorted(self.kl_terms)]
+        return torch.stack(terms).sum() if terms else None
 
     def unload(self, last: "BucketCargo") -> None:
         """Read the messages; bring the preconditioned gradients back, scaled by the KL clip, if there is one."""
@@ -307,7 +308,7 @@ class BucketCargo:
                 if owner == rank:
                     back[offset : offset + bucket.numel].copy_(part[offset : offset + bucket.numel])
         if self._message_numel:
-            total, counts = self._round.kl_sum, self._round.counts
+            total, counts = self._round.kl_sum(), self._round.counts
             total = back.new_zeros(1, dtype=torch.float64) if total is None else total
             counts = back.new_zeros(0, dtype=torch.int32) if counts is None else counts
             Message(total, counts).pack(self._message(rank, self._back))
@@ -332,14 +333,17 @@ class BucketCargo:
     ) -> None:
         weight, bias = _views(passenger, part, offset)
         out, out_bias = _views(passenger, back, offset)
-        matrix = gradient_matrix(passenger.shape, weight, bias)
+        # A copy: products of the same numbers may be rounded otherwise where these lie otherwise in memory, and where
+        # that is depends on the buckets, which a resumed run has anew.
+        matrix = gradient_matrix(passenger.shape, weight, bias).clone()
         if curvature.ready:
             matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
             preconditioned = curvature.precondition(matrix)
         else:
             preconditioned = matrix
         if self._round.plan.kl_clip is not None:
-            self._round.add_kl((preconditioned * matrix).sum(dtype=torch.float64) * passenger.lr**2)
+            term = (preconditioned * matrix).sum(dtype=torch.float64) * passenger.lr**2
+            self._round.kl_terms[passenger.index] = term
         if preconditioned is not matrix or not self.manifest.in_place:
             split_gradient(passenger.shape, preconditioned, out, out_bias)
 
