@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 Job = Callable[[], None]
 
 _STOP: Final = None
@@ -59,6 +61,9 @@ class Worker:
 
 
 def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    # torch.set_num_threads() of the main thread reaches another one only with the first parallel kernel there, by which
+    # time a matrix product may have been divided otherwise, and rounded otherwise. Asking for the number makes it so.
+    torch.get_num_threads()
     while (job := jobs.get()) is not _STOP:
         job()
         # Otherwise the last job would keep its bucket, engine and group alive while the queue is empty.

@@ -160,6 +160,7 @@ class KFACState:
     def _own(self, placement: Placement) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
         self._placement = placement
+        self._model_seen = False
         self._curvatures = {
             index: self._new_curvature(self._layers[index].shape)
             for index, owner in enumerate(placement.owners)
@@ -415,15 +416,16 @@ class KFACState:
 
     def _check_known(self, bucket: dist.GradBucket, contents: "list[_Content]") -> None:
         network = self._network()
-        if network is None or bucket.index() or self._steps:
+        if network is None or bucket.index() or self._model_seen:
             return
         known = {id(parameter) for parameter in network.parameters()}
-        self._traffic.adopt(bucket)
         if any(id(content.parameter) not in known for content in contents):
             raise UnsupportedConfigurationError(
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
+        self._traffic.adopt(bucket)
+        self._model_seen = True
 
     def _agree(self, group: dist.ProcessGroup, *, measure: bool) -> InverseCost:
         """Return rank 0's measurement, or typical costs; raise on all ranks if their layers differ."""

@@ -1,5 +1,6 @@
 """A small model under DDP with K-FAC, for tests between real ranks."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -52,13 +53,18 @@ class Training:
         self.model.register_comm_hook(self.state, kfac_hook)
         self.steps = 0
 
-    def backward(self) -> float:
+    def backward(self, parts: int = 1) -> float:
+        """Accumulate over ``parts`` of the batch; return the mean loss."""
         self.optimizer.zero_grad()
-        inputs, targets = batch(self.rank, self.steps)
-        loss = nn.functional.cross_entropy(self.model(inputs), targets)
-        loss.backward()
+        total = 0.0
+        chunks = [each.chunk(parts) for each in batch(self.rank, self.steps)]
+        for part, (inputs, targets) in enumerate(zip(*chunks, strict=True), start=1):
+            with contextlib.nullcontext() if part == parts else self.model.no_sync():
+                loss = nn.functional.cross_entropy(self.model(inputs), targets) / parts
+                loss.backward()
+            total += float(loss.detach())
         self.steps += 1
-        return float(loss.detach())
+        return total
 
     def step(self) -> float:
         loss = self.backward()

@@ -166,16 +166,13 @@ def test_kfac_trains(reference: list[list[Record]], second_order: list[list[Reco
         assert sum(found[-3:]) < sum(found[:3])
 
 
-def test_kfac_resumes_where_it_was(second_order: list[list[Record]], tmp_path: Path) -> None:
+def test_kfac_resumes_exactly(second_order: list[list[Record]], tmp_path: Path) -> None:
     arguments = [*CONVNET, *KFAC, "--steps", "10", "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
     begun = train_ranks([*arguments, "--stop-after", "3"], tmp_path / "begun")
     resumed = train_ranks(arguments, tmp_path / "resumed")
     for first, second, whole in zip(begun, resumed, second_order, strict=True):
-        # In some environments the last bit of a loss differs after the next solvers were made, for a reason not yet
-        # found; bit for bit within one process: tests/multiprocess/test_kfac_checkpoints.py.
-        assert losses(first) == losses(whole)[:3]
-        assert losses(second)[:2] == losses(whole)[3:5]
-        assert losses(second) == pytest.approx(losses(whole)[3:], rel=1e-5)
+        assert losses(first) + losses(second) == losses(whole)
+    assert parameters_of(resumed) == parameters_of(second_order)
 
 
 def test_buckets_chosen_by_measuring_change_no_loss(reference: list[list[Record]], tmp_path: Path) -> None:

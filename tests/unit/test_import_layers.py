@@ -173,7 +173,6 @@ WITHOUT_TORCH = {
     "_cli_output",
     "_cli_status",
     "_timeline",
-    "_worker",
     "errors",
 }
 HOOK_MODULES = {"comm_hooks", "kfac_hooks", "_decoupled"}
