@@ -136,5 +136,7 @@ def test_factors_of_an_accumulation_leave_once_after_resuming(
             torch.testing.assert_close(accumulated[name], expected, rtol=RELATIVE, atol=1e-6)
 
 
-def test_another_model_is_refused_after_resuming_too(saved: tuple[str, list[list[dict[str, Tensor]]]]) -> None:
+def test_another_model_is_refused_after_resuming_too(
+    saved: tuple[str, list[list[dict[str, Tensor]]]],
+) -> None:
     run_ranks(resume_with_another_model, 2, args=(saved[0],))
