@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from crossover_ddp import _findings, _machine_facts
-from crossover_ddp._cli_output import FINE, FOUND, console, require_rich, write_json
+from crossover_ddp._cli_output import FINE, FOUND, add_command, console, require_rich, write_json
 from crossover_ddp._findings import Finding, State
 from crossover_ddp._segment_files import SHARED_MEMORY
 from crossover_ddp._segment_view import look, printable, sweep
@@ -27,18 +27,17 @@ exit codes: 0 no problem; 1 at least one problem; 2 wrong usage, or rich is miss
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
+        run,
         help="is this machine ready, and what should be set",
         description="Look at this machine, and say what to expect and what to set.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
     parser.add_argument(
         "--sweep", action="store_true", help="first remove segments that no living process has joined"
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,10 @@
 """How commands speak: JSON without anything else installed, tables with rich, exit codes that mean something."""
 
+import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -20,6 +22,29 @@ MISSING_RICH = (
     "crossover-ddp: expected the package rich for tables, got none; pip install 'crossover_ddp[cli]' (or pip install "
     "rich), or use --json"
 )
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    examples: str,
+    json_help: str = "JSON instead of a table",
+) -> argparse.ArgumentParser:
+    """Declare a sub-command with ``--json``; ``run`` returns its exit code. Returns its parser, to add arguments to."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help=json_help)
+    parser.set_defaults(run=run)
+    return parser
 
 
 class MissingRichError(Exception):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from crossover_ddp._cli_output import FINE, FOUND, console, require_rich, write_json
+from crossover_ddp._cli_output import FINE, FOUND, add_command, console, require_rich, write_json
 from crossover_ddp._segment_files import GROUP_NAME, SHARED_MEMORY
 from crossover_ddp._segment_view import Look, look
 from crossover_ddp._turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
@@ -31,12 +31,14 @@ exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong us
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "status",
+        run,
         help="who holds the turn, who queues, shares and rates",
         description="Show the jobs of this user that take turns. Only looks: joins, locks and wakes nothing.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
+        json_help="JSON instead of tables; one line each with --watch",
     )
     parser.add_argument(
         "--watch",
@@ -47,10 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="go on until Ctrl-C, a new picture every SECONDS (default 1)",
     )
     parser.add_argument("--group", type=_group, metavar="NAME", help="this group only (default: all)")
-    parser.add_argument(
-        "--json", action="store_true", help="JSON instead of tables; one line each with --watch"
-    )
-    parser.set_defaults(run=run)
 
 
 def _seconds(text: str) -> float:
