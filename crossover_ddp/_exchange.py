@@ -30,7 +30,7 @@ from ._ddp_checks import Bucket, check_group, flat_gradients
 from ._endings import end_engine, on_destruction, stop_workers
 from ._gathers import GatherOrder
 from ._journey import Cargo, Deferred, Failure, Freight, Journey, OwnerStep, RingTrip, Turn
-from ._layout import Layout
+from ._layout import Layout, Span
 from ._staging import Side, StagedBuffer
 from ._step import GradientFuture, Step
 from ._timeline import Timeline
@@ -318,15 +318,29 @@ class Exchange:
         gather = (
             self._ring.all_gather(buffer, journey.layout, journey.sequence) if journey.goes_back else None
         )
+        if gather is not None and journey.side.copier is None:
+            journey.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         at_once = gather is not None and journey.owner_step is None and not journey.deferred
-        on_owned = gather.offer if gather is not None and at_once else None
+        on_owned = gather.offer if gather is not None and at_once else self._teller(journey)
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
         journey.trip = trip = RingTrip(buffer, scatter, gather)
         self._end_own_compute(journey)
         if journey.deferred:
             self._order.scatter_begins(journey)
         self._put(self._reducer, journey, "reduce-scatter", functools.partial(self._reduce, journey, trip))
+
+    def _teller(self, journey: Journey) -> Callable[[Span], None] | None:
+        """Return what tells the owner how much of its part has arrived, on the gatherer; None if it need not know."""
+        arriving = journey.cargo.arriving if journey.cargo is not None else None
+        if arriving is None or journey.side.copier is not None:
+            return None
+        start = journey.layout.part(self.rank).start
+
+        def tell(span: Span) -> None:
+            self._put(self._gatherer, journey, "owner's step", functools.partial(arriving, span.stop - start))
+
+        return tell
 
     def _buffer(self, journey: Journey, freight: Freight, *, own_only: bool = False) -> HostBuffer:
         copier = journey.side.copier

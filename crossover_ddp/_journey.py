@@ -13,6 +13,7 @@ from ._step import GradientFuture, Step
 from .errors import CrossoverError, ExchangeError
 
 OwnerStep = Callable[[torch.Tensor], None]
+CargoStep = Callable[[torch.Tensor, Callable[[int], None]], None]
 
 
 class Turn(Protocol):
@@ -65,16 +66,24 @@ class Cargo:
         scatter: is summed into its owners, divided by the number of ranks.
         gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
             ``step``; None: nothing comes back.
-        step: the owner's work between the halves; it is handed the own part of ``scatter``.
+        step: the owner's work between the halves; it is handed the own part of ``scatter``, and what it may tell how
+            many leading elements of that part are final: where the same buffer goes both ways, they leave at once.
         unload: called when ``gather`` is whole, before the bucket's Future completes.
         keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
+        arriving: told, before ``step``, how many leading elements of the own part have arrived, on the same thread. Not
+            called with one rank, for a device's memory, or on NCCL.
     """
 
     scatter: Freight
     gather: Freight | None
-    step: OwnerStep
+    step: CargoStep
     unload: Callable[[], None]
     keeps_turn: bool = False
+    arriving: Callable[[int], None] | None = None
+
+
+def _nobody(numel: int) -> None:
+    """For buffers that leave as a whole."""
 
 
 class RingTrip(NamedTuple):
@@ -118,7 +127,14 @@ class Journey:
     def load(self, cargo: Cargo) -> None:
         """Let ``cargo`` travel, and the Future hold the bucket's buffer all the same."""
         self.cargo, self.result = cargo, self.tensor
-        (self.tensor, self.layout), self.owner_step = cargo.scatter, cargo.step
+        self.tensor, self.layout = cargo.scatter
+        self.take_owner_step(_nobody)
+
+    def take_owner_step(self, final: Callable[[int], None]) -> None:
+        """Let the cargo's owner tell ``final`` what may leave."""
+        if self.cargo is not None:
+            step = self.cargo.step
+            self.owner_step = lambda part: step(part, final)
 
     @property
     def goes_back(self) -> bool:

@@ -83,9 +83,11 @@ ALLOWED: dict[str, set[str]] = {
         "_journey",
         "_layout",
         "_manifest",
+        "_row_product",
         "_worker",
     },
     "_curvature": {"_columns", "_factors", "_worker"},
+    "_row_product": {"_columns", "_factors"},
     "_inverse_probe": {"_factors", "_kfac_planning"},
     "_capture": {"_columns", "_factors"},
     "_exchange": {
