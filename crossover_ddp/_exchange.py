@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ._collectives import HostBuffer, NativeHalves, Ring
-from ._ddp_checks import Bucket, check_group, flat_gradients
+from ._ddp_checks import Bucket, check_group, flat_gradients, largest_bytes
 from ._endings import end_engine, on_destruction, stop_workers
 from ._gathers import GatherOrder
 from ._journey import Cargo, Deferred, Failure, Freight, Journey, OwnerStep, RingTrip, Turn
@@ -179,7 +179,7 @@ class Exchange:
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
-            deferred = Deferred(journey)
+            deferred = Deferred(journey, self.timeline)
             future = journey.side.future()
             self._launch(journey)
             future.set_result(bucket.buffer())
@@ -276,6 +276,8 @@ class Exchange:
             last=bucket.is_last(),
             side=self._side(tensor.device),
             turn=turn,
+            ready_s=step.last_hook_s,
+            largest_bytes=largest_bytes(bucket) if self.timeline is not None else 0,
         )
 
     def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
@@ -498,7 +500,8 @@ class Exchange:
                     journey.turn.acquire(ahead=ahead)
             self._turn_taken_s = time.monotonic()
             if self.timeline is not None:
-                self.timeline.span("exchange", journey.step.last_hook_s, done_s)
+                where = journey.tensor.device.type
+                self.timeline.span("exchange", journey.step.last_hook_s, done_s, device_type=where)
                 self.timeline.span("wait", done_s, self._turn_taken_s)
         for other in journey.step.held if journey.last else ():
             self._finish(other, None)
@@ -563,8 +566,7 @@ class Exchange:
 
     def _span(self, kind: str, begin_s: float, journey: Journey) -> None:
         if self.timeline is not None:
-            size_bytes = journey.tensor.numel() * journey.tensor.itemsize
-            self.timeline.span(kind, begin_s, time.monotonic(), bucket=journey.index, bytes=size_bytes)
+            self.timeline.span(kind, begin_s, time.monotonic(), **journey.in_words())
 
 
 def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:

@@ -105,7 +105,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_endings": {"_gathers", "_collectives", "_worker"},
     "_gathers": {"_journey", "_collectives", "_step"},
-    "_journey": {"_collectives", "_layout", "_staging", "_step", "errors"},
+    "_journey": {"_collectives", "_layout", "_staging", "_step", "_timeline", "errors"},
     "_ddp_checks": {"errors"},
     "_step": {"errors"},
     "_staging": {"_collectives", "_layout", "errors"},
@@ -117,7 +117,11 @@ ALLOWED: dict[str, set[str]] = {
     "_factors": {"_columns"},
     "_columns": set(),
     "_manifest": {"_layout"},
-    "cli": {"_cli_doctor", "_cli_output", "_cli_status"},
+    "cli": {"_cli_advise", "_cli_doctor", "_cli_output", "_cli_status"},
+    "_cli_advise": {"_advice", "_cli_output", "_short_run", "_step_figures"},
+    "_advice": {"_planning", "_step_figures"},
+    "_step_figures": {"_planning"},
+    "_short_run": {"_timeline"},
     "_cli_doctor": {"_cli_output", "_findings", "_machine_facts", "_segment_files", "_segment_view"},
     "_cli_status": {"_cli_output", "_segment_files", "_segment_view", "_turn_report"},
     "_cli_output": set(),
@@ -144,7 +148,17 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_findings", "_kfac_planning", "_layout", "_manifest", "_planning", "_turn_report", "_turns"}
+PURE = {
+    "_advice",
+    "_findings",
+    "_kfac_planning",
+    "_layout",
+    "_manifest",
+    "_planning",
+    "_step_figures",
+    "_turn_report",
+    "_turns",
+}
 PURE_IMPORTS = {
     "__future__",
     "abc",
@@ -160,12 +174,18 @@ PURE_IMPORTS = {
     "math",
     "operator",
     "re",
+    "statistics",
     "struct",
     "typing",
 }
 
 # At and below the mutex only these need torch: the device's events and the job's control group.
 WITHOUT_TORCH = {
+    "_advice",
+    "_cli_advise",
+    "_short_run",
+    "_step_figures",
+    "_planning",
     "_turns",
     "_turn_segment",
     "_segment_files",
