@@ -22,6 +22,7 @@ FINEST_PIECES: Final = 24
 # and deferred exchanges cost beyond plain DDP (docs/measurements.md, "What a bucket costs the processor").
 _SPLIT_CPU_S: Final = 0.15e-3
 _DEFERRED_CPU_S: Final = 0.7e-3
+DO_NOT_BOTHER: Final = "do not bother"
 _MEGABYTE: Final = 1024 * 1024
 
 CROSSOVER: Final = "crossover (two sibling jobs)"
@@ -139,8 +140,8 @@ def decoupled(found: Figures) -> Option:
         DECOUPLED_TRAINING,
         plan.step_s,
         max(found.compute_s, 2 * _link(found).beta_s * found.size_bytes),
-        f"DistributedDataParallel(model, bucket_cap_mb={_cap(plan)}, gradient_as_bucket_view=True); "
-        "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
+        "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)  # and DistributedDataParallel(model, "
+        f"bucket_cap_mb={_cap(plan)}, gradient_as_bucket_view=True)",
         caveat,
     )
     return replace(option, bucket_cap_mb=plan.bucket_cap_mb)
@@ -152,10 +153,7 @@ def bucket_size(found: Figures) -> Option:
     present = f"now {len(found.buckets)} of {_megabytes(found.size_bytes / len(found.buckets))} MB"
     caveat = f"{present}, then {plan.buckets}"
     if not found.alpha_known:
-        caveat += (
-            "; the buckets' sizes do not tell start-up time from rate, so the gain of larger ones is not in it: "
-            "record with bucket_cap_mb=1 and 25 to see"
-        )
+        caveat += "; what larger buckets save of the link's start-up time is not known"
     option = _faster(
         found,
         BUCKET_SIZE,
@@ -283,7 +281,7 @@ def _best(options: tuple[Option, ...], *, same_training: bool = True) -> Option 
 def _verdict(found: Figures, options: tuple[Option, ...], best: Option | None) -> str:
     share = found.exposed_s / found.step_s
     if share < SMALL_SHARE:
-        return f"do not bother: communication costs only {share:.1%} of a step"
+        return f"{DO_NOT_BOTHER}: communication costs only {share:.1%} of a step"
     if best is not None:
         return f"{best.what}: {best.factor:.2f}× expected, {best.bound:.2f}× at best" + _runner_up(
             options, best
@@ -297,7 +295,7 @@ def _verdict(found: Figures, options: tuple[Option, ...], best: Option | None) -
             f"communication costs {share:.0%} of a step, of which a wrapped hook tells too little{otherwise}"
         )
     gain = f"nothing that keeps the training as it is can be expected to bring {WORTH - 1:.0%}"
-    return f"do not bother: communication costs {share:.0%} of a step, but {gain}{otherwise}"
+    return f"{DO_NOT_BOTHER}: communication costs {share:.0%} of a step, but {gain}{otherwise}"
 
 
 def _runner_up(options: tuple[Option, ...], best: Option) -> str:
@@ -333,6 +331,7 @@ def _notes(found: Figures, model_step_s: float | None) -> tuple[str, ...]:
         )
     if found.link is not None and not found.alpha_known:
         notes.append(
-            "the buckets' sizes do not tell the link's start-up time from its rate: α = 0 is assumed"
+            "the buckets' sizes do not tell the link's start-up time from its rate: α = 0 is assumed, which speaks for "
+            "small ones"
         )
     return tuple(notes)

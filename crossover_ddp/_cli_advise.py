@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import secrets
 import shlex
 import sys
 import tempfile
@@ -11,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossover_ddp import _short_run
-from crossover_ddp._advice import Advice, advise
+from crossover_ddp._advice import DO_NOT_BOTHER, WORTH, Advice, advise
 from crossover_ddp._cli_output import FINE, FOUND, USAGE, add_command, console, require_rich, write_json
+from crossover_ddp._segment_view import sweep
 from crossover_ddp._step_figures import WARM_UP_STEPS, Figures, NotMeasurableError, Span, figures
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+GROUP = "CROSSOVER_GROUP"
 _SECONDS = 30.0
 _STEPS = 40
 _STARTUP_S = 180.0
@@ -113,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json({"figures": dataclasses.asdict(found), "advice": dataclasses.asdict(advice)})
     else:
-        console().print(report(found, advice))
+        console().print(report(found, advice), soft_wrap=True)
     return FINE
 
 
@@ -123,17 +127,21 @@ def _measured(arguments: argparse.Namespace) -> Figures:
         return figures(read_spans(Path(words[0])))
     if len(words) == 1 and "/" in words[0] and not Path(words[0]).exists():
         raise _UsageError(f"expected a directory with a timeline, or a command after --, got {words[0]!r}")
+    group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings: it is measured alone
     with tempfile.TemporaryDirectory(prefix="crossover-advise-") as directory:
         recording = Path(directory) / "timeline"
         progress = _Progress(recording, arguments)
         try:
-            ended = _short_run.run(words, recording, enough=progress.enough, show=arguments.verbose)
+            ended = _short_run.run(
+                words, recording, enough=progress.enough, show=arguments.verbose, environment={GROUP: group}
+            )
         except OSError as error:
             raise _UsageError(
                 f"expected a command to run, got {shlex.join(words)!r}: {error.strerror}"
             ) from error
         finally:
             progress.close()
+            sweep(group=group)  # what it could not take along
         try:
             return figures(read_spans(recording))
         except NotMeasurableError as error:
@@ -257,7 +265,7 @@ def report(found: Figures, advice: Advice) -> "RenderableType":
     from rich.text import Text
 
     parts: list[Any] = [Text(line) for line in _figures_in_words(found)]
-    parts += [_table(advice), *_lines_to_write(advice)]
+    parts += [_table(advice), *_to_write(advice)]
     parts += [Text(f"! {note}", style="yellow") for note in advice.notes]
     parts.append(Text(f"→ {advice.verdict}", style="bold green" if advice.best else "bold"))
     return Group(*parts)
@@ -267,7 +275,7 @@ def _figures_in_words(found: Figures) -> list[str]:
     lower_s, upper_s = found.spread_s
     wire = "not known" if found.wire_s is None else _milliseconds(found.wire_s)
     lines = [
-        f"{found.steps} steps of {len(found.ranks)} ranks ({found.skipped} left out), {found.hook} exchange; half of "
+        f"{found.steps} steps of {len(found.ranks)} ranks ({found.skipped} left out), {found.hook} hook; half of "
         f"them took {lower_s * 1e3:.0f} to {_milliseconds(upper_s)}",
         f"a step {_milliseconds(found.step_s)} = C {_milliseconds(found.compute_s)} compute + N "
         f"{_milliseconds(found.exposed_s)} exposed communication ({found.exposed_s / found.step_s:.0%}); "
@@ -277,7 +285,7 @@ def _figures_in_words(found: Figures) -> list[str]:
         rate = 8 / (2 * found.link.beta_s) / 1e6
         alpha = f", start-up {2 * found.link.alpha_s * 1e3:.2f} ms each" if found.alpha_known else ""
         lines.append(
-            f"{len(found.buckets)} buckets, {found.size_bytes / 1e6:.2f} MB; {rate:.0f} Mbit/s of gradients{alpha}"
+            f"{len(found.buckets)} buckets, {found.size_bytes / 1e6:.2f} MB of gradients, at {rate:.0f} Mbit/s{alpha}"
         )
     return lines
 
@@ -292,21 +300,28 @@ def _table(advice: Advice) -> "RenderableType":
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("what", "expected", "at best", "step", "good to know"):
-        table.add_column(name, justify="left" if name in ("what", "good to know") else "right")
+    for name in ("what", "expected", "at best", "step"):
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for each in advice.options:
         table.add_row(
             Text(each.what),
             "?" if each.factor is None else f"{each.factor:.2f}×",
             "?" if each.bound is None else f"{each.bound:.2f}×",
             "?" if each.step_s is None else _milliseconds(each.step_s),
-            Text(each.caveat),
             style="bold" if each.what == advice.best else None,
         )
     return table
 
 
-def _lines_to_write(advice: Advice) -> "list[RenderableType]":
+def _to_write(advice: Advice) -> "list[RenderableType]":
+    """Return the lines of code of what is worth it, and what to know before."""
     from rich.text import Text
 
-    return [Text(f"{each.what}:\n    {each.write}", style="dim") for each in advice.options if each.write]
+    worth = [each for each in advice.options if each.factor is not None and each.factor >= WORTH]
+    if advice.verdict.startswith(DO_NOT_BOTHER):
+        worth = []
+    return [
+        part
+        for each in worth
+        for part in (Text(f"{each.what}: {each.caveat}"), Text(f"    {each.write}", style="cyan"))
+    ]

@@ -8,7 +8,7 @@ A rank that is early waits inside its exchange for one that is late. That is no 
 bucket's exchange only the last part counts, as long as the shortest of all ranks took for it.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,7 +227,7 @@ def _hook_of(ranks: Mapping[int, Sequence[Span]]) -> str:
     if devices:
         raise NotMeasurableError(
             f"expected a job on CPU devices, got device={', '.join(sorted(devices))}; there the spans tell when the "
-            "host launched a kernel, not when it ran, so C, N and M would be wrong. Try crossover and decoupled training"
+            "host launched a kernel, not when it ran, so C, N and M would be wrong. Try the hooks themselves"
         )
     if any(span.detail.get("owner") for span in spans):
         raise NotMeasurableError(
@@ -265,7 +265,7 @@ def _steps_of(spans: Iterable[Span]) -> list[_Step]:
                 sums[place] += span.end_s - span.begin_s
     for kind in _HALVES:
         for span in by_kind[kind]:
-            place = bisect_right(begins_s, span.detail["ready_s"]) - 1
+            place = bisect_left(begins_s, span.detail["ready_s"]) - 1
             if place >= 0:
                 halves[place].append(span)
     return [

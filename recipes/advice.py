@@ -2,9 +2,9 @@
 
     python recipes/advice.py --preset convnet vit --ratio 0.75 1.0 --repeats 3 --out runs/advice
 
-For each preset and each ratio M/C (wire time of a step's gradients to its compute) it records a short run with the split
-hook and asks for advice, then measures two siblings and decoupled training as predicted, alternating with what
-they are compared to. Needs root (see docs/lab.md).
+For each preset and each ratio M/C (wire time of a step's gradients to its compute) it records a short run with
+the split hook and asks for advice, then measures two siblings and decoupled training as predicted, alternating with
+what they are compared to. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations

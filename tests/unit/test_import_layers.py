@@ -118,7 +118,7 @@ ALLOWED: dict[str, set[str]] = {
     "_columns": set(),
     "_manifest": {"_layout"},
     "cli": {"_cli_advise", "_cli_doctor", "_cli_output", "_cli_status"},
-    "_cli_advise": {"_advice", "_cli_output", "_short_run", "_step_figures"},
+    "_cli_advise": {"_advice", "_cli_output", "_segment_view", "_short_run", "_step_figures"},
     "_advice": {"_planning", "_step_figures"},
     "_step_figures": {"_planning"},
     "_short_run": {"_timeline"},
