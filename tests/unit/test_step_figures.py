@@ -11,6 +11,7 @@ from crossover_ddp._step_figures import (
     THE_LINE,
     WRAPPED,
     NotMeasurableError,
+    _shares,
     figures,
     workload,
 )
@@ -56,6 +57,10 @@ def test_waiting_for_a_late_peer_is_no_time_of_the_wire() -> None:
     assert found.compute_s == pytest.approx(1.0 + late_s)
     assert found.exposed_s == pytest.approx(EXPOSED_S)
     assert found.lag_s == pytest.approx(late_s)
+
+
+def test_time_shared_on_the_wire_counts_once() -> None:
+    assert _shares([(0.0, 2.0, 0), (1.0, 3.0, 1), (5.0, 6.0, 1)], 2) == pytest.approx([1.5, 2.5])
 
 
 def test_waiting_for_a_turn_is_neither_compute_nor_communication() -> None:
