@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ class Sleepers:
 
 
 def step_s(ranks: Sequence[Sequence[float]]) -> float:
-    return max((ends_s[-1] - ends_s[WARM_UP_STEPS]) / (len(ends_s) - 1 - WARM_UP_STEPS) for ends_s in ranks)
+    """Return the median: a few steps are always disturbed."""
+    settled = [pairwise(ends_s[WARM_UP_STEPS:]) for ends_s in ranks]
+    return max(statistics.median(end_s - begin_s for begin_s, end_s in pairs) for pairs in settled)
 
 
 def shared_step_s(jobs: Sequence[Sequence[Sequence[float]]]) -> float:

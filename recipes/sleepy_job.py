@@ -90,6 +90,7 @@ def main() -> None:
         optimizer.zero_grad()
         ends_s.append(time.monotonic())
     print(json.dumps({"ends_s": ends_s}), flush=True)
+    dist.barrier()  # gloo may abort a rank whose peer is gone already
     dist.destroy_process_group()
 
 

@@ -85,6 +85,18 @@ def test_equal_sizes_do_not_tell_start_up_from_rate() -> None:
     assert 2 * sum(found.link.half_s(size) for size in (2000,) * 4) == pytest.approx(found.wire_s)
 
 
+def test_times_that_sizes_do_not_explain_tell_no_start_up() -> None:
+    rank = split_rank(READY_S, (1000, 3000, 2000, 2500), **LINK)
+    assert figures({0: rank, 1: rank}).alpha_known
+    uneven = [
+        each._replace(end_s=each.end_s + 0.05) if each.detail.get("bucket") == 1 else each for each in rank
+    ]
+    found = figures({0: uneven, 1: uneven})
+    assert not found.alpha_known
+    assert found.link is not None
+    assert found.link.alpha_s == 0
+
+
 def test_decoupled_stalls_are_exposed_communication() -> None:
     rank = decoupled_rank(compute_s=1.0, stall_s=0.25, wire_s=0.5)
     found = figures({0: rank, 1: rank})
