@@ -487,11 +487,14 @@ class DecoupledState:
             self._hooks.callback(register(lambda *_: self.flush()).remove)
 
     def _on_step(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None:
-            raise UnsupportedConfigurationError(
-                "expected optimizer.step() without a closure, got closure="
-                f"{getattr(closure, '__name__', closure)!r}; call backward() before step()"
-            )
+        if closure is None:
+            return self._step()
+        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
+            loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> Any:
         self._update_all()
         self._check_round()
         if not self._round:

@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
         "_journey",
         "_planning",
         "_ddp_checks",
+        "_endings",
         "_timeline",
         "gpu_mutex",
         "errors",
