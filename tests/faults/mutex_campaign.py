@@ -5,8 +5,8 @@
 
 Each schedule (`tests.faults.schedules`) is a function of its seed. Its ranks take real turns on emulated devices,
 are killed, stopped, slowed down, robbed of their files; `tests.faults.oracles` says what their records must show.
-A failing schedule prints its seed and the violations, and keeps its records. Without root the faults that need namespaces
-of their own are left out: a full /dev/shm, process ids used again, clocks that differ.
+A failing schedule prints its seed and the violations, and keeps its records. Without root the faults that need
+namespaces of their own are left out: a full /dev/shm, process ids used again, clocks that differ.
 """
 
 import argparse

@@ -7,6 +7,7 @@ somebody who really held on. All ranks of a job have the same turns, and the ord
 """
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,8 +152,17 @@ def violations(story: Story) -> list[str]:
         *_patience(story),
         *_turn_order(story),
         *_device_order(story),
-        *(f"left behind in shared memory: {path}" for path in story.left),
+        *_left(story),
     ]
+
+
+def _left(story: Story) -> Iterator[str]:
+    """Nothing is left in shared memory but what was refused by name: it may not be ours, so nobody removes it."""
+    refusals = [rank.refused[1] for rank in story.ranks.values() if rank.refused]
+    for path in story.left:
+        slots = re.sub(r"\.(turns|log|[0-9]+\.bell)$", ".turns", path)
+        if not any(slots in refusal for refusal in refusals):
+            yield f"left behind in shared memory: {path}"
 
 
 # --- how ranks end ------------------------------------------------------------------------------------------
@@ -297,25 +307,35 @@ def _logs_of_turns(story: Story) -> dict[tuple[int, int], int]:
     }
 
 
-def _on_devices(story: Story) -> dict[tuple[int, int, int], list[tuple[Claim, Rank]]]:
-    """Claims of siblings in one order, by group, device and log."""
+Order = tuple[int, int, int, int]
+"""Group, device, log, and how often the group's files had been meddled with: a log cut short counts anew."""
+
+
+def _on_devices(story: Story) -> dict[Order, list[tuple[Claim, Rank]]]:
+    """Claims of siblings in one order."""
     logs = _logs_of_turns(story)
-    found: dict[tuple[int, int, int], list[tuple[Claim, Rank]]] = defaultdict(list)
+    found: dict[Order, list[tuple[Claim, Rank]]] = defaultdict(list)
     for rank in story.ranks.values():
         for claim in rank.claims:
             log = logs.get((rank.job.number, claim.turn), 0)
             if log:
-                found[rank.job.group, rank.device, log].append((claim, rank))
+                found[_order(story, rank, log, claim.begins_s)].append((claim, rank))
     for claims in found.values():
         claims.sort(key=lambda each: each[0].turn)
     return found
+
+
+def _order(story: Story, rank: Rank, log: int, at_s: float) -> Order:
+    group = rank.job.group
+    meddled = sum(meddled_s <= at_s for meddled_s in story.meddled_s.get(group, ()))
+    return group, rank.device, log, meddled
 
 
 def _turn_order(story: Story) -> Iterator[str]:
     for claims in _on_devices(story).values():
         open_before: list[tuple[Claim, Rank]] = []
         for claim, rank in claims:
-            freed_s = 0.0
+            freed_s = _freed_otherwise_s(story, claim, rank)
             for before, other in open_before:
                 if other.job.number == rank.job.number:
                     continue
@@ -329,6 +349,17 @@ def _turn_order(story: Story) -> Iterator[str]:
                 yield late
             open_before = [(b, o) for b, o in open_before if b.ends_s >= claim.wanted_s]
             open_before.append((claim, rank))
+
+
+def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
+    """When the last one went, or was given up, of those who may have drawn a turn that they never began."""
+    gone = [
+        other.gone_by_s
+        for other in story.ranks.values()
+        if (other.job.group, other.device) == (rank.job.group, rank.device)
+    ]
+    forgiven = [lost.at_s for lost in rank.forgave]
+    return max((at_s for at_s in (*gone, *forgiven) if at_s <= claim.begins_s), default=0.0)
 
 
 def _both_hold(claim: Claim, rank: Rank, before: Claim, other: Rank) -> str:
@@ -393,12 +424,12 @@ def longest_wait_s(story: Story) -> float:
 def _device_order(story: Story) -> Iterator[str]:
     """On a device of late events, a turn's work begins after that of every earlier turn has ended."""
     logs = _logs_of_turns(story)
-    found: dict[tuple[int, int, int], list[tuple[int, float, float, Rank]]] = defaultdict(list)
+    found: dict[Order, list[tuple[int, float, float, Rank]]] = defaultdict(list)
     for rank in story.ranks.values():
         for turn, begins_s, ends_s in rank.device_turns:
             log = logs.get((rank.job.number, turn), 0)
             if log:
-                found[rank.job.group, rank.device, log].append((turn, begins_s, ends_s, rank))
+                found[_order(story, rank, log, ends_s)].append((turn, begins_s, ends_s, rank))
     for turns in found.values():
         turns.sort(key=lambda each: each[0])
         for number, (turn, begins_s, _, rank) in enumerate(turns):

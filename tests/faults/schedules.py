@@ -34,10 +34,10 @@ MEDDLINGS = (
 )
 
 FAULTS = {
-    "join": 4.0,
-    "leave": 2.0,
-    "kill-rank": 2.0,
-    "kill-job": 2.0,
+    "join": 3.0,
+    "leave": 1.0,
+    "kill-rank": 1.5,
+    "kill-job": 1.0,
     "stop": 3.0,
     "long-stop": 0.7,
     "slow-compute": 3.0,
@@ -46,10 +46,10 @@ FAULTS = {
     "slow-grant": 2.0,
     "evaluate": 2.0,
     "fork": 3.0,
-    "orphan": 1.5,
+    "orphan": 1.0,
     "wall-clock": 2.0,
     "suspend": 0.7,
-    "reuse-pid": 1.5,
+    "reuse-pid": 1.0,
     "misfit": 0.7,
 }
 MEDDLE_WEIGHT = 2.0
