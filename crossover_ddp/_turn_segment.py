@@ -314,8 +314,8 @@ class TurnSegment:
             remove_unused(self._fd, self._stem, self._directory_fd, self._directory)
         self.forget()
         if removed:
-            # Somebody has removed the slots, perhaps not the bells and the log. Removing is for whoever holds all slots,
-            # so come and go once more, in the segment that others would find.
+            # Somebody has removed the slots, perhaps not the bells and the log. To remove is for whoever holds
+            # all slots, so come and go once more, in the segment that others would find.
             with contextlib.suppress(OSError, SegmentError):
                 TurnSegment(self._group, self.device, base=self._base).leave()
 

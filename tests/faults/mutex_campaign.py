@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import oracles, schedules
-from tests.faults.oracles import Key, Rank, Story, longest_wait_s, read_rank, violations
+from tests.faults.oracles import Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,11 +130,16 @@ class Overseer:
         self._wait_until(self._base_s + self._plan.ends_at_s)
         self._wait_for_ends()
         left = self._lane.tell("left", group=self._prefix)
+        groups = [self._group(number) for number in range(self._plan.groups)]
+        devices = [f"dev{number}" for number in range(self._plan.devices)]
+        refusals = self._lane.tell("come_and_go", groups=groups, devices=devices)
+        left_by_next = self._lane.tell("left", group=self._prefix)
         self._lane.tell("sweep", group=self._prefix)
         self._lane.tell("forget")
         ranks = {key: self._read(key) for key in self._journal.born}
         journal = self._journal
-        return Story(self._plan, ranks, journal.meddled_s, left, journal.late_s, SLACK_S)
+        leftovers = Leftovers(left, left_by_next, refusals)
+        return Story(self._plan, ranks, journal.meddled_s, leftovers, journal.late_s, SLACK_S)
 
     @property
     def done(self) -> Counter[str]:

@@ -8,6 +8,7 @@ milliseconds.
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 
 from crossover_ddp._segment_files import FILE_BYTES, HEADER_BYTES, SHARED_MEMORY, SLOT_BYTES, digest
+from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp.errors import SegmentError
 from tests.faults import mutex_worker
 
 _CLONE_NEWTIME = 0x80
@@ -109,6 +112,16 @@ class Nursery:
     def left(self, group: str) -> list[str]:
         """Return what is in shared memory of groups whose name begins so."""
         return sorted(str(path) for path in Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+
+    def come_and_go(self, groups: list[str], devices: list[str]) -> list[str]:
+        """Do what the next job of each group would; return why it was refused, where it was."""
+        refusals = []
+        for group, device in itertools.product(groups, devices):
+            try:
+                TurnSegment(group, device).leave()
+            except SegmentError as error:
+                refusals.append(str(error))
+        return refusals
 
     def sweep(self, group: str) -> None:
         for path in self.left(group):

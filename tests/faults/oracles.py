@@ -123,6 +123,16 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
     return found
 
 
+class Leftovers(NamedTuple):
+    """Paths in shared memory."""
+
+    at_end: Sequence[str] = ()
+    by_next: Sequence[str] = ()
+    """What is still there after a next job has come and gone."""
+    refusals: Sequence[str] = ()
+    """What that job was told."""
+
+
 class Story(NamedTuple):
     """All that is known after a schedule."""
 
@@ -130,8 +140,7 @@ class Story(NamedTuple):
     ranks: Mapping[Key, Rank]
     meddled_s: Mapping[int, Sequence[float]]
     """For each group: when its files were meddled with."""
-    left: Sequence[str]
-    """What is still in shared memory."""
+    leftovers: Leftovers
     late_s: float
     """How late the overseer itself was at worst: what a busy machine costs."""
     slack_s: float
@@ -157,12 +166,25 @@ def violations(story: Story) -> list[str]:
 
 
 def _left(story: Story) -> Iterator[str]:
-    """Nothing is left in shared memory but what was refused by name: it may not be ours, so nobody removes it."""
-    refusals = [rank.refused[1] for rank in story.ranks.values() if rank.refused]
-    for path in story.left:
-        slots = re.sub(r"\.(turns|log|[0-9]+\.bell)$", ".turns", path)
-        if not any(slots in refusal for refusal in refusals):
+    """Nothing is left in shared memory but what was refused by name: it may not be ours, so nobody removes it.
+
+    If the last ones of a group are killed, the group's next job removes what they leave.
+    """
+    refusals = [*story.leftovers.refusals, *(r.refused[1] for r in story.ranks.values() if r.refused)]
+    for path in sorted({*story.leftovers.at_end, *story.leftovers.by_next}):
+        name = re.fullmatch(r"(.*-(\d+)-[0-9a-f]{16})\..*", path)
+        assert name is not None
+        if path not in story.leftovers.by_next and _killed_last(story, int(name[2])):
+            continue
+        if not any(f"{name[1]}.turns" in refusal for refusal in refusals):
             yield f"left behind in shared memory: {path}"
+
+
+def _killed_last(story: Story, group: int) -> bool:
+    ranks = [rank for rank in story.ranks.values() if rank.job.group == group]
+    killed_s = [rank.killed_s for rank in ranks if rank.killed_s < FOREVER]
+    left_s = [rank.leaving_s for rank in ranks if rank.leaving_s < FOREVER]
+    return max(killed_s, default=0.0) > max(left_s, default=0.0)
 
 
 # --- how ranks end ------------------------------------------------------------------------------------------
