@@ -376,12 +376,13 @@ def _turn_order(story: Story) -> Iterator[str]:
 def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
     """When the last one went, or was given up, of those who may have drawn a turn that they never began."""
     gone = [
-        other.gone_by_s
+        min(other.gone_by_s, claim.begins_s)
         for other in story.ranks.values()
         if (other.job.group, other.device) == (rank.job.group, rank.device)
+        and other.gone_from_s <= claim.begins_s
     ]
-    forgiven = [lost.at_s for lost in rank.forgave]
-    return max((at_s for at_s in (*gone, *forgiven) if at_s <= claim.begins_s), default=0.0)
+    forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= claim.begins_s]
+    return max([0.0, *gone, *forgiven])
 
 
 def _both_hold(claim: Claim, rank: Rank, before: Claim, other: Rank) -> str:
