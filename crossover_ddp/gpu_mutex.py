@@ -376,8 +376,10 @@ class GPUMutex:
             last_ns = max(last_ns, slot.returned_at_ns)
             if slot.event_count:
                 self._follow_sibling(segment, index, slot)
-        if since_s is not None and last_ns > since_s * 1e9:
-            self._handovers_s.append((time.monotonic_ns() - last_ns) / 1e9)
+        now_ns = time.monotonic_ns()
+        # A sibling's clock may be another one: containers have time namespaces.
+        if since_s is not None and since_s * 1e9 < last_ns <= now_ns:
+            self._handovers_s.append((now_ns - last_ns) / 1e9)
 
     def _follow_sibling(self, segment: TurnSegment, index: int, slot: Slot) -> None:
         try:
