@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from crossover_ddp import _machine_facts
-from crossover_ddp._cli_output import USAGE, add_command, console, require_rich, write_json
+from crossover_ddp._cli_output import USAGE, add_command, console, group_name, require_rich, write_json
 from crossover_ddp._findings import Gpu
 from crossover_ddp._first_look import FirstLook
 from crossover_ddp._run_commands import Command, CommandError, from_groups, from_json, from_lines, named
@@ -22,7 +22,6 @@ from crossover_ddp._run_output import Terminal
 from crossover_ddp._run_ports import Meeting, meetings
 from crossover_ddp._run_summary import Room, format_size, parse_size, too_small
 from crossover_ddp._runner import JobResult, Planned, Runner, RunResult, Settings
-from crossover_ddp._segment_files import GROUP_NAME
 from crossover_ddp._segment_view import sweep
 from crossover_ddp._torchrun import launch_of
 
@@ -80,7 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--group",
-        type=_group,
+        type=group_name,
         metavar="NAME",
         help="siblings' group (default CROSSOVER_GROUP, else a new one)",
     )
@@ -95,6 +94,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="kill a job that was told to end and has not (default 30)",
     )
     parser.add_argument("--fail-fast", action="store_true", help="end all jobs when one fails")
+    _add_memory_arguments(parser)
+
+
+def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-per-job",
         type=_size,
@@ -133,14 +136,6 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _group(text: str) -> str:
-    if not GROUP_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(
-            f"expected 1-64 letters, digits, '.', '_', '-', as in CROSSOVER_GROUP, got {text!r}"
-        )
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

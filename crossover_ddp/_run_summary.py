@@ -19,7 +19,7 @@ from typing import NamedTuple
 WARM_UP_TURNS = 3  # buckets are rebuilt, caches fill
 FEWEST_TURNS = 10
 SHORTEST_S = 2.0
-_UNITS = {"": 1, "K": 10, "M": 20, "G": 30, "T": 40}
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -78,6 +78,7 @@ class Tally:
         self.turns: Counter[str] = Counter()
         self.shared = Window()
         self.alone: dict[str, Window] = {}
+        self._ever_joined: set[str] = set()
 
     def note(self, seconds: float, turns: Mapping[str, int], *, joined: Set[str], running: Set[str]) -> None:
         """Add what happened in an interval.
@@ -89,6 +90,7 @@ class Tally:
             running: the run's jobs whose processes lived at any moment of it.
         """
         settled = joined == running and all(self.turns[job] >= WARM_UP_TURNS for job in joined)
+        self._ever_joined |= joined
         self.turns.update(turns)
         if not settled:
             return
@@ -123,7 +125,9 @@ class Tally:
 
     def _why_not(self, measured: Mapping[str, float]) -> str:
         if not self.turns.total():
-            return "no turns were seen: do the scripts register crossover_hook (crossover-ddp doctor)?"
+            if self._ever_joined:
+                return "turns are counted on the machine of the jobs' lead device, and that is another one"
+            return "no turns were seen; do the scripts register crossover_hook?"
         if not self.shared.enough:
             return "the jobs did not take turns together for long enough to tell"
         if not measured:
@@ -152,7 +156,7 @@ def parse_size(text: str) -> int:
 def format_size(size_bytes: float) -> str:
     """Return a size for people."""
     unit = next((unit for unit in "TGM" if size_bytes >= 2 ** _UNITS[unit]), "K")
-    return f"{size_bytes / 2 ** _UNITS[unit]:.3g} {unit}iB"
+    return f"{size_bytes / 2 ** _UNITS[unit]:.4g} {unit}iB"
 
 
 def too_small(rooms: Sequence[Room], per_job_bytes: int) -> list[str]:

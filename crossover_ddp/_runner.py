@@ -193,6 +193,7 @@ class Runner:
                 if status_s:
                     self._tell_status()
                 status_s = now_s + _STATUS_S
+            self._heed_first_look()
             self._start_due()
 
     def _now_s(self) -> float:
@@ -200,12 +201,13 @@ class Runner:
 
     def _look(self) -> None:
         self._watch.look({name for name, job in self._running.items() if job.result.state is State.RUNNING})
+        if self._first_look is not None:
+            takes_turns = self._watch.has_joined(self.results[0].name)
+            self._first_look.look(self._marks, takes_turns=takes_turns)
+
+    def _heed_first_look(self) -> None:
         first_look = self._first_look
-        if first_look is None:
-            return
-        first = self.results[0]
-        first_look.look(self._marks, takes_turns=self._watch.has_joined(first.name))
-        if not first_look.is_over(running=first.state is State.RUNNING):
+        if first_look is None or not first_look.is_over(running=self.results[0].state is State.RUNNING):
             return
         self._first_look = None
         fitting = first_look.fitting()
@@ -253,7 +255,7 @@ class Runner:
             job.open_fds.add(stream.fileno())
         self._listen(process.end_fd, partial(self._selector.unregister, process.end_fd))
         self._terminal.say(f"{planned.name} started: {shlex.join(planned.words)} ({planned.where})")
-        if self._stopping:  # a signal came meanwhile
+        if self._stopping and job.kill_at_s is None:  # a signal came before the job could be passed it
             self._terminate(job, signal.SIGTERM)
 
     def _listen(self, fd: int, answer: Callable[[], object]) -> None:

@@ -35,16 +35,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments; those of `run` after ``--`` are its ``groups``."""
+    # argparse knows one "--" only, and not every version treats it alike.
+    options, groups = split_groups(words) if words[:1] == [_cli_run.NAME] else (words, [])
+    return parser().parse_args(options, argparse.Namespace(groups=groups))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; wrong usage raises ``SystemExit(2)``, as argparse does.
 
     Args:
         arguments: what follows the command's name; default those of the process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    # argparse knows one "--" only, and not every version treats it alike.
-    options, groups = split_groups(words) if words[:1] == [_cli_run.NAME] else (words, [])
-    parsed = parser().parse_args(options, argparse.Namespace(groups=groups))
+    parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
     except MissingRichError as error:
