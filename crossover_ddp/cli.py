@@ -5,13 +5,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from crossover_ddp import _cli_doctor, _cli_status
+from crossover_ddp import _cli_doctor, _cli_status, _cli_timeline
 from crossover_ddp._cli_output import FINE, INTERRUPTED, USAGE, MissingRichError
 
 _EXAMPLES = """\
 examples:
   crossover-ddp doctor           is this machine ready, and what should be set?
   crossover-ddp status --watch   who computes, who queues, live
+  crossover-ddp timeline runs/x --picture x.png   who computed and communicated when
 
 exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage
 Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _cli_status.add_parser(commands)
     _cli_doctor.add_parser(commands)
+    _cli_timeline.add_parser(commands)
     return parser
 
 

@@ -88,8 +88,10 @@ ALLOWED: dict[str, set[str]] = {
     "_curvature": {"_columns", "_factors", "_worker"},
     "_inverse_probe": {"_factors", "_kfac_planning"},
     "_capture": {"_columns", "_factors"},
+    "_exchange_spans": {"_device_order", "_journey", "_step", "_timeline"},
     "_exchange": {
         "_endings",
+        "_exchange_spans",
         "_journey",
         "_gathers",
         "_staging",
@@ -115,7 +117,21 @@ ALLOWED: dict[str, set[str]] = {
     "_factors": {"_columns"},
     "_columns": set(),
     "_manifest": {"_layout"},
-    "cli": {"_cli_doctor", "_cli_output", "_cli_status"},
+    "cli": {"_cli_doctor", "_cli_output", "_cli_status", "_cli_timeline"},
+    "_cli_timeline": {
+        "_cli_output",
+        "_timeline_files",
+        "_timeline_merge",
+        "_timeline_picture",
+        "_timeline_spans",
+        "_timeline_trace",
+    },
+    "_timeline_picture": {"_timeline_spans"},
+    "_timeline_trace": {"_timeline_spans"},
+    "_timeline_files": {"_timeline", "_timeline_merge"},
+    "_timeline_merge": {"_timeline_clocks", "_timeline_spans"},
+    "_timeline_clocks": set(),
+    "_timeline_spans": set(),
     "_cli_doctor": {"_cli_output", "_findings", "_machine_facts", "_segment_files", "_segment_view"},
     "_cli_status": {"_cli_output", "_segment_files", "_segment_view", "_turn_report"},
     "_cli_output": set(),
@@ -142,7 +158,19 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_findings", "_kfac_planning", "_layout", "_manifest", "_planning", "_turn_report", "_turns"}
+PURE = {
+    "_findings",
+    "_kfac_planning",
+    "_layout",
+    "_manifest",
+    "_planning",
+    "_timeline_clocks",
+    "_timeline_merge",
+    "_timeline_spans",
+    "_timeline_trace",
+    "_turn_report",
+    "_turns",
+}
 PURE_IMPORTS = {
     "__future__",
     "abc",
@@ -158,6 +186,7 @@ PURE_IMPORTS = {
     "math",
     "operator",
     "re",
+    "statistics",
     "struct",
     "typing",
 }
@@ -172,7 +201,14 @@ WITHOUT_TORCH = {
     "_findings",
     "_cli_output",
     "_cli_status",
+    "_cli_timeline",
     "_timeline",
+    "_timeline_clocks",
+    "_timeline_files",
+    "_timeline_merge",
+    "_timeline_picture",
+    "_timeline_spans",
+    "_timeline_trace",
     "errors",
 }
 HOOK_MODULES = {"comm_hooks", "kfac_hooks", "_decoupled"}
