@@ -258,7 +258,7 @@ def _devices(result: _Result) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("device, job", no_wrap=True)
-    for name in ("busy", "idle", "network", "waited", "turns", "hand-over", "p99"):
+    for name in ("busy", "idle", "network", "waited", "turns", "hand-over"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in result.devices:
         shares = [f"{device.busy:.0%}", f"{device.idle:.0%}", f"{device.communicated:.0%}", ""]
@@ -266,19 +266,17 @@ def _devices(result: _Result) -> Any:
             Text(_timeline_picture.short_name(device.device)),
             *shares,
             str(device.turns),
-            *_handover(device.handover),
+            _handover(device.handover),
             style="bold",
         )
         for job in device.jobs:
             shares = [f"{job.computed:.0%}", "", f"{job.communicated:.0%}", f"{job.waited:.0%}"]
-            table.add_row(Text(f"  {job.job}"), *shares, str(job.turns), *_handover(job.handover))
+            table.add_row(Text(f"  {job.job}"), *shares, str(job.turns), _handover(job.handover))
     return table
 
 
-def _handover(handover: Statistics) -> tuple[str, str]:
-    if not handover.count:
-        return "-", "-"
-    return milliseconds(handover.median_s), milliseconds(handover.p99_s)
+def _handover(handover: Statistics) -> str:
+    return milliseconds(handover.median_s) if handover.count else "-"
 
 
 def _explanations(result: _Result) -> Iterator[str]:

@@ -89,6 +89,7 @@ class Exchange:
         self._in_flight: set[Journey] = set()
         self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
+        on_destruction(process_group, self._spans.flush)  # what is registered first comes last
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
         end = functools.partial(end_engine, self._reducer, self._gatherer, self._ring, self._order)
         weakref.finalize(self, end)

@@ -70,6 +70,11 @@ class ExchangeSpans:
         if self._timeline is not None:
             self._timeline.span("wait", begin_s, end_s, step=step)
 
+    def flush(self) -> None:
+        """Write what is waiting: the process may live on long after its group."""
+        if self._timeline is not None:
+            self._timeline.flush()
+
     def _meeting(self, journey: Journey) -> dict[str, Detail]:
         return {"sequence": journey.sequence, **self._group}
 

@@ -155,9 +155,9 @@ def _bounds(
         last_s = min(correct(other.first_end_s) + _doubt(correct) for correct, other in others)
         first_s = max(correct(other.last_begin_s) - _doubt(correct) for correct, other in others)
         if math.isfinite(last_s):
-            upper.append((begin_s, last_s - begin_s))
+            upper.append((begin_s, last_s - begin_s + _TOLERANCE_S))
         if math.isfinite(end_s):
-            lower.append((end_s, first_s - end_s))
+            lower.append((end_s, first_s - end_s - _TOLERANCE_S))
     return _Bounds(upper, lower, exchanges)
 
 

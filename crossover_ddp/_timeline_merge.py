@@ -93,7 +93,7 @@ def merge(recordings: Sequence[Recording]) -> Merged:
     clock_hosts = {each.header.clock: each.header.host for each in filled}
     return Merged(
         spans=sorted(spans, key=lambda span: span.begin_s),
-        jobs=list(dict.fromkeys(names[_job_key(each)] for each in filled)),
+        jobs=list(names.values()),
         hosts={devices[_device_key(each)]: each.header.host for each in filled},
         alignment=alignment,
         clock_hosts=clock_hosts,
@@ -116,18 +116,22 @@ def _job_key(recording: Recording) -> Hashable:
 
 
 def job_names(recordings: Iterable[Recording]) -> dict[Hashable, str]:
-    """Name every job after its directory, with a number if that holds several, or by its key if it has several."""
+    """Name every job after its directory, with a number if that holds several, or by its key if it has several.
+
+    In the order of the directories, and of the jobs' begins in each.
+    """
     labels: dict[Hashable, set[str]] = defaultdict(set)
-    begins_s: dict[Hashable, float] = {}
+    places: dict[str, int] = {}
+    order: dict[Hashable, tuple[int, float, str]] = {}
     for each in recordings:
         key = _job_key(each)
         labels[key].add(each.label)
-        begins_s[key] = min(begins_s.get(key, math.inf), each.header.wall_s)
-    ordered = sorted(labels, key=lambda key: (begins_s[key], str(key)))
+        begin = (places.setdefault(each.label, len(places)), each.header.wall_s, str(key))
+        order[key] = min(order.get(key, begin), begin)
     together = Counter(next(iter(own)) for own in labels.values() if len(own) == 1)
     names: dict[Hashable, str] = {}
     numbers: Counter[str] = Counter()
-    for key in ordered:
+    for key in sorted(order, key=lambda key: order[key]):
         label = next(iter(labels[key]))
         if len(labels[key]) > 1:
             names[key] = str(key)

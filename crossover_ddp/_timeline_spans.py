@@ -203,7 +203,8 @@ def _one_device(
     if window_s is None and not end_s > begin_s:
         begin_s, end_s = extent_s(spans)
     window = (begin_s, end_s)
-    own = {job: [span for span in spans if span.job == job] for job in jobs}
+    visible = {span.job for span in spans if span.end_s > begin_s and span.begin_s < end_s}
+    own = {job: [span for span in spans if span.job == job] for job in jobs if job in visible}
     passed = [each for each in handovers(spans) if begin_s <= each.taker.end_s <= end_s]
     return DeviceShares(
         device=device,
@@ -223,7 +224,6 @@ def _one_device(
                 handover=Statistics.of(one.gap_s for one in passed if one.taker.job == job),
             )
             for job, each in own.items()
-            if each
         ],
     )
 

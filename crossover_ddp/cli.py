@@ -12,7 +12,7 @@ _EXAMPLES = """\
 examples:
   crossover-ddp doctor           is this machine ready, and what should be set?
   crossover-ddp status --watch   who computes, who queues, live
-  crossover-ddp timeline runs/x --picture x.png   who computed and communicated when
+  crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
 
 exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage
 Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
