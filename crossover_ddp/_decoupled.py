@@ -392,7 +392,10 @@ class DecoupledState:
         first = min(self._stale.values(), key=lambda share: share.urgency, default=None)
         if first is not None:
             first.deferred.wait()
+        since_s = time.monotonic()
         turn.acquire()
+        if self._engine is not None:
+            self._engine.waited(since_s)
 
     def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""
