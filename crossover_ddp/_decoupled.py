@@ -414,8 +414,7 @@ class DecoupledState:
         if self._early_reads == _EARLY_READS_TO_WARN:
             logger.warning(
                 "parameters are read between optimizer.step() and the next forward (a moving average, "
-                "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but the update then waits for "
-                "the network and decoupling gains little"
+                "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
             )
 
     # --- updates ---------------------------------------------------------------------------------------------
