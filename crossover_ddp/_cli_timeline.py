@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  CROSSOVER_TIMELINE=runs/a torchrun … train.py          record, the same in every job
+  CROSSOVER_TIMELINE=runs/a torchrun … train.py          let a job record itself
   crossover-ddp timeline runs/a runs/b                   who computed, who communicated, hand-overs
   crossover-ddp timeline runs --trace trace.json         all spans, for https://ui.perfetto.dev
   crossover-ddp timeline runs --picture runs.svg --from 12 --to 16

@@ -1,6 +1,10 @@
 """Two sibling jobs of two ranks each record themselves into one directory, and are merged from there."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,29 @@ from crossover_ddp import cli
 from crossover_ddp._timeline_files import Reading, read
 from crossover_ddp._timeline_merge import merge
 from crossover_ddp._timeline_spans import occupancy
+from tests.multiprocess import timeline_worker
 from tests.multiprocess.test_crossover import STEPS, siblings
 from tests.unit.trace_format import check_format
 
 AHEAD_S = 54_321.0
 DRIFT = 30e-6
+ROOT = Path(__file__).resolve().parents[2]
+OTHER_CLOCK = ["unshare", "--time", "--monotonic", str(int(AHEAD_S)), "--fork"]
+
+
+def why_no_other_clock() -> str | None:
+    """Say why no process can be given a monotonic clock of its own here; None if it can."""
+    if shutil.which("unshare") is None:
+        return "the program unshare (util-linux) is missing"
+    tried = subprocess.run([*OTHER_CLOCK, "true"], capture_output=True, text=True, timeout=30, check=False)
+    return (
+        None
+        if tried.returncode == 0
+        else f"{tried.stderr.strip()}; root and Linux 5.6 with time namespaces would do"
+    )
+
+
+_NO_OTHER_CLOCK = why_no_other_clock()
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +140,32 @@ def test_the_command_merges_the_run(
     assert all(device["several"] == 0 and device["turns"] > 0 for device in document["devices"])
     check_format(json.loads(trace.read_text()))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(_NO_OTHER_CLOCK is not None, reason=f"no second clock: {_NO_OTHER_CLOCK}")
+def test_two_clocks_that_really_differ(tmp_path: Path) -> None:
+    """The second rank runs in a time namespace, whose clock is ahead by a known time; nothing is rewritten."""
+    command = [sys.executable, timeline_worker.__file__]
+    environment = {**os.environ, "CROSSOVER_TIMELINE": str(tmp_path / "timeline"), "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen([*before, *command, str(rank), str(tmp_path / "store")], env=environment)
+        for rank, before in enumerate(([], OTHER_CLOCK))
+    ]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    recordings = reading(tmp_path).recordings
+    ahead = {each.header.clock for each in recordings if each.header.rank == 1}
+    assert len({each.header.clock for each in recordings}) == 2
+    alignment = merge(recordings).alignment
+    assert alignment.contradiction_s == alignment.out_of_order == 0
+    assert alignment.uncertainty_s is not None
+    (other,) = (each for each in alignment.corrections.values() if each.clock != alignment.reference)
+    error_s = abs(other.offset_s) - AHEAD_S
+    assert (other.offset_s < 0) == (other.clock in ahead)
+    assert abs(error_s) <= alignment.uncertainty_s < 1.0
+    assert other.exchanges > timeline_worker.STEPS
