@@ -165,7 +165,7 @@ class Runner:
                 self._selector.close()
         return RunResult(
             wall_s=self._now_s(),
-            signal=next((number for number in self._signals if number in ENDING), None),
+            signal=self._ending_signal(),
             jobs=self.results,
             turns={name: self._watch.tally.turns[name] for name in self._planned},
             sharing=self._watch.tally.sharing(),
@@ -256,7 +256,10 @@ class Runner:
         self._listen(process.end_fd, partial(self._selector.unregister, process.end_fd))
         self._terminal.say(f"{planned.name} started: {shlex.join(planned.words)} ({planned.where})")
         if self._stopping and job.kill_at_s is None:  # a signal came before the job could be passed it
-            self._terminate(job, signal.SIGTERM)
+            self._terminate(job, self._ending_signal() or signal.SIGTERM)
+
+    def _ending_signal(self) -> int | None:
+        return next((number for number in self._signals if number in ENDING), None)
 
     def _listen(self, fd: int, answer: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, answer)

@@ -126,7 +126,9 @@ def test_no_more_than_k_run_at_once_and_the_next_starts_when_one_ends(
 
 def test_what_a_job_leaves_running_is_ended(capsys: "pytest.CaptureFixture[str]") -> None:
     # One child in the job's group, one in a session of its own, as torchrun's ranks are.
-    document = runs(capsys, shell(f"{FOREVER} & setsid {FOREVER} & sleep 0.2; exit 0"))
+    document = runs(
+        capsys, shell(f"{FOREVER} & setsid {FOREVER} & sleep 0.2; exit 0"), options=["--grace", "1000"]
+    )
     (job,) = document["jobs"]
     assert (job["exit_code"], job["left_over"]) == (0, 2)
     assert "ended what it left running (2)" in document["shown"]
