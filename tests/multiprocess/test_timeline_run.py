@@ -22,7 +22,7 @@ from tests.unit.trace_format import check_format
 AHEAD_S = 54_321.0
 DRIFT = 30e-6
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_CLOCK = ["unshare", "--time", "--monotonic", str(int(AHEAD_S)), "--fork"]
+OTHER_CLOCK = ["unshare", "--time", "--monotonic", str(int(AHEAD_S)), "--kill-child"]
 
 
 def why_no_other_clock() -> str | None:
