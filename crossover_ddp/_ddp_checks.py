@@ -53,6 +53,11 @@ def flat_gradients(bucket: Bucket) -> torch.Tensor:
     return buffer
 
 
+def largest_bytes(bucket: dist.GradBucket) -> int:
+    """Return the size of the bucket's largest gradient: DDP makes no bucket smaller than that."""
+    return max(parameter.numel() for parameter in bucket.parameters()) * bucket.buffer().itemsize
+
+
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ._collectives import HostBuffer, NativeHalves, Ring
-from ._ddp_checks import Bucket, check_group, flat_gradients
+from ._ddp_checks import Bucket, check_group, flat_gradients, largest_bytes
 from ._endings import end_engine, on_destruction, stop_workers
 from ._exchange_spans import ExchangeSpans, timeline_of
 from ._gathers import GatherOrder
@@ -178,7 +178,7 @@ class Exchange:
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
-            deferred = Deferred(journey)
+            deferred = Deferred(journey, self._spans.timeline)
             future = journey.side.future()
             self._launch(journey)
             future.set_result(bucket.buffer())
@@ -278,6 +278,8 @@ class Exchange:
             last=bucket.is_last(),
             side=self._side(tensor.device),
             turn=turn,
+            ready_s=step.last_hook_s,
+            largest_bytes=largest_bytes(bucket) if self._spans.timeline is not None else 0,
         )
 
     def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:

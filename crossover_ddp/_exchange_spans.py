@@ -28,28 +28,27 @@ class ExchangeSpans:
     """
 
     def __init__(self, timeline: Timeline | None, process_group: dist.ProcessGroup) -> None:
-        self._timeline = timeline
+        self.timeline = timeline
         self._rank = process_group.rank()
         self._group = _group_detail(process_group) if timeline is not None else {}
 
     def compute(self, step: Step, begin_s: float | None) -> None:
         """Note that ``step`` has computed since ``begin_s`` until its last hook; None: nobody knows since when."""
-        if self._timeline is not None and begin_s is not None:
-            self._timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
+        if self.timeline is not None and begin_s is not None:
+            self.timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
 
     def half(self, kind: str, begin_s: float, journey: Journey) -> None:
         """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now."""
-        if self._timeline is None:
+        if self.timeline is None:
             return
         end_s = time.monotonic()
         itemsize = journey.tensor.itemsize
-        self._timeline.span(
+        self.timeline.span(
             kind,
             begin_s,
             end_s,
             step=journey.step.number,
-            bucket=journey.index,
-            bytes=journey.tensor.numel() * itemsize,
+            **journey.in_words(),
             owned_bytes=journey.layout.part(self._rank).numel * itemsize,
             # The chunks of an all-gather may travel before it is waited for.
             **(self._meeting(journey) if kind == "reduce_scatter" else {}),
@@ -60,20 +59,22 @@ class ExchangeSpans:
 
         ``meets``: it could not be before all ranks had begun, see [Note: spans that meet].
         """
-        if self._timeline is not None:
+        if self.timeline is not None:
             met = self._meeting(journey) if meets else {}
             step = journey.step
-            self._timeline.span("exchange", step.last_hook_s, done_s, step=step.number, **met)
+            where = journey.tensor.device.type
+            span = self.timeline.span
+            span("exchange", step.last_hook_s, done_s, step=step.number, device_type=where, **met)
 
     def wait(self, step: int, begin_s: float, end_s: float) -> None:
         """Note that the turn of step number ``step`` was waited for."""
-        if self._timeline is not None:
-            self._timeline.span("wait", begin_s, end_s, step=step)
+        if self.timeline is not None:
+            self.timeline.span("wait", begin_s, end_s, step=step)
 
     def flush(self) -> None:
         """Write what is waiting: the process may live on long after its group."""
-        if self._timeline is not None:
-            self._timeline.flush()
+        if self.timeline is not None:
+            self.timeline.flush()
 
     def _meeting(self, journey: Journey) -> dict[str, Detail]:
         return {"sequence": journey.sequence, **self._group}

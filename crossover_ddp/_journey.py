@@ -1,5 +1,6 @@
 """One bucket on its way from the hook to its Future, and the turn around it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -10,6 +11,7 @@ from ._collectives import HostBuffer, RingAllGather, RingReduceScatter
 from ._layout import Layout
 from ._staging import Side
 from ._step import GradientFuture, Step
+from ._timeline import Detail, Timeline
 from .errors import CrossoverError, ExchangeError
 
 OwnerStep = Callable[[torch.Tensor], None]
@@ -100,7 +102,8 @@ class Journey:
 
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
     before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
-    Future's value if that is not ``tensor``.
+    Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
+    ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
     """
 
     index: int
@@ -116,6 +119,8 @@ class Journey:
     result: torch.Tensor | None = None
     urgency: int | None = None
     trip: RingTrip | None = None
+    ready_s: float = 0.0
+    largest_bytes: int = 0
     future: GradientFuture = field(init=False)
     reduced: GradientFuture = field(init=False)
     finished: bool = False
@@ -135,6 +140,17 @@ class Journey:
         if self.cargo is not None:
             step = self.cargo.step
             self.owner_step = lambda part: step(part, final)
+
+    def in_words(self) -> dict[str, Detail]:
+        """Return what a timeline says of this bucket. ``owner``: 1 if there is an owner's step between the halves."""
+        return {
+            "bucket": self.index,
+            "bytes": self.tensor.numel() * self.tensor.itemsize,
+            "largest_bytes": self.largest_bytes,
+            "ready_s": self.ready_s,
+            "device_type": self.tensor.device.type,
+            "owner": int(self.owner_step is not None),
+        }
 
     @property
     def goes_back(self) -> bool:
@@ -164,8 +180,9 @@ class Deferred:
     ``ExchangeError`` if the exchange failed. Not collective.
     """
 
-    def __init__(self, journey: Journey) -> None:
+    def __init__(self, journey: Journey, timeline: Timeline | None = None) -> None:
         self._journey = journey
+        self._timeline = timeline
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -179,7 +196,11 @@ class Deferred:
 
     def own_part(self) -> torch.Tensor:
         """Wait for the reduce-scatter; return this rank's part of the mean."""
-        return self._journey.reduced.wait()
+        begin_s = time.monotonic()
+        part = self._journey.reduced.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)
+        return part
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean over the ranks."""
@@ -187,4 +208,7 @@ class Deferred:
             raise ExchangeError(
                 "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
             )
+        begin_s = time.monotonic()
         self._journey.future.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)

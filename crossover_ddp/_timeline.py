@@ -3,7 +3,8 @@
 The first line of a file is a header that names the job, the rank, the device and the two
 clocks; every further line is one span. Pictures and statistics are made from these
 files elsewhere (`crossover_ddp._timeline_files`), so that recording stays cheap: a span
-is one append to a list, and the file is written when some hundreds are waiting.
+is one append to a list, and the file is written when some hundreds are waiting, or once
+a second, so that whoever watches a running job, or ends it, has most of what it did.
 
 [Note: spans that meet] Hosts' clocks are compared through spans of one exchange. Those that carry
 ``sequence`` are: all ranks' spans of one job, kind, ``group`` and ``sequence`` belong to one collective,
@@ -31,6 +32,7 @@ FORMAT_VERSION: Final = 2
 _FLUSH_SPANS: Final = 512
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE: Final = "/proc/self/ns/time"
+_FLUSH_S: Final = 1.0
 
 Detail = int | float | str
 _Span = tuple[str, float, float, dict[str, Detail]]
@@ -65,6 +67,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._waiting: list[_Span] = []
+        self._written_s = time.monotonic()
         self._closed = False
         self._begin_file({"job": job, "rank": rank, "world_size": world_size, "device": device})
         # Not a weak reference: a state dropped before the process ends must not lose its spans.
@@ -84,8 +87,11 @@ class Timeline:
             if self._closed:
                 return
             self._waiting.append((kind, begin_s, end_s, detail))
-            full = len(self._waiting) >= _FLUSH_SPANS
-        if full:
+            # The span's own end is the clock: no call more.
+            due = len(self._waiting) >= _FLUSH_SPANS or end_s - self._written_s >= _FLUSH_S
+            if due:
+                self._written_s = end_s
+        if due:
             self.flush()
 
     def flush(self) -> None:

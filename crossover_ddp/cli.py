@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from crossover_ddp import _cli_doctor, _cli_run, _cli_status, _cli_timeline
+from crossover_ddp import _cli_advise, _cli_doctor, _cli_run, _cli_status, _cli_timeline
 from crossover_ddp._cli_output import FINE, INTERRUPTED, USAGE, MissingRichError
 from crossover_ddp._run_commands import split_groups
 
@@ -15,6 +15,7 @@ examples:
   crossover-ddp status --watch   who computes, who queues, live
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
+  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would pay for this job?
 
 exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
 Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     _cli_doctor.add_parser(commands)
     _cli_run.add_parser(commands)
     _cli_timeline.add_parser(commands)
+    _cli_advise.add_parser(commands)
     return parser
 
 

@@ -108,7 +108,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_endings": {"_gathers", "_collectives", "_worker"},
     "_gathers": {"_journey", "_collectives", "_step"},
-    "_journey": {"_collectives", "_layout", "_staging", "_step", "errors"},
+    "_journey": {"_collectives", "_layout", "_staging", "_step", "_timeline", "errors"},
     "_ddp_checks": {"errors"},
     "_step": {"errors"},
     "_staging": {"_collectives", "_layout", "errors"},
@@ -120,7 +120,15 @@ ALLOWED: dict[str, set[str]] = {
     "_factors": {"_columns"},
     "_columns": set(),
     "_manifest": {"_layout"},
-    "cli": {"_cli_doctor", "_cli_output", "_cli_run", "_cli_status", "_cli_timeline", "_run_commands"},
+    "cli": {
+        "_cli_advise",
+        "_cli_doctor",
+        "_cli_output",
+        "_cli_run",
+        "_cli_status",
+        "_cli_timeline",
+        "_run_commands",
+    },
     "_cli_run": {
         "_cli_output",
         "_findings",
@@ -159,6 +167,10 @@ ALLOWED: dict[str, set[str]] = {
     "_timeline_merge": {"_timeline_clocks", "_timeline_spans"},
     "_timeline_clocks": set(),
     "_timeline_spans": set(),
+    "_cli_advise": {"_advice", "_cli_output", "_segment_view", "_short_run", "_step_figures"},
+    "_advice": {"_planning", "_step_figures"},
+    "_step_figures": {"_planning"},
+    "_short_run": {"_timeline"},
     "_cli_doctor": {"_cli_output", "_findings", "_machine_facts", "_segment_files", "_segment_view"},
     "_cli_status": {"_cli_output", "_segment_files", "_segment_view", "_turn_report"},
     "_cli_output": {"_segment_files"},
@@ -186,6 +198,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
+    "_advice",
     "_findings",
     "_kfac_planning",
     "_layout",
@@ -199,6 +212,7 @@ PURE = {
     "_timeline_merge",
     "_timeline_spans",
     "_timeline_trace",
+    "_step_figures",
     "_turn_report",
     "_turns",
 }
@@ -226,6 +240,11 @@ PURE_IMPORTS = {
 
 # At and below the mutex only these need torch: the device's events and the job's control group.
 WITHOUT_TORCH = {
+    "_advice",
+    "_cli_advise",
+    "_short_run",
+    "_step_figures",
+    "_planning",
     "_turns",
     "_turn_segment",
     "_segment_files",

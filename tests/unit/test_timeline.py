@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,23 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_nothing_is_written_until_some_hundreds_wait(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
-    for index in range(_timeline._FLUSH_SPANS - 1):
-        timeline.span("compute", index, index + 1)
+    for _ in range(_timeline._FLUSH_SPANS - 1):
+        timeline.span("compute", 0, 1)
     assert len(_lines(timeline.path)) == 1
     timeline.span("compute", 0, 1)
     assert len(_lines(timeline.path)) == 1 + _timeline._FLUSH_SPANS
+    timeline.close()
+
+
+def test_a_second_after_the_last_time_it_is_written(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0, device="d")
+    now_s = time.monotonic()
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S / 2)
+    assert len(_lines(timeline.path)) == 1
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    assert len(_lines(timeline.path)) == 3
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    assert len(_lines(timeline.path)) == 3
     timeline.close()
 
 
