@@ -106,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
     "_journey": {"_collectives", "_layout", "_staging", "_step", "errors"},
     "_ddp_checks": {"errors"},
     "_step": {"errors"},
-    "_staging": {"_collectives", "_layout", "errors"},
+    "_staging": {"_collectives", "_cuda_driver", "_layout", "errors"},
     "_collectives": {"_layout", "errors"},
     "_worker": {"errors"},
     "_layout": set(),
@@ -136,7 +136,11 @@ ALLOWED: dict[str, set[str]] = {
     "_segment_files": {"errors"},
     "_turn_channel": {"_turns", "errors"},
     "_turns": set(),
-    "_device_order": {"errors"},
+    "_device_order": {"_cuda_driver", "_event_order", "_gpu_order", "_semaphore_order", "errors"},
+    "_event_order": {"_cuda_driver", "_gpu_order", "errors"},
+    "_semaphore_order": {"_cuda_driver", "_gpu_order", "errors"},
+    "_gpu_order": {"_cuda_driver", "_worker", "errors"},
+    "_cuda_driver": set(),
     "_timeline": {"errors"},
     "errors": set(),
 }
@@ -164,6 +168,7 @@ PURE_IMPORTS = {
 
 # At and below the mutex only these need torch: the device's events and the job's control group.
 WITHOUT_TORCH = {
+    "_cuda_driver",
     "_turns",
     "_turn_segment",
     "_segment_files",
