@@ -67,15 +67,11 @@ class Watch:
     Args:
         device: where the waits are.
         is_alive: tells whether a sibling still lives.
-        look_s: seconds between two looks while a wait lasts.
     """
 
-    def __init__(
-        self, device: torch.device, is_alive: Callable[[Key], bool], look_s: float = _LOOK_S
-    ) -> None:
+    def __init__(self, device: torch.device, is_alive: Callable[[Key], bool]) -> None:
         self._device = device
         self._is_alive = is_alive
-        self._look_s = look_s
         self._changed = threading.Condition()
         self._waits: list[_Wait] = []
         self._closed = False
@@ -97,9 +93,9 @@ class Watch:
         with self._changed:
             return any(wait.key == key for wait in self._waits)
 
-    def close(self, settle_s: float = _SETTLE_TIMEOUT_S) -> bool:
-        """Stop looking when all waits are over, or after ``settle_s``; tell whether they are."""
-        deadline_s = time.monotonic() + settle_s
+    def close(self) -> bool:
+        """Stop looking when all waits are over, or after 5 s; tell whether they are."""
+        deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
         while self._lasting() and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_STEP_S)
         with self._changed:
@@ -121,7 +117,7 @@ class Watch:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waits)
                 # Most waits are over by then, and the thread goes back to sleep.
-                self._changed.wait_for(lambda: self._closed, timeout=self._look_s)
+                self._changed.wait_for(lambda: self._closed, timeout=_LOOK_S)
                 if self._closed:
                     return
                 waits = list(self._waits)
@@ -236,17 +232,18 @@ class GpuOrder:
         self._teller.join(_JOIN_TIMEOUT_S)
 
 
-def drained(events: Sequence["torch.cuda.Event"], timeout_s: float = _DRAIN_TIMEOUT_S) -> bool:
-    """Wait until the device has come to ``events``; tell whether it has within the time.
+def drained(events: Sequence["torch.cuda.Event"]) -> bool:
+    """Wait until the device has come to ``events``; tell whether it has within 30 s.
 
     Not `synchronize`, which has no limit: the own stream may wait for somebody who never comes.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S
     for event in events:
         while not event.query():
             if time.monotonic() > deadline_s:
                 logger.warning(
-                    "the device is still busy %.0f s after the last turn; leaves all the same", timeout_s
+                    "the device is still busy %.0f s after the last turn; leaves all the same",
+                    _DRAIN_TIMEOUT_S,
                 )
                 return False
             time.sleep(_DRAIN_STEP_S)
