@@ -79,7 +79,7 @@ class EventOrder(GpuOrder):
         device: the GPU, as this process numbers it.
         event_count: size of the pool.
         siblings: the process's place among its siblings.
-        pools: where pools are kept.
+        pools: where pools are kept; default the process's own.
 
     On failure: the constructor raises ``RuntimeError`` where the device, or the driver, has no such events.
     """
@@ -87,12 +87,12 @@ class EventOrder(GpuOrder):
     kind: ClassVar[str] = "events"
 
     def __init__(
-        self, device: torch.device, event_count: int, siblings: Siblings, *, pools: Pools = _pools
+        self, device: torch.device, event_count: int, siblings: Siblings, *, pools: Pools | None = None
     ) -> None:
         _check_supported(device)
         super().__init__(device)
-        self._pools = pools
-        self._pool = pools.take(device, event_count)
+        self._pools = _pools if pools is None else pools
+        self._pool = self._pools.take(device, event_count)
         self.handles = self._pool.handles
         # No events: they could not be opened.
         self._opened: dict[Key, tuple[torch.cuda.Event, ...]] = {}

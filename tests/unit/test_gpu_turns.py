@@ -361,6 +361,9 @@ def test_events_of_the_dead_are_told_with_what_to_do(
         stream.queue.clear()
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of the dead one's thread
 def test_on_the_host_nothing_is_enqueued_for_somebody_who_may_die(gpu: FakeGpu, group: str) -> None:
     dying, living = (join(gpu, group, "host") for _ in range(2))
     dying.take_turn()
