@@ -99,9 +99,8 @@ class SemaphoreOrder(GpuOrder):
     """
 
     kind: ClassVar[str] = "semaphores"
-    _ends_on_one_stream: ClassVar[bool] = (
-        True  # or a former turn's number could be written after a later one's
-    )
+    # Or a former turn's number could be written after a later one's.
+    _ends_on_one_stream: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, siblings: Siblings, driver: Driver | None = None) -> None:
         self._driver = cuda_driver() if driver is None else driver

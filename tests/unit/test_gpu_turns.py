@@ -179,7 +179,7 @@ def test_a_turn_ends_with_the_streams_that_release_names(gpu: FakeGpu, group: st
         main_kernel, side_kernel = first.launch(1), first.launch(1, side)
         first.mutex.release(streams=[side])  # type: ignore[list-item]
         after = first.launch(0)  # compute of no turn: the side stream must not hold it up
-    while gpu.step(first.current):
+    while any([gpu.step(stream) for stream in first.streams if stream is not side]):
         pass
     assert main_kernel.ended
     assert after.ended, "the current stream waits for the side stream"
@@ -329,6 +329,34 @@ def test_a_queue_that_runs_dry_after_its_process_does_not_undo_the_release(gpu: 
     assert eventually(lambda: not gpu.stuck(living))
 
 
+@pytest.mark.parametrize("way", ON_DEVICE)
+def test_who_lives_is_waited_for_however_long_it_takes(
+    gpu: FakeGpu, group: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, waiting = (join(gpu, group, way) for _ in range(2))
+    slow.take_turn()
+    waiting.take_turn()
+    time.sleep(10 * LOOK_S)
+    gpu.run(waiting)
+    assert not any(kernel.begun for kernel in gpu.kernels), "somebody has ended the wait for the living"
+    assert caplog.records == []
+    assert not gpu.stuck(waiting)
+
+
+def test_a_word_that_a_stream_may_still_read_is_not_given_up(
+    gpu: FakeGpu, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gpu_order, "_LOOK_S", 60.0)  # nobody comes to release it
+    _, living = die_after_giving_back(gpu, group, "semaphores")
+    born = join(gpu, group, "semaphores")
+    born.take_turn()
+    living.take_turn()
+    assert living.mutex is not None
+    assert len(living.mutex._order._words) == 2  # type: ignore[attr-defined]
+    assert gpu.stuck(living)  # the fake fails a device that reads memory that was given up
+    living.kill()
+
+
 def test_a_new_owner_of_the_slot_is_waited_for_although_the_old_one_was_released(
     gpu: FakeGpu, group: str
 ) -> None:
@@ -414,6 +442,14 @@ def test_words_are_given_up_and_files_removed(gpu: FakeGpu, group: str) -> None:
         process.mutex.close()
     assert gpu.driver.registered == set()
     assert files_of(group) == []
+
+
+def test_who_leaves_takes_its_word_along(gpu: FakeGpu, group: str) -> None:
+    leaving, _ = (join(gpu, group, "semaphores") for _ in range(2))
+    gpu.run()
+    assert leaving.mutex is not None
+    leaving.mutex.close()
+    assert len([path for path in files_of(group) if path.suffix == ".word"]) == 1
 
 
 def test_what_a_killed_process_left_goes_with_the_last_to_leave(gpu: FakeGpu, group: str) -> None:
