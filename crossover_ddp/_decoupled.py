@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._ddp_checks import Bucket, flat_gradients, model_of, resolve_group
+from ._ddp_checks import Bucket, check_not_capturing, flat_gradients, model_of, resolve_group
 from ._exchange import Exchange
 from ._guards import OwnHook, Watch, guard
 from ._journey import Turn
@@ -572,6 +572,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     if turns_disabled():
         return allreduce_hook(group, bucket)
     try:
+        check_not_capturing(bucket)
         return state.exchange(resolve_group(group), bucket)
     except Exception as error:  # whatever it is, it must not leave the hook
         state.break_round()

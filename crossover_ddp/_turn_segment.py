@@ -5,6 +5,7 @@ Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/cr
 - ``<group>-<device>.turns``: a header and the slots. Every field has one writer, the slot's owner.
 - ``<group>-<device>.log``: the order of turns, one byte (the slot) per turn; appended to on lead devices only.
 - ``<group>-<device>.<slot>.bell``: a FIFO that the slot's owner holds open for reading.
+- ``<group>-<device>.<token>.word``: a page that a process's device writes; see `_semaphore_order`.
 
 [Note: bells]
 A bell does two things that a futex cannot do together: a byte written to it wakes the owner, and whoever
@@ -233,7 +234,15 @@ class TurnSegment:
         return lock_slots(self._fd, start, length, kind)
 
     def join(
-        self, *, job: int, devices: int, rank: int, world_size: int, lease_s: float, events: bytes = b""
+        self,
+        *,
+        job: int,
+        devices: int,
+        rank: int,
+        world_size: int,
+        lease_s: float,
+        events: bytes = b"",
+        waits_on_host: bool = False,
     ) -> None:
         """Take a free slot for this process.
 
@@ -244,6 +253,7 @@ class TurnSegment:
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
             events: the device-side events of this process, as handles of 64 bytes each.
+            waits_on_host: siblings are to tell their turns only when the device has done them.
         """
         self._take_slot()
         self._publish(state=FREE)
@@ -259,6 +269,7 @@ class TurnSegment:
             world_size=world_size,
             pid=os.getpid(),
             event_count=len(events) // EVENT_HANDLE_BYTES,
+            waits_on_host=waits_on_host,
         )
         ctypes.memmove(slot.events, events, len(events))
         os.pwrite(self._fd, bytes(slot), self._offset(self.slot))
@@ -331,6 +342,21 @@ class TurnSegment:
                     os.close(fd)
         _open_segments.discard(self)
 
+    # --- files of the processes' own, beside the segment -----------------------------------------------------
+
+    def make_private_file(self, suffix: str) -> int:
+        """Make a file of this process's own, which goes with the segment's at the latest; return its descriptor."""
+        return self._open_private(suffix, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def open_private_file(self, suffix: str) -> int:
+        """Open a sibling's file; return its descriptor."""
+        return self._open_private(suffix, os.O_RDWR)
+
+    def remove_private_file(self, suffix: str) -> None:
+        """Remove a file of this process's own if it is still there."""
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self._stem}{suffix}", dir_fd=self._directory_fd)
+
     # --- slots ---------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -351,6 +377,10 @@ class TurnSegment:
         """Give ``turn`` back, and wake whoever waits."""
         self._publish(returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
+
+    def publish_waits_on_host(self) -> None:
+        """Ask siblings to tell their turns only when the device has done them."""
+        self._publish(waits_on_host=1)
 
     def publish_lease(self, lease_s: float) -> None:
         """Tell how long siblings should wait for the own turns."""
@@ -377,6 +407,11 @@ class TurnSegment:
             for index, slot in found.items()
             if index == self.slot or self._bell(index, slot.incarnation) is not None
         }
+
+    def is_alive(self, slot: int, incarnation: int) -> bool:
+        """Tell whether that process lives and still has that slot."""
+        found = self.slots().get(slot)
+        return found is not None and found.incarnation == incarnation
 
     def members(self) -> list[Member]:
         """Return the living processes on this device as the rules of turns see them.

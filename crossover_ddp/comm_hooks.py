@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ._ddp_checks import resolve_group
+from ._ddp_checks import check_not_capturing, resolve_group
 from ._decoupled import DecoupledState, decoupled_hook
 from ._endings import on_destruction
 from ._exchange import Exchange
@@ -218,6 +218,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
     if turns_disabled():
         return allreduce_hook(group, bucket)
     try:
+        check_not_capturing(bucket)
         engine = Exchange.of(resolve_group(group))
     except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)
@@ -250,6 +251,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
         if turns_disabled():
             return future
         try:
+            check_not_capturing(bucket)
             engine = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
             return engine.follow(future, bucket, turn=_turn_of(state, bucket))
         except Exception as error:  # must not leave the hook: DDP is unusable afterwards

@@ -261,6 +261,7 @@ def test_stats_have_these_keys(make: Make, group: str) -> None:
         "handovers",
         "handover_median_s",
         "handover_p99_s",
+        "ordered_by",
         "disabled_because",
     }
     assert (stats["group"], stats["device"], stats["siblings"]) == (group, DEVICE, 1)
