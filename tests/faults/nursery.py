@@ -4,6 +4,7 @@ Told over stdin, one JSON object a line; every rank writes its steps to a file o
 job cost milliseconds instead of an import of torch, so that hundreds of jobs can come and go.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -129,6 +130,7 @@ def born(order: dict[str, Any]) -> int:
         os.setpgid(0, 0)
         error = os.open(order["log"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(error, 2)
+        faulthandler.register(signal.SIGUSR1)
         train(order)
         status = 0
     except BaseException:
