@@ -248,9 +248,10 @@ def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> 
         assert stats is not None, f"seed {seed}: the steady job failed: {rank.error()}"
         assert stats["disabled_because"] is None, f"seed {seed}: turns failed: {rank.error()}"
         expired += stats["leases_expired"]
-    alone = {
-        each: losses_alone(campaign, each, [steady, *guests]) for each in {g.seed for g in [steady, *guests]}
-    }
+    seeds = {job.seed for job in [steady, *guests]}
+    references = {each: start_alone(campaign, each, [steady, *guests]) for each in seeds}
+    wait_until(lambda: not any(job.alive() for job in references.values()), 600, "the reference runs to end")
+    alone = {each: [rank.losses() for rank in job.ranks] for each, job in references.items()}
     for job in [steady, *guests]:
         for rank, expected in zip(job.ranks, alone[job.seed], strict=True):
             found = rank.losses()
@@ -263,12 +264,10 @@ def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> 
     return {"steps": steps, "guests": len(guests), "longest_step_s": longest_s, "leases_expired": expired}
 
 
-def losses_alone(campaign: Campaign, seed: int, jobs: Sequence[Job]) -> list[list[float]]:
-    """The losses of a job's ranks with plain DDP and nobody beside it, for as many steps as any copy came."""
+def start_alone(campaign: Campaign, seed: int, jobs: Sequence[Job]) -> Job:
+    """Start a job with plain DDP, for as many steps as any copy of it came."""
     steps = max(len(rank.steps()) for job in jobs if job.seed == seed for rank in job.ranks)
-    reference = campaign.start(seed, hook="none", steps=max(1, steps))
-    wait_until(lambda: not reference.alive(), 600, "the reference run to end")
-    return [rank.losses() for rank in reference.ranks]
+    return campaign.start(seed, hook="none", steps=max(1, steps))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

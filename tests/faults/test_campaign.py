@@ -7,7 +7,7 @@ from tests.faults import campaign
 
 def test_a_steady_job_survives_guests_that_come_go_die_and_stop() -> None:
     seed = int(time.time())
-    arguments = ["--events", "10", "--seed", str(seed), "--long-stop", "6", "--pace", "0.3", "--rate", "300"]
+    arguments = ["--events", "8", "--seed", str(seed), "--long-stop", "5.5", "--pace", "0.3", "--rate", "300"]
     result = campaign.main(arguments)
     assert result["steps"] > 10
     assert result["guests"] > 0
