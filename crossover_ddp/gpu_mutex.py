@@ -45,6 +45,7 @@ _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest re
 _RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
+_LEAVING_LOOK_S = 0.01
 _JOIN_ERRORS = {"TurnError": TurnError, "ValueError": ValueError}
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -463,9 +464,13 @@ class GPUMutex:
         try:
             segment.publish_returned(turn)
         except (OSError, CrossoverError) as error:
-            with contextlib.nullcontext() if self._closing else self._busy:
-                if self._segment is segment:
-                    self._give_up(error)
+            # Whoever is busy may be leaving, and then waits for the order's thread, which is this one, to end.
+            while self._segment is segment:
+                if self._busy.acquire(timeout=_LEAVING_LOOK_S):
+                    try:
+                        self._give_up(error)
+                    finally:
+                        self._busy.release()
 
     def _adapt_lease(self, segment: TurnSegment) -> None:
         wanted_s = _LEASE_TURNS * max(self._recent_held_s)

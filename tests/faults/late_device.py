@@ -102,13 +102,13 @@ class LateThread:
 
     def __init__(self, late_s: float) -> None:
         self._late_s = late_s
-        self._ended: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self, turn: int, publish: Callable[[], None]) -> None:
-        """Publish later."""
-        self._ended.put((turn, publish))
+        """Publish ``late_s`` from now, however many turns are on their way: the device is late, not slow."""
+        self._ended.put((time.monotonic() + self._late_s, publish))
 
     def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
         """The sibling published after its device had ended."""
@@ -121,5 +121,6 @@ class LateThread:
 
     def _run(self) -> None:
         while (ended := self._ended.get()) is not None:
-            time.sleep(self._late_s)
-            ended[1]()
+            due_s, publish = ended
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            publish()

@@ -117,7 +117,7 @@ class Overseer:
         self._directory = directory
         self._sabotage = sabotage
         self._prefix = f"campaign-{uuid.uuid4().hex[:12]}"
-        self._journal = Journal()
+        self.journal = Journal()
         self._base_s = 0.0
         (directory / "events").mkdir()
 
@@ -134,17 +134,13 @@ class Overseer:
         devices = [f"dev{number}" for number in range(self._plan.devices)]
         refusals = self._lane.tell("come_and_go", groups=groups, devices=devices)
         left_by_next = self._lane.tell("left", group=self._prefix)
+        holders = self._lane.tell("holders", paths=left_by_next) if left_by_next else []
         self._lane.tell("sweep", group=self._prefix)
         self._lane.tell("forget")
-        ranks = {key: self._read(key) for key in self._journal.born}
-        journal = self._journal
-        leftovers = Leftovers(left, left_by_next, refusals)
+        ranks = {key: self._read(key) for key in self.journal.born}
+        journal = self.journal
+        leftovers = Leftovers(left, left_by_next, refusals, holders)
         return Story(self._plan, ranks, journal.meddled_s, leftovers, journal.late_s, SLACK_S)
-
-    @property
-    def done(self) -> Counter[str]:
-        """How often the overseer has done what."""
-        return self._journal.done
 
     def _wait_until(self, at_s: float) -> None:
         """Wait, and note how late a short sleep ends on this machine at this time."""
@@ -152,7 +148,7 @@ class Overseer:
             wanted_s = min(left_s, _TICK_S)
             before_s = time.monotonic()
             time.sleep(wanted_s)
-            self._journal.late_s = max(self._journal.late_s, time.monotonic() - before_s - wanted_s)
+            self.journal.late_s = max(self.journal.late_s, time.monotonic() - before_s - wanted_s)
 
     def _wait_for_ends(self) -> None:
         deadline_s = time.monotonic() + ENDING_S
@@ -166,7 +162,7 @@ class Overseer:
     # --- blows ----------------------------------------------------------------------------------------------
 
     def _strike(self, blow: Blow) -> None:
-        self._journal.done[blow.kind] += 1
+        self.journal.done[blow.kind] += 1
         keys = [(blow.job, rank) for rank in blow.ranks]
         if blow.kind == "join":
             self._bear(self._plan.jobs[blow.job])
@@ -174,7 +170,7 @@ class Overseer:
             self._bear(self._plan.jobs[blow.job], victim=(blow.victim, 0))
         elif blow.kind == "kill":
             for key in keys:
-                self._journal.killed_s.setdefault(key, time.monotonic())
+                self.journal.killed_s.setdefault(key, time.monotonic())
             self._lane.tell("strike", keys=keys, number=signal.SIGKILL)
         elif blow.kind in ("stop", "continue"):
             self._stop(keys, blow.kind == "stop")
@@ -193,12 +189,12 @@ class Overseer:
             }
             key = (job.number, rank)
             if victim is not None and rank == 0:
-                self._journal.killed_s.setdefault(victim, time.monotonic())
+                self.journal.killed_s.setdefault(victim, time.monotonic())
                 old, new = self._lane.tell("reborn", victim=victim, key=key, order=order)
-                self._journal.done["process ids used again"] += old == new
+                self.journal.done["process ids used again"] += old == new
             else:
                 self._lane.tell("born", key=key, order=order)
-            self._journal.born.append(key)
+            self.journal.born.append(key)
 
     def _group(self, number: int) -> str:
         return f"{self._prefix}-{number}"
@@ -206,10 +202,10 @@ class Overseer:
     def _stop(self, keys: Sequence[Key], stops: bool) -> None:
         before_s = time.monotonic()
         number = signal.SIGSTOP if stops else signal.SIGCONT
-        living = [key for key in keys if key not in self._journal.killed_s]
+        living = [key for key in keys if key not in self.journal.killed_s]
         self._lane.tell("strike", keys=living, number=number)
         for key in living:
-            stopped = self._journal.stops.setdefault(key, [])
+            stopped = self.journal.stops.setdefault(key, [])
             if stops:
                 stopped.append((before_s, oracles.FOREVER))
             elif stopped:
@@ -228,10 +224,10 @@ class Overseer:
                 device=f"dev{blow.device}",
                 seed=blow.seed,
             )
-            self._journal.done["meddled with files"] += found
+            self.journal.done["meddled with files"] += found
             groups = range(blow.group, blow.group + 1)
         for group in groups:
-            self._journal.meddled_s.setdefault(group, []).append(before_s)
+            self.journal.meddled_s.setdefault(group, []).append(before_s)
 
     # --- records --------------------------------------------------------------------------------------------
 
@@ -239,8 +235,8 @@ class Overseer:
         path = self._directory / f"job{key[0]}-rank{key[1]}"
         lines = path.read_text().splitlines() if path.exists() else []
         rank = read_rank(self._plan.jobs[key[0]], key[1], map(json.loads, lines))
-        rank.killed_s = self._journal.killed_s.get(key, oracles.FOREVER)
-        rank.stops = self._journal.stops.get(key, [])
+        rank.killed_s = self.journal.killed_s.get(key, oracles.FOREVER)
+        rank.stops = self.journal.stops.get(key, [])
         error = path.with_suffix(".err")
         rank.error = error.read_text(errors="replace") if error.exists() else ""
         return rank
@@ -336,10 +332,10 @@ class Campaign:
             story = overseer.run()
             broken = violations(story)
             with self._lock:
-                self.findings.add(story, overseer.done, broken)
+                self.findings.add(story, overseer.journal.done, broken)
             if broken:
                 self._tell(plan, broken)
-                self._save(plan, directory, broken)
+                self._save(plan, directory, broken, overseer.journal)
 
     @staticmethod
     def _tell(plan: Schedule, broken: Sequence[str]) -> None:
@@ -347,12 +343,13 @@ class Campaign:
         lines = [f"seed {plan.seed}: {len(broken)} violations; again: {again}", *broken[:12]]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
 
-    def _save(self, plan: Schedule, directory: Path, broken: Sequence[str]) -> None:
+    def _save(self, plan: Schedule, directory: Path, broken: Sequence[str], journal: Journal) -> None:
         """Keep the schedule and all records of a failure."""
         where = self._keep / f"seed{plan.seed}"
         where.mkdir(parents=True, exist_ok=True)
         (where / "schedule.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
         (where / "violations").write_text("\n".join(broken))
+        (where / "journal").write_text(str(journal))
         for path in directory.glob("job*"):
             (where / path.name).write_bytes(path.read_bytes())
 

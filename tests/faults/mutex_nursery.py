@@ -113,6 +113,16 @@ class Nursery:
         """Return what is in shared memory of groups whose name begins so."""
         return sorted(str(path) for path in Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
 
+    def holders(self, paths: list[str]) -> list[str]:
+        """Return who has any of these files open: process, state, parent."""
+        found = []
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).removesuffix(" (deleted)") in paths:
+                    stat = (descriptor.parents[1] / "stat").read_text().rpartition(")")[2].split()
+                    found.append(f"{descriptor} {stat[0]} child of {stat[1]} -> {os.readlink(descriptor)}")
+        return found
+
     def come_and_go(self, groups: list[str], devices: list[str]) -> list[str]:
         """Do what the next job of each group would; return why it was refused, where it was."""
         refusals = []

@@ -112,7 +112,6 @@ class Rank:
         self._deeds = [deed for deed in plan.deeds if rank in deed.ranks]
         self._slow: dict[str, tuple[float, float]] = {}
         self._fork_s = self._evaluate_s = 0.0
-        self._asked_s: float | None = None
         self._order: LateEvents | None = None
         self._told_device = 0
 
@@ -218,7 +217,7 @@ class Rank:
             return
         ahead = self.plan.style == "ahead" and not mutex.shared
         mutex.acquire(ahead=ahead)
-        self._note_begin(mutex, wanted_s if self._asked_s is None else self._asked_s, ahead)
+        self._note_begin(mutex, wanted_s, ahead)
 
     def _note_begin(self, mutex: GPUMutex, wanted_s: float, ahead: bool) -> None:
         if mutex.holding:
@@ -270,7 +269,6 @@ class Rank:
         pause_s = max(self.plan.pause_s, self._value("slow-link"))
         time.sleep(pause_s / 2)
         if self.plan.style == "early" and mutex is not None:
-            self._asked_s = self._book.now_s()
             mutex.request()
         time.sleep(pause_s / 2)
 

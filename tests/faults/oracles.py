@@ -131,6 +131,8 @@ class Leftovers(NamedTuple):
     """What is still there after a next job has come and gone."""
     refusals: Sequence[str] = ()
     """What that job was told."""
+    holders: Sequence[str] = ()
+    """Who still has them open."""
 
 
 class Story(NamedTuple):
@@ -177,7 +179,7 @@ def _left(story: Story) -> Iterator[str]:
         if path not in story.leftovers.by_next and _killed_last(story, int(name[2])):
             continue
         if not any(f"{name[1]}.turns" in refusal for refusal in refusals):
-            yield f"left behind in shared memory: {path}"
+            yield f"left behind in shared memory: {path}; open in {list(story.leftovers.holders)}"
 
 
 def _killed_last(story: Story, group: int) -> bool:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from tests.faults.oracles import FOREVER, Leftovers, Rank, Story, read_rank, vio
 from tests.faults.schedules import FAULTS, MEDDLINGS, Deed, JobPlan, Schedule, schedule
 
 SHORT_EVENTS = 120
-SABOTAGES = [
-    ("overlap", "two holders on device"),
-    ("deafness", "after it could"),
-    ("leftovers", "left behind in shared memory"),
-]
+SABOTAGES = {
+    "overlap": "two holders on device",
+    "deafness": "after it could",
+    "leftovers": "left behind in shared memory",
+}
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------
@@ -36,16 +37,21 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     assert found["turns"] > SHORT_EVENTS
 
 
-@pytest.mark.parametrize(("sabotage", "violation"), SABOTAGES)
-def test_the_campaign_notices_a_broken_package(sabotage: str, violation: str, tmp_path: Path) -> None:
-    found = run(tmp_path, "--seed", "3", "--events", "8", "--lanes", "1", "--sabotage", sabotage)
-    (failure,) = found["failures"]
-    assert failure["seed"] == 3
-    assert any(violation in each for each in failure["violations"])
-    kept = json.loads((tmp_path / "kept" / "seed3" / "schedule.json").read_text())
-    assert kept["faults"] == list(schedule(3, 8, isolated=found["isolated"]).faults), (
-        "it replays from its seed"
-    )
+def test_the_campaign_notices_a_broken_package(tmp_path: Path) -> None:
+    arguments = ["--seed", "3", "--events", "8", "--lanes", "1", "--sabotage"]
+
+    def run_broken(sabotage: str) -> dict[str, Any]:
+        return run(tmp_path / sabotage, *arguments, sabotage)
+
+    with ThreadPoolExecutor(len(SABOTAGES)) as pool:
+        results = dict(zip(SABOTAGES, pool.map(run_broken, SABOTAGES), strict=True))
+    for sabotage, violation in SABOTAGES.items():
+        (failure,) = results[sabotage]["failures"]
+        assert failure["seed"] == 3
+        assert any(violation in each for each in failure["violations"]), failure
+        kept = json.loads((tmp_path / sabotage / "kept" / "seed3" / "schedule.json").read_text())
+        plan = schedule(3, 8, isolated=results[sabotage]["isolated"])
+        assert kept["faults"] == list(plan.faults), "it replays from its seed"
 
 
 # --- schedules --------------------------------------------------------------------------------------------------
