@@ -109,3 +109,10 @@ def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
+    """Name the first few of ``parameters`` as ``model`` does, for a message."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    known = [names[id(p)] for p in parameters if id(p) in names]
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._ddp_checks import Bucket, check_not_capturing, flat_gradients, model_of, resolve_group
+from ._ddp_checks import Bucket, check_not_capturing, flat_gradients, model_of, names_of, resolve_group
 from ._exchange import Exchange
 from ._guards import OwnHook, Watch, guard
 from ._journey import Turn
@@ -343,7 +343,7 @@ class DecoupledState:
         if foreign:
             raise UnsupportedConfigurationError(
                 f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
-                f"({_names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+                f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
                 "wrapped (requires_grad=False)"
             )
         self._known.update(id(p) for p in new)
@@ -593,9 +593,3 @@ def _restore(optimizer: Optimizer, ours: dict[str, Any], own: dict[str, Any]) ->
         else:
             vars(optimizer)[name] = value
     vars(optimizer).pop(_MARK, None)
-
-
-def _names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
-    names = {id(p): name for name, p in model.module.named_parameters()}
-    known = [names[id(p)] for p in parameters if id(p) in names]
-    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"
