@@ -58,6 +58,18 @@ def largest_bytes(bucket: dist.GradBucket) -> int:
     return max(parameter.numel() for parameter in bucket.parameters()) * bucket.buffer().itemsize
 
 
+def check_not_capturing(bucket: Bucket) -> None:
+    """Refuse a backward pass that is captured into a CUDA graph: no hook runs when the graph is replayed."""
+    if isinstance(bucket, tuple) or not bucket.buffer().is_cuda:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedConfigurationError(
+            "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay "
+            "would exchange nothing and take no turn; capture forward and backward of the model's parts instead "
+            "(torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
+        )
+
+
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
@@ -97,3 +109,10 @@ def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
+    """Name the first few of ``parameters`` as ``model`` does, for a message."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    known = [names[id(p)] for p in parameters if id(p) in names]
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

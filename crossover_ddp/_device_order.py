@@ -1,161 +1,138 @@
 """Order of turns on the device itself: what the next holder's kernels wait for.
 
 On a GPU the host runs ahead of the device, so a turn given back on the host still has kernels in the queue.
-The holder records an inter-process CUDA event behind them before it gives back; the next holder's stream
-waits for that event, and no host synchronises. Our design, on CUDA IPC events.
+The holder marks their end before it gives back; the next holder's stream waits for that mark, and no host
+synchronises. Our design.
 
-[Note: one record per turn]
-A wait on an event covers its last record only. The host publishes the turn *after* it has recorded the event
-and a sibling looks at the turn before it enqueues its wait, so the record it waits for has always happened.
-The same event is recorded again only after the sibling has had its own turn, hence after that wait.
+``CROSSOVER_DEVICE_ORDER`` names the way:
+
+- ``events``, the default: an inter-process CUDA event is recorded; see `_event_order`.
+- ``semaphores``: the stream writes a 64-bit word in host memory that siblings share; see `_semaphore_order`.
+- ``host``, and wherever the wanted one does not work: no mark; a thread waits for the device, then tells.
+
+Siblings may mix them: see [Note: telling late] in `_gpu_order`.
 """
 
 import logging
-import queue
-import threading
+import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 
+from ._cuda_driver import cuda_driver
+from ._event_order import EventOrder
+from ._gpu_order import GpuOrder, Key, Siblings, Streams
+from ._semaphore_order import SemaphoreOrder
+
 logger = logging.getLogger(__name__)
 
-_JOIN_TIMEOUT_S = 10.0
+VARIABLE: Final = "CROSSOVER_DEVICE_ORDER"
+WAYS: Final = ("events", "semaphores", "host")
 
 
 class DeviceOrder(Protocol):
     """How a turn's end is known to the device."""
 
+    kind: ClassVar[str]
+    """How turns are ordered, for people to read."""
+    on_device: ClassVar[bool]
+    """Whether a turn given back on the host may still be under way on the device."""
+    waits_on_host: ClassVar[bool]
+    """Whether siblings must tell a turn only when the device has done it, as published in its slot."""
     handles: bytes
     """What siblings need in order to wait for this process, as published in its slot."""
 
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
-        """Mark the end of ``turn`` behind what the current stream has queued; ``publish`` tells siblings."""
+    def check_usable(self) -> None:
+        """Raise ``UnsupportedConfigurationError`` where a turn can neither begin nor end."""
 
-    def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
-        """Let the current stream wait for the end of a sibling's ``turn``."""
+    def finish(
+        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
+    ) -> None:
+        """Mark the end of ``turn`` behind what the current stream, and ``streams``, have queued, then ``publish`` it.
+
+        ``on_host``: a sibling cannot wait for the mark. ``publish`` must not raise.
+        """
+
+    def admit(self, streams: Streams) -> None:
+        """Let ``streams`` begin after what the current stream waits for."""
+
+    def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
+        """Let the current stream wait for the end of a sibling's ``turn``; return why it cannot, once for a sibling."""
 
     def close(self) -> None:
-        """Free what the device holds, once nothing waits for it."""
+        """Free what the device holds, once nothing waits for it. May be called again."""
 
 
 class HostOrder:
     """CPU devices: when the host says that the turn is over, it is."""
 
-    handles = b""
+    kind: ClassVar[str] = "host"
+    on_device: ClassVar[bool] = False
+    waits_on_host: ClassVar[bool] = False
+    handles: bytes = b""
 
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
+    def check_usable(self) -> None:
+        """A turn can always begin and end."""
+
+    def finish(
+        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
+    ) -> None:
         """Publish at once."""
         publish()
 
-    def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
+    def admit(self, streams: Streams) -> None:
         """Nothing runs behind the host's back."""
+
+    def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
+        """Nothing to wait for."""
+        return None
 
     def close(self) -> None:
         """Nothing to free."""
 
 
-class EventOrder:
-    """GPUs with working CUDA IPC: a fixed pool of inter-process events, allocated once.
-
-    Args:
-        device: the GPU, as this process numbers it.
-        event_count: size of the pool; two, so that a lease that ran out does not meet a record under way.
-    """
-
-    def __init__(self, device: torch.device, event_count: int) -> None:
-        self._device = device
-        self._opened: dict[tuple[int, int], list[torch.cuda.Event]] = {}
-        with torch.cuda.device(device):
-            self._pool = [
-                torch.cuda.Event(interprocess=True, enable_timing=False) for _ in range(event_count)
-            ]
-            for event in self._pool:  # an event that was never recorded has no handle on some drivers
-                event.record()
-            self.handles = b"".join(bytes(event.ipc_handle()) for event in self._pool)
-
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
-        """Record, then publish: see [Note: one record per turn]."""
-        self._pool[turn % len(self._pool)].record(torch.cuda.current_stream(self._device))
-        publish()
-
-    def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
-        """Enqueue a device-side wait; the sibling has recorded already."""
-        if key not in self._opened:
-            self._opened[key] = self._open(handles)
-        events = self._opened[key]
-        torch.cuda.current_stream(self._device).wait_event(events[turn % len(events)])
-
-    def _open(self, handles: bytes) -> list[torch.cuda.Event]:
-        size = len(self.handles) // len(self._pool)
-        with torch.cuda.device(self._device):
-            return [
-                torch.cuda.Event.from_ipc_handle(self._device, handles[start : start + size])
-                for start in range(0, len(handles), size)
-            ]
-
-    def close(self) -> None:
-        """Wait for the own records: destroying an event under way can block its waiters for ever."""
-        for event in self._pool:
-            event.synchronize()
-
-
-class SynchronizedOrder:
-    """GPUs where CUDA IPC does not work (WSL 2): a thread waits for the device, then tells siblings.
+class SynchronizedOrder(GpuOrder):
+    """GPUs whose marks siblings cannot wait for: a thread waits for the device, then tells siblings.
 
     Costs the hand-over the time the host takes to notice, and the host's run-ahead across a turn's end.
     """
 
-    handles = b""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ended: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="crossover-turn-end", daemon=True)
-        self._thread.start()
-
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
-        """Publish from the thread once the device has done what is queued now; ``publish`` must not raise."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._ended.put((event, publish))
-
-    def follow(self, key: tuple[int, int], handles: bytes, turn: int) -> None:
-        """The sibling published after its device was done."""
-
-    def close(self) -> None:
-        """Let the thread finish what is queued and end."""
-        self._ended.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=_JOIN_TIMEOUT_S)
-
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        while (ended := self._ended.get()) is not None:
-            event, publish = ended
-            event.synchronize()
-            publish()
+    kind: ClassVar[str] = "host"
+    waits_on_host: ClassVar[bool] = True
 
 
-def device_order(device: torch.device, event_count: int) -> DeviceOrder:
-    """Return the order that works on ``device``; says so in the log if that is not the device's own."""
+def device_order(device: torch.device, event_count: int, siblings: Siblings) -> DeviceOrder:
+    """Return the order for ``device``; says so in the log if it is not the one that was wanted.
+
+    On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names none.
+    """
+    wanted = os.environ.get(VARIABLE) or WAYS[0]
+    if wanted not in WAYS:
+        raise ValueError(f"expected {VARIABLE} to be one of {', '.join(WAYS)}, got {wanted!r}; unset it")
     if device.type != "cuda":
         return HostOrder()
     try:
-        return EventOrder(device, event_count)
-    except RuntimeError as error:
+        if wanted == "events":
+            return EventOrder(device, event_count, siblings)
+        if wanted == "semaphores":
+            return SemaphoreOrder(device, siblings)
+    except (RuntimeError, OSError) as error:
         logger.warning(
-            "CUDA IPC events do not work on %s (%s): turns are ordered on the host, which costs some of the gain",
+            "CUDA IPC %s do not work on %s (%s): turns are ordered on the host, which costs some of the gain",
+            wanted,
             device,
             error,
         )
-        return SynchronizedOrder(device)
+    return SynchronizedOrder(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU that is the same in every process and container: its UUID."""
+    """Return the name of a GPU, or of an instance of one, that is the same in every process and container: its UUID."""
+    try:
+        return cuda_driver().name(device.index or 0)
+    except (OSError, RuntimeError) as error:
+        logger.debug("asks torch for the UUID of %s: %s", device, error)
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 

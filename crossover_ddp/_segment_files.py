@@ -22,7 +22,7 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 1
+LAYOUT = 2
 FREE, JOINED = 0, 1
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -50,6 +50,7 @@ class Slot(ctypes.Structure):
         ("started", ctypes.c_uint64),  # last turn started
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
+        ("waits_on_host", ctypes.c_uint64),  # 1: tell it a turn only when the device has done it
         ("lease_s", ctypes.c_double),
         ("rank", ctypes.c_uint32),
         ("world_size", ctypes.c_uint32),
@@ -176,7 +177,7 @@ def remove_unused(fd: int, stem: str, directory_fd: int, directory: str) -> bool
     """
     if not (lock_slots(fd, 0, SLOT_COUNT) and is_named(fd, stem, directory_fd)):
         return False
-    ours = re.compile(rf"{re.escape(stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.new)")
+    ours = re.compile(rf"{re.escape(stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.(new|word))")
     names = [name for name in os.listdir(directory_fd) if ours.fullmatch(name)]
     # The slots last: while they are there, and all locked, nobody else can join and make the others anew.
     for name in (*names, f"{stem}.turns"):

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import torch
 
 from ._collectives import HostBuffer
+from ._cuda_driver import adopt_thread
 from ._layout import Layout, Span
 
 _AS_IT_IS: Final = contextlib.nullcontext()
@@ -137,6 +138,7 @@ class Side:
         """
         if self.copier is not None:
             torch.cuda.set_device(self.device)
+            adopt_thread()
 
     def follow_compute(self) -> None:
         """Order what the side stream gets from now on after everything the current stream was given."""

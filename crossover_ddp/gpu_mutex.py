@@ -15,19 +15,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from crossover_ddp._segment_files import EVENT_COUNT, SLOT_COUNT, Slot, digest
+from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES, SLOT_COUNT, Slot, digest
 from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp._turns import Grant, Patience, TurnLog, blockers, message_numel
-from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
+from crossover_ddp.errors import (
+    CrossoverError,
+    SegmentError,
+    TurnError,
+    UnsupportedConfigurationError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
     from torch.distributed import ProcessGroup
+
+    from crossover_ddp._device_order import DeviceOrder
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +45,7 @@ _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest re
 _RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
+_LEAVING_LOOK_S = 0.01
 _JOIN_ERRORS = {"TurnError": TurnError, "ValueError": ValueError}
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -52,7 +60,7 @@ def turns_disabled() -> bool:
 def _never_raises(
     method: "Callable[Concatenate[GPUMutex, _P], None]",
 ) -> "Callable[Concatenate[GPUMutex, _P], None]":
-    """Turn any failure of ``method`` into the end of turns for this rank, with one warning."""
+    """Turn any failure of ``method`` but a caller's mistake into the end of turns for this rank, with one warning."""
 
     def guarded(self: "GPUMutex", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         with self._busy:
@@ -60,6 +68,8 @@ def _never_raises(
                 return
             try:
                 method(self, *args, **kwargs)
+            except UnsupportedConfigurationError:  # the caller's mistake, found before anything was done
+                raise
             except Exception as error:  # promise 3: giving up on turns costs speed, never the job
                 self._give_up(error)
 
@@ -136,6 +146,7 @@ class GPUMutex:
         self._grant: Grant | None = None
         self._patience = Patience()
         self._log = TurnLog()
+        self._waits_on_host = False
 
     # --- joining and leaving -------------------------------------------------------------------------------
 
@@ -155,12 +166,11 @@ class GPUMutex:
         self._is_lead = (self._channel.rank if self._channel else 0) == self._lead
         segment, problem = self._take_slot(torch_device, devices)
         problems = {rank: text for rank, text in enumerate(self._gather(problem)) if text}
-        if problems and segment is not None:
-            segment.leave()
-        self._raise_first(problems)
+        self._raise_first(problems, segment)
         assert segment is not None
         self._segment = segment
-        self._finalizer = weakref.finalize(self, TurnSegment.leave, segment)
+        self._waits_on_host = self._order.waits_on_host
+        self._finalizer = weakref.finalize(self, _depart, self._order, segment, os.getpid())
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
 
     def _take_slot(self, device: "torch.device", devices: list[str]) -> tuple[TurnSegment | None, str]:
@@ -169,8 +179,8 @@ class GPUMutex:
 
         segment = None
         try:
-            self._order = device_order(device, EVENT_COUNT)
             segment = TurnSegment(self.name, self.device)
+            self._order: DeviceOrder = device_order(device, EVENT_COUNT, segment)
             segment.join(
                 job=self.job,
                 devices=digest("\n".join(sorted(set(devices)))),
@@ -178,18 +188,21 @@ class GPUMutex:
                 world_size=len(devices),
                 lease_s=self._lease_s,
                 events=self._order.handles,
+                waits_on_host=self._order.waits_on_host,
             )
             _check_siblings(segment, self.job, set(devices))
         except Exception as error:  # as above
             return segment, f"{type(error).__name__}: {error}"
         return segment, ""
 
-    def _raise_first(self, problems: dict[int, str]) -> None:
+    def _raise_first(self, problems: dict[int, str], segment: TurnSegment | None = None) -> None:
         """Leave nothing behind and raise the first rank's problem, if there is one."""
         if not problems:
             return
         if hasattr(self, "_order"):
             self._order.close()
+        if segment is not None:
+            segment.leave()
         if self._channel:
             self._channel.close()
         rank, text = next(iter(problems.items()))
@@ -223,9 +236,8 @@ class GPUMutex:
         self._segment = None
         self._holding = False
         try:
-            self._order.close()  # first: nobody waits for the kernels of a job that has left
-        finally:
             self._finalizer()
+        finally:
             if self._channel:
                 self._channel.close(hear_out=hear_out)
 
@@ -311,23 +323,30 @@ class GPUMutex:
         return self._grant
 
     @_never_raises
-    def acquire(self, *, ahead: bool = False) -> None:
+    def acquire(self, *, ahead: bool = False, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Block until this job's turn has come on this device; on a GPU let the current stream wait as well.
 
-        Siblings that die are passed over at once, others after their lease. Never raises: if turns fail the
-        job goes on without them. Does nothing inside a turn.
+        Siblings that die are passed over at once, others after their lease. If turns fail the job goes on
+        without them. Does nothing inside a turn.
 
         Args:
             ahead: go on at once although the turn's number is not known yet; for callers that have seen
                 `shared` to be False. A sibling that joins at this very moment may compute beside this turn.
+            streams: further streams of the GPU that begin after the siblings' turns; default the current one alone.
+
+        On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
+            would take no turn; nothing has changed then. Raises nothing else.
         """
         if self._holding:  # waiting for siblings that wait for us would cost a lease
             return
+        self._order.check_usable()
         self._request()
         if ahead and not self._shared:
             self._begin_turn(self._turn)
         else:
             self._start(self._take_grant())
+        if streams:
+            self._order.admit(streams)
 
     def _start(self, grant: Grant) -> None:
         segment = self._segment
@@ -376,24 +395,50 @@ class GPUMutex:
             last_ns = max(last_ns, slot.returned_at_ns)
             if slot.event_count:
                 self._follow_sibling(segment, index, slot)
-        if since_s is not None and last_ns > since_s * 1e9:
-            self._handovers_s.append((time.monotonic_ns() - last_ns) / 1e9)
+        now_ns = time.monotonic_ns()
+        # A sibling's clock may be another one: containers have time namespaces.
+        if since_s is not None and since_s * 1e9 < last_ns <= now_ns:
+            self._handovers_s.append((now_ns - last_ns) / 1e9)
 
     def _follow_sibling(self, segment: TurnSegment, index: int, slot: Slot) -> None:
+        handles = bytes(slot.events)[: slot.event_count * EVENT_HANDLE_BYTES]
         try:
-            self._order.follow((index, slot.incarnation), bytes(slot.events), slot.returned)
+            problem = self._order.follow((index, slot.incarnation), handles, slot.returned)
         except RuntimeError:
-            now = segment.slots().get(index)
-            if now is not None and now.incarnation == slot.incarnation:
+            if segment.is_alive(index, slot.incarnation):
                 raise
-            # It has ended since its slot was read, and its events with it: nothing to wait for.
+            problem = None
+        # If it has ended since its slot was read, and its events with it, there is nothing to wait for.
+        if problem is not None and segment.is_alive(index, slot.incarnation):
+            self._wait_on_host(segment, problem)
+
+    def _wait_on_host(self, segment: TurnSegment, problem: str) -> None:
+        """Have siblings tell their turns late from their next one on; see [Note: telling late] in `_gpu_order`."""
+        if self._waits_on_host:
+            return
+        self._waits_on_host = True
+        segment.publish_waits_on_host()
+        logger.warning(
+            "cannot wait on %s itself for the end of a sibling's turns: %s; from now on siblings tell theirs when the "
+            "device has done them, which costs some of the gain",
+            self.device,
+            problem,
+        )
 
     @_never_raises
-    def release(self) -> None:
+    def release(self, *, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Give the turn back once what the current stream has queued is done; on the host at once.
 
-        Never blocks, never raises; does nothing outside a turn. Not collective.
+        Never blocks; does nothing outside a turn. Not collective.
+
+        Args:
+            streams: further streams of the GPU whose kernels belong to the turn and are not awaited by the current
+                stream; default the current one alone.
+
+        On failure: as `acquire`.
         """
+        if self._holding:
+            self._order.check_usable()
         self._settle()
         if not self._holding:
             return
@@ -404,16 +449,28 @@ class GPUMutex:
         segment, turn = self._segment, self._turn
         assert segment is not None
         self._adapt_lease(segment)
-        self._order.finish(turn, lambda: self._publish_returned(segment, turn))
+        self._order.finish(
+            turn,
+            lambda: self._publish_returned(segment, turn),
+            on_host=self._order.on_device and self._is_awaited_on_host(segment),
+            streams=streams,
+        )
+
+    def _is_awaited_on_host(self, segment: TurnSegment) -> bool:
+        return any(slot.waits_on_host and slot.job != self.job for slot in segment.slots().values())
 
     def _publish_returned(self, segment: TurnSegment, turn: int) -> None:
         """Tell siblings; where the host has to wait for the device, on the order's own thread. Never raises."""
         try:
             segment.publish_returned(turn)
         except (OSError, CrossoverError) as error:
-            with contextlib.nullcontext() if self._closing else self._busy:
-                if self._segment is segment:
-                    self._give_up(error)
+            # Whoever is busy may be leaving, and then waits for the order's thread, which is this one, to end.
+            while self._segment is segment:
+                if self._busy.acquire(timeout=_LEAVING_LOOK_S):
+                    try:
+                        self._give_up(error)
+                    finally:
+                        self._busy.release()
 
     def _adapt_lease(self, segment: TurnSegment) -> None:
         wanted_s = _LEASE_TURNS * max(self._recent_held_s)
@@ -457,8 +514,15 @@ class GPUMutex:
             "handovers": len(latencies),
             "handover_median_s": statistics.median(latencies) if latencies else None,
             "handover_p99_s": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
+            "ordered_by": self._ordered_by(),
             "disabled_because": self.disabled_because,
         }
+
+    def _ordered_by(self) -> str | None:
+        """Return what the device waits for, if it does: events or semaphores; host once it cannot."""
+        if self._segment is None:
+            return None
+        return "host" if self._waits_on_host else self._order.kind
 
     def _count_siblings(self) -> int | None:
         """Return how many other jobs are on the device; None while another thread waits for the turn."""
@@ -472,6 +536,15 @@ class GPUMutex:
             return None
         finally:
             self._busy.release()
+
+
+def _depart(order: "DeviceOrder", segment: TurnSegment, pid: int) -> None:
+    """Leave, also at the end of the process: first end what is on the device, where siblings wait for it."""
+    try:
+        if os.getpid() == pid:
+            order.close()
+    finally:
+        segment.leave()
 
 
 def _channel(process_group: "ProcessGroup | None") -> Any:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ._capture import FactorCapture, Layer, find_layers, unwrapped
 from ._columns import WeightSharing
 from ._curvature import Curvature, Start
-from ._ddp_checks import flat_gradients, resolve_group
+from ._ddp_checks import check_not_capturing, flat_gradients, resolve_group
 from ._exchange import Exchange
 from ._factor_traffic import FactorTraffic
 from ._factors import DampedInverse, Eigenbasis, Solver
@@ -470,6 +470,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         group = resolve_group(state.process_group)
         if turns_disabled():
             return allreduce_hook(group, bucket)
+        check_not_capturing(bucket)
         return state.exchange(group, bucket)
     except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)

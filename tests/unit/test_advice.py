@@ -11,7 +11,7 @@ from crossover_ddp import _advice
 from crossover_ddp._advice import Advice, Option, advise, sibling_bound
 from crossover_ddp._planning import Link
 from crossover_ddp._step_figures import DECOUPLED, SPLIT, WRAPPED, Bucket, Figures, figures
-from tests.unit.made_up_spans import split_rank
+from tests.unit.made_up_steps import split_rank
 
 MEGABYTE = 2**20
 

@@ -14,7 +14,7 @@ import pytest
 from crossover_ddp import _cli_advise, _short_run, cli
 from crossover_ddp._cli_output import FINE, FOUND, USAGE
 from crossover_ddp._step_figures import THE_LINE, Span
-from tests.unit.made_up_spans import split_rank
+from tests.unit.made_up_steps import split_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGABYTE = 2**20

@@ -1,24 +1,41 @@
 """The order of turns on a device, with events and streams that only note what is done to them.
 
-What the hardware does with real ones is in tests/gpu/test_device_order.py.
+What follows from it for several processes is in test_gpu_turns.py, what the hardware does in tests/gpu.
 """
 
 import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from crossover_ddp import _device_order
+from crossover_ddp import _device_order, _event_order, _gpu_order
 from crossover_ddp._device_order import EventOrder, HostOrder, SynchronizedOrder, device_order
+from crossover_ddp._event_order import Pools
 from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES
 
 GPU = torch.device("cuda", 0)
 SOON_S = 10.0
+
+
+class Alone:
+    """A process whose siblings all live."""
+
+    def is_alive(self, slot: int, incarnation: int) -> bool:
+        return True
+
+    def make_private_file(self, suffix: str) -> int:
+        raise OSError("no files in this test")
+
+    open_private_file = make_private_file
+
+    def remove_private_file(self, suffix: str) -> None:
+        raise AssertionError("nothing was made")
 
 
 class Notes:
@@ -31,6 +48,7 @@ class Notes:
         self.gate = threading.Event()
         self.gate.set()
         self.ipc_works = True
+        self.over: set[str] = set()
 
     def add(self, what: str, which: Any) -> None:
         self.seen.append((what, which))
@@ -71,6 +89,9 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
                 raise RuntimeError("CUDA error: invalid resource handle")
             return cls(name=name)
 
+        def query(self) -> bool:
+            return self.name in notes.over
+
         def synchronize(self) -> None:
             assert notes.gate.wait(SOON_S)
             notes.add("synchronize", self.name)
@@ -83,8 +104,25 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: notes.add("set_device", device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(_event_order, "_pools", Pools())
+    monkeypatch.setattr(_gpu_order, "_DRAIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(_gpu_order, "_SETTLE_TIMEOUT_S", 0.05)
     yield notes
     notes.gate.set()
+    for order in made:
+        notes.over.update(f"own{index}" for index in range(100))
+        notes.over.update(each.name for events in order._opened.values() for each in events)  # type: ignore[attr-defined]
+        order.close()
+    made.clear()
+
+
+made: list[EventOrder] = []
+
+
+def event_order(pools: Pools | None = None) -> EventOrder:
+    """Make an order that is closed at the end of the test."""
+    made.append(EventOrder(GPU, EVENT_COUNT, Alone(), pools=pools or Pools()))
+    return made[-1]
 
 
 def handles(*names: str) -> bytes:
@@ -92,14 +130,14 @@ def handles(*names: str) -> bytes:
 
 
 def test_a_turn_is_told_after_its_end_is_recorded(notes: Notes) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
     notes.seen.clear()
     order.finish(7, lambda: notes.add("publish", 7))
     assert notes.seen == [("record", "own1"), ("publish", 7)]
 
 
 def test_a_turn_whose_record_fails_is_not_told(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
 
     def fail(event: object, stream: object = None) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -111,14 +149,14 @@ def test_a_turn_whose_record_fails_is_not_told(notes: Notes, monkeypatch: pytest
 
 
 def test_every_event_is_recorded_before_its_handle_is_told(notes: Notes) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
     assert notes.of("record") == [("record", "own0"), ("record", "own1")]
     assert order.handles == handles("own0", "own1")
     assert len(order.handles) == EVENT_COUNT * EVENT_HANDLE_BYTES
 
 
 def test_recorder_and_waiter_choose_the_same_event(notes: Notes) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
     for turn in (1, 2, 3, 4, 12, 13):
         notes.seen.clear()
         order.finish(turn, lambda: None)
@@ -128,7 +166,7 @@ def test_recorder_and_waiter_choose_the_same_event(notes: Notes) -> None:
 
 
 def test_handles_are_opened_once_per_owner_of_a_slot(notes: Notes) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
     for turn in range(1, 50):
         order.follow((3, 99), handles("a0", "a1"), turn)
     assert notes.of("open") == [("open", "a0"), ("open", "a1")]
@@ -137,23 +175,71 @@ def test_handles_are_opened_once_per_owner_of_a_slot(notes: Notes) -> None:
     assert notes.of("wait")[-1] == ("wait", "b0")
 
 
-def test_a_handle_that_cannot_be_opened_is_tried_again(notes: Notes) -> None:
-    order = EventOrder(GPU, EVENT_COUNT)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="invalid resource handle"):
-            order.follow((3, 99), handles("gone", "gone"), 1)
-    assert notes.of("open") == [("open", "gone"), ("open", "gone")]
+def test_handles_of_a_slots_former_owner_are_closed(notes: Notes) -> None:
+    order = event_order()
+    for incarnation in range(50):
+        order.follow((3, incarnation), handles(f"a{incarnation}", f"b{incarnation}"), 1)
+    order.follow((4, 7), handles("c0", "c1"), 1)
+    assert set(order._opened) == {(3, 49), (4, 7)}
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [(handles("gone", "gone"), "invalid resource handle"), (handles("one"), "in another way")],
+)
+def test_handles_that_mean_nothing_here_are_told_once(notes: Notes, found: bytes, why: str) -> None:
+    order = event_order()
+    assert why in str(order.follow((3, 99), found, 1))
+    assert order.follow((3, 99), found, 3) is None
+    assert len(notes.of("open")) <= 1, "tried again at every turn"
     assert not notes.of("wait")
+    assert order.follow((3, 100), handles("a0", "a1"), 4) is None
+    assert notes.of("wait") == [("wait", "a0")]
+
+
+def test_the_own_processs_events_are_not_opened(notes: Notes) -> None:
+    pools = Pools()
+    first, second = event_order(pools), event_order(pools)
+    first.follow((3, 99), second.handles, 1)
+    assert not notes.of("open"), "CUDA refuses to open an event in the process that has made it"
+    assert notes.of("wait") == [("wait", "own3")]
+
+
+def test_nobody_waits_for_what_is_over(notes: Notes) -> None:
+    order = event_order()
+    notes.over.add("a1")
+    order.follow((3, 99), handles("a0", "a1"), 1)
+    assert not notes.of("wait")
+    order.follow((3, 99), handles("a0", "a1"), 2)
+    assert notes.of("wait") == [("wait", "a0")]
 
 
 def test_no_host_waits_before_the_end(notes: Notes) -> None:
     notes.gate.clear()  # whoever synchronises would hang
-    order = EventOrder(GPU, EVENT_COUNT)
+    order = event_order()
     order.finish(1, lambda: None)
     order.follow((3, 99), handles("a0", "a1"), 2)
-    notes.gate.set()
+    assert not notes.of("synchronize")
+    order.close()  # the device is stuck, and still it ends
     order.close()
-    assert notes.of("synchronize") == [("synchronize", "own0"), ("synchronize", "own1")]
+
+
+def test_the_next_order_of_a_process_takes_the_pool_over(notes: Notes) -> None:
+    pools = Pools()
+    first = event_order(pools)
+    other = event_order(pools)
+    assert first.handles != other.handles, "two mutexes at a time share a pool"
+    notes.over.update({"own0", "own1"})
+    first.close()
+    assert event_order(pools).handles == first.handles
+    assert next(notes.made) == 2 * EVENT_COUNT, "events were made anew"
+
+
+def test_a_pool_that_may_still_be_recorded_is_not_given_to_others(notes: Notes) -> None:
+    pools = Pools()
+    first = event_order(pools)
+    first.close()
+    assert event_order(pools).handles != first.handles
 
 
 def test_without_ipc_turns_are_told_by_a_thread_in_order(notes: Notes) -> None:
@@ -165,10 +251,11 @@ def test_without_ipc_turns_are_told_by_a_thread_in_order(notes: Notes) -> None:
     assert not notes.of("publish"), "told before the device was done"
     notes.gate.set()
     order.close()
+    assert order.waits_on_host
     assert [which for _, which in notes.of("publish")] == [1, 2, 3]
     waits = [kind for kind, _ in notes.of("synchronize", "publish")]
     assert waits == ["synchronize", "publish"] * 3
-    assert notes.of("set_device") == [("set_device", GPU)]
+    assert set(notes.of("set_device")) == {("set_device", GPU)}
     assert not any(thread.name == "crossover-turn-end" for thread in threading.enumerate())
 
 
@@ -185,25 +272,75 @@ def test_the_thread_may_close_the_order_itself(notes: Notes) -> None:
     order.close()
 
 
+@pytest.mark.parametrize("wanted", [None, "events", "semaphores", "host"])
 def test_gpus_without_ipc_are_ordered_on_the_host_and_the_log_says_so(
-    notes: Notes, caplog: pytest.LogCaptureFixture
+    notes: Notes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wanted: str | None
 ) -> None:
-    assert isinstance(device_order(GPU, EVENT_COUNT), EventOrder)
+    if wanted is not None:
+        monkeypatch.setenv("CROSSOVER_DEVICE_ORDER", wanted)
     notes.ipc_works = False
     with caplog.at_level(logging.WARNING):
-        order = device_order(GPU, EVENT_COUNT)
+        order = device_order(GPU, EVENT_COUNT, Alone())
     assert isinstance(order, SynchronizedOrder)
-    assert "operation not supported" in caplog.text
+    assert len(caplog.records) == (wanted != "host")
+    if wanted in (None, "events"):
+        assert "operation not supported" in caplog.text
     order.close()
 
 
+def test_the_default_is_events(notes: Notes) -> None:
+    order = device_order(GPU, EVENT_COUNT, Alone())
+    assert isinstance(order, EventOrder)
+    made.append(order)
+
+
+def test_a_turn_told_at_once_does_not_overtake_one_told_late(notes: Notes) -> None:
+    order = event_order()
+    notes.gate.clear()
+    order.finish(1, lambda: notes.add("publish", 1), on_host=True)
+    order.finish(2, lambda: notes.add("publish", 2))
+    assert not notes.of("publish")
+    notes.gate.set()
+    order.close()
+    assert notes.of("publish") == [("publish", 1), ("publish", 2)]
+
+
+def test_after_late_turns_the_next_is_told_at_once_again(notes: Notes) -> None:
+    order = event_order()
+    told = threading.Event()
+    order.finish(1, told.set, on_host=True)
+    assert told.wait(SOON_S)
+    deadline_s = time.monotonic() + SOON_S
+    while order._telling:
+        assert time.monotonic() < deadline_s, "it tells late for ever"
+        time.sleep(0.001)
+    notes.gate.clear()
+    order.finish(2, lambda: notes.add("publish", 2))
+    assert notes.of("publish") == [("publish", 2)]
+
+
+def test_a_broken_device_does_not_keep_a_turn(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    order = SynchronizedOrder(GPU)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", fail)
+    order.finish(1, lambda: notes.add("publish", 1))
+    order.close()
+    assert notes.of("publish") == [("publish", 1)]
+
+
 def test_a_cpu_needs_no_order_of_its_own() -> None:
-    order = device_order(torch.device("cpu"), EVENT_COUNT)
+    order = device_order(torch.device("cpu"), EVENT_COUNT, Alone())
     assert isinstance(order, HostOrder)
     assert order.handles == b""
+    assert not order.on_device
+    assert not order.waits_on_host
     told = []
+    order.check_usable()
     order.finish(1, lambda: told.append(1))
-    order.follow((0, 1), b"", 1)
+    assert order.follow((0, 1), b"", 1) is None
+    order.admit([])
     order.close()
     assert told == [1]
 

@@ -10,14 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossover_ddp
-from tests.harness import run_ranks
+from tests.harness import documents, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
 def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
@@ -34,19 +30,14 @@ def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
     exec(compile(source, "README.md", "exec"), names)
 
 
-def _after(diff: str) -> str:
-    """Apply a diff block: what a training script looks like with it."""
-    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith("-"))
-
-
-@pytest.mark.parametrize("source", _blocks("python"))
+@pytest.mark.parametrize("source", documents.blocks(README, "python"))
 def test_python_block_runs(source: str) -> None:
     run_ranks(_run, 1, args=(source, True))
 
 
-@pytest.mark.parametrize("diff", _blocks("diff"))
+@pytest.mark.parametrize("diff", documents.blocks(README, "diff"))
 def test_diff_gives_a_script_that_trains(diff: str) -> None:
-    run_ranks(_run, 1, args=(_after(diff), False))
+    run_ranks(_run, 1, args=(documents.after(diff), False))
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)\)", README))
@@ -65,6 +56,6 @@ def test_names_in_the_text_are_public() -> None:
 
 
 def test_the_hook_is_one_added_line_and_its_import() -> None:
-    (diff, *_) = _blocks("diff")
-    added = [ast.parse(line[1:]).body[0] for line in diff.splitlines() if line.startswith("+")]
+    (diff, *_) = documents.blocks(README, "diff")
+    added = [ast.parse(line).body[0] for line in documents.added(diff)]
     assert [type(node) for node in added] == [ast.ImportFrom, ast.Expr]

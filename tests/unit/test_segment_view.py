@@ -284,8 +284,8 @@ def _flip(path: Path, offset: int) -> None:
         (lambda path: os.truncate(path, FILE_BYTES - 1), "expected a segment of .* bytes, got"),
         (lambda path: os.truncate(path, 0), "expected a segment of .* bytes, got 0"),
         (lambda path: os.truncate(path, 1 << 40), "expected a segment of .* bytes, got"),
-        (lambda path: _flip(path, 0), "expected layout 1"),
-        (lambda path: _flip(path, 8), "expected layout 1"),
+        (lambda path: _flip(path, 0), "expected layout 2"),
+        (lambda path: _flip(path, 8), "expected layout 2"),
         (lambda path: _flip(path, 24), "the device inside is not the one of its name"),
         pytest.param(lambda path: os.chown(path, NOBODY, -1), "to belong to user", marks=needs_root),
     ],
@@ -384,7 +384,7 @@ _SLOTS = st.lists(
 def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) -> None:
     """Write slots that say they are in use, with numbers that no job writes."""
     for index, numbers, lease_s in slots:
-        slot = Slot(1, *numbers[1:8], lease_s, 0xFFFFFFFF, 0, numbers[0] & 0xFFFFFFFF, 7)
+        slot = Slot(1, *numbers[1:8], numbers[7], lease_s, 0xFFFFFFFF, 0, numbers[0] & 0xFFFFFFFF, 7)
         start = HEADER_BYTES + index * SLOT_BYTES
         contents[start : start + SLOT_BYTES] = bytes(slot)
 

@@ -15,7 +15,7 @@ from crossover_ddp._step_figures import (
     figures,
     workload,
 )
-from tests.unit.made_up_spans import STEPS, decoupled_rank, span, split_rank
+from tests.unit.made_up_steps import STEPS, decoupled_rank, span, split_rank
 
 READY_S = (0.4, 0.6, 0.8, 1.0)
 SIZES = (1000, 3000, 2000, 8000)

@@ -1,0 +1,147 @@
+"""The few calls of the CUDA driver that torch does not offer, through ctypes on ``libcuda.so.1``.
+
+Names, numbers and meanings are those of ``cuda.h`` (13.1). Nothing is loaded at import, nothing here makes a
+context.
+"""
+
+import contextlib
+import ctypes
+import functools
+import threading
+import uuid
+from typing import Final
+
+_LIBRARY: Final = "libcuda.so.1"
+_SUCCESS: Final = 0
+# CUdevice_attribute
+CAN_USE_64_BIT_STREAM_MEM_OPS: Final = 122
+IPC_EVENT_SUPPORTED: Final = 125
+# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_SHARED_AND_MAPPED: Final = 0x01 | 0x02
+_WAIT_UNTIL_AT_LEAST: Final = 0x0  # CU_STREAM_WAIT_VALUE_GEQ, on signed differences
+# CU_STREAM_WRITE_VALUE_DEFAULT: the write comes after everything that its stream has written
+_WRITE_IN_ORDER: Final = 0x0
+_CAPTURE_MODE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+_U64, _SIZE, _INT, _POINTER, _FLAGS = (
+    ctypes.c_uint64,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_uint,
+)
+# The versions behind cuda.h's macros: stream memory operations of the first version are off by default.
+_SIGNATURES: Final = {
+    "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
+    "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
+    "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
+    "cuDeviceGetUuid": (_POINTER, _INT),
+    "cuDeviceGetUuid_v2": (_POINTER, _INT),
+    "cuMemHostRegister_v2": (_POINTER, _SIZE, _FLAGS),
+    "cuMemHostUnregister": (_POINTER,),
+    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_U64), _POINTER, _FLAGS),
+    "cuStreamWriteValue64_v2": (_POINTER, _U64, _U64, _FLAGS),
+    "cuStreamWaitValue64_v2": (_POINTER, _U64, _U64, _FLAGS),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_INT),),
+}
+_UUID_BYTES: Final = 16
+
+
+class CudaDriver:
+    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own name of what went wrong.
+
+    Args:
+        library: a loaded ``libcuda``.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise RuntimeError(
+                f"expected a driver with {name}, got an older one; update the NVIDIA driver"
+            ) from None
+        function.argtypes, function.restype = _SIGNATURES[name], _INT
+        result = function(*arguments)
+        if result != _SUCCESS:
+            raise RuntimeError(f"{name} failed: {self._error_name(result)}")
+
+    def _error_name(self, result: int) -> str:
+        text = ctypes.c_char_p()
+        with contextlib.suppress(AttributeError):
+            self._library.cuGetErrorName(_INT(result), ctypes.byref(text))
+        return text.value.decode() if text.value else f"CUresult {result}"
+
+    def _device(self, index: int) -> int:
+        device = _INT()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        return device.value
+
+    def attribute(self, index: int, attribute: int) -> int:
+        """Return an attribute of the device with this number in this process, as torch numbers it too."""
+        value = _INT()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device(index))
+        return value.value
+
+    def name(self, index: int) -> str:
+        """Return ``GPU-<uuid>``, or ``MIG-<uuid>`` for an instance of a partitioned GPU, as nvidia-smi lists them."""
+        own = card = self._uuid(index, "cuDeviceGetUuid_v2")
+        with contextlib.suppress(RuntimeError):  # a driver without the call for the whole card
+            card = self._uuid(index, "cuDeviceGetUuid")
+        return f"{'GPU' if own == card else 'MIG'}-{own}"
+
+    def _uuid(self, index: int, function: str) -> uuid.UUID:
+        found = ctypes.create_string_buffer(_UUID_BYTES)
+        self._call(function, found, self._device(index))
+        return uuid.UUID(bytes=found.raw)
+
+    def register(self, address: int, size_bytes: int) -> int:
+        """Pin host memory for every context of this process; return its address on the device."""
+        self._call("cuMemHostRegister_v2", address, size_bytes, _SHARED_AND_MAPPED)
+        on_device = _U64()
+        try:
+            self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(on_device), address, 0)
+        except RuntimeError:
+            self.unregister(address)
+            raise
+        return on_device.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._call("cuMemHostUnregister", address)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Let the stream write a 64-bit word once it has done, and written, what it was given so far."""
+        self._call("cuStreamWriteValue64_v2", stream, address, value, _WRITE_IN_ORDER)
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Let the stream wait until a 64-bit word is at least ``value``."""
+        self._call("cuStreamWaitValue64_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
+
+    def ignore_other_threads_captures(self) -> None:
+        """Let the calling thread query and wait although another thread of the process captures a CUDA graph."""
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(_INT(_CAPTURE_MODE_THREAD_LOCAL)))
+
+
+@functools.cache
+def cuda_driver() -> CudaDriver:
+    """Return the driver of this process. Raises ``OSError`` where there is none."""
+    return CudaDriver(ctypes.CDLL(_LIBRARY))
+
+
+_threads = threading.local()
+
+
+def adopt_thread() -> None:
+    """Make a thread of ours harmless to captures of CUDA graphs on the user's threads, as far as the driver can.
+
+    While a graph is captured in torch's default mode, a query or a wait for an event on *any* thread would
+    invalidate the capture.
+    """
+    if not getattr(_threads, "adopted", False):
+        _threads.adopted = True
+        with contextlib.suppress(OSError, RuntimeError):  # no worse than without
+            cuda_driver().ignore_other_threads_captures()
