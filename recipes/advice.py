@@ -197,14 +197,14 @@ def measure_preset(
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Advice beside measurement (said / measured)")
+    table = Table(title="Advice beside measurement (said/measured)")
     for column in ("model", "M/C", "C s", "N s", "M s", "crossover", "decoupled"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         pairs = [f"{row['said'][key]:.3f}/{row['lab'][key]:.3f}" for key in ("c_s", "n_s", "m_s")]
         pairs += [f"{row[f'{way}_said']:.2f}/{row[way]:.2f}" for way in ("crossover", "decoupled")]
         table.add_row(row["preset"], f"{row['lab']['m_s'] / row['lab']['c_s']:.2f}", *pairs)
-    console.print(table)
+    console.print(table, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
