@@ -116,10 +116,19 @@ ALLOWED: dict[str, set[str]] = {
     "_columns": set(),
     "_manifest": {"_layout"},
     "cli": {"_cli_doctor", "_cli_output", "_cli_status"},
-    "_cli_doctor": {"_cli_output", "_findings", "_machine_facts", "_segment_files", "_segment_view"},
+    "_cli_doctor": {
+        "_cli_output",
+        "_device_order",
+        "_findings",
+        "_gpu_findings",
+        "_machine_facts",
+        "_segment_files",
+        "_segment_view",
+    },
     "_cli_status": {"_cli_output", "_segment_files", "_segment_view", "_turn_report"},
     "_cli_output": set(),
-    "_machine_facts": {"_findings", "_segment_files"},
+    "_machine_facts": {"_cuda_driver", "_findings", "_gpu_findings", "_segment_files"},
+    "_gpu_findings": {"_findings"},
     "_findings": {"_segment_files", "_segment_view"},
     "_turn_report": {"_segment_view"},
     "_segment_view": {"_segment_files", "errors"},
@@ -146,7 +155,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
-PURE = {"_findings", "_kfac_planning", "_layout", "_manifest", "_planning", "_turn_report", "_turns"}
+PURE = {
+    "_findings",
+    "_gpu_findings",
+    "_kfac_planning",
+    "_layout",
+    "_manifest",
+    "_planning",
+    "_turn_report",
+    "_turns",
+}
 PURE_IMPORTS = {
     "__future__",
     "abc",
@@ -175,6 +193,7 @@ WITHOUT_TORCH = {
     "_segment_view",
     "_turn_report",
     "_findings",
+    "_gpu_findings",
     "_cli_output",
     "_cli_status",
     "_timeline",
