@@ -331,7 +331,7 @@ def _notes(found: Figures, model_step_s: float | None) -> tuple[str, ...]:
         )
     if found.link is not None and not found.alpha_known:
         notes.append(
-            "the buckets' sizes do not tell the link's start-up time from its rate: α = 0 is assumed, which speaks for "
-            "small ones"
+            "the buckets' sizes and times do not tell the link's start-up time from its rate: α = 0 is assumed, which "
+            "speaks for small ones"
         )
     return tuple(notes)

@@ -24,8 +24,9 @@ LEAST_STEPS: Final = 5
 THE_LINE: Final = "model.register_comm_hook(None, reduce_scatter_all_gather_hook)"
 THE_IMPORT: Final = "from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook"
 _HALVES: Final = frozenset({"reduce_scatter", "all_gather"})
-# Sizes nearer to one another than this do not tell a start-up from a rate.
+# Sizes nearer to one another than this do not tell a start-up from a rate, nor do times that sizes explain less well.
 _TELLING_RATIO: Final = 2.0
+_TELLING_SHARE: Final = 0.9
 # Where forward ends nobody records: forward and backward of most networks are as 1 : 2.
 FORWARD_SHARE: Final = 1 / 3
 
@@ -74,7 +75,7 @@ class Figures:
         lag_s: what the slowest rank computes longer than the fastest, in a step.
         buckets: in the order of backward.
         link: what half an exchange costs; its ``alpha_s`` is 0 if ``alpha_known`` is false.
-        alpha_known: whether the buckets' sizes tell the start-up from the rate.
+        alpha_known: whether the buckets' sizes and times tell the start-up from the rate.
     """
 
     hook: str
@@ -367,13 +368,16 @@ def _shares(intervals: Sequence[tuple[float, float, int]], count: int) -> list[f
 
 
 def _link(buckets: Sequence[Bucket]) -> tuple[Link, bool]:
-    """Fit the link to the buckets' times, and say whether their sizes tell start-up and rate apart."""
+    """Fit the link to the buckets' times, and say whether these tell start-up and rate apart."""
     wire_s, size_bytes = sum(each.wire_s for each in buckets), sum(each.size_bytes for each in buckets)
     plain = Link(0.0, wire_s / 2 / size_bytes)
     sizes = [bucket.size_bytes for bucket in buckets]
     if max(sizes) < _TELLING_RATIO * min(sizes):
         return plain, False
     fitted = Link.fitted((float(each.size_bytes), each.wire_s / 2) for each in buckets)
-    if fitted.alpha_s <= 0 or fitted.beta_s <= 0:
-        return plain, False
-    return fitted, True
+    halves_s = [each.wire_s / 2 for each in buckets]
+    mean_s = wire_s / 2 / len(buckets)
+    left_over = sum((half_s - fitted.half_s(size)) ** 2 for half_s, size in zip(halves_s, sizes, strict=True))
+    spread = sum((half_s - mean_s) ** 2 for half_s in halves_s)
+    tells = fitted.alpha_s > 0 and fitted.beta_s > 0 and left_over <= (1 - _TELLING_SHARE) * spread
+    return (fitted, True) if tells else (plain, False)

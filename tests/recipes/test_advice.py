@@ -16,8 +16,9 @@ from crossover_ddp._advice import DECOUPLED_TRAINING
 from crossover_ddp._cli_output import FINE
 from lab import Cluster, Job
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "tests" / "harness" / "sleepy_job.py")
+from . import RECIPES
+
+SCRIPT = str(RECIPES / "sleepy_job.py")
 _REASON = lab.why_not_shaped()
 LAYERS, FORWARD_S, BACKWARD_S = 6, 0.02, 0.04
 GRADIENT_BYTES = LAYERS * 256 * 256 * 4

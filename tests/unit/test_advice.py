@@ -111,7 +111,12 @@ def test_the_siblings_bound(compute_s: float, exposed_s: float, wire_s: float, m
 @pytest.mark.parametrize(
     ("c_s", "n_s", "m_s", "bound"),
     # docs/measurements.md, "Two siblings against one after the other"
-    [(0.309, 0.050, 0.236, 1.16), (0.273, 0.128, 0.270, 1.47), (0.327, 0.246, 0.328, 1.75)],
+    [
+        (0.309, 0.050, 0.236, 1.16),
+        (0.273, 0.128, 0.270, 1.47),
+        (0.327, 0.246, 0.328, 1.75),
+        (1, 1, 1.6, 1.25),
+    ],
 )
 def test_the_bounds_of_the_measurements_are_met(c_s: float, n_s: float, m_s: float, bound: float) -> None:
     assert sibling_bound(c_s, n_s, m_s) == pytest.approx(bound, abs=0.006)

@@ -11,6 +11,7 @@ from crossover_ddp._step_figures import (
     THE_LINE,
     WRAPPED,
     NotMeasurableError,
+    _shares,
     figures,
     workload,
 )
@@ -58,6 +59,10 @@ def test_waiting_for_a_late_peer_is_no_time_of_the_wire() -> None:
     assert found.lag_s == pytest.approx(late_s)
 
 
+def test_time_shared_on_the_wire_counts_once() -> None:
+    assert _shares([(0.0, 2.0, 0), (1.0, 3.0, 1), (5.0, 6.0, 1)], 2) == pytest.approx([1.5, 2.5])
+
+
 def test_waiting_for_a_turn_is_neither_compute_nor_communication() -> None:
     rank = split_rank(READY_S, SIZES, wait_s=0.7, **LINK)
     found = figures({0: rank, 1: rank})
@@ -78,6 +83,18 @@ def test_equal_sizes_do_not_tell_start_up_from_rate() -> None:
     assert not found.alpha_known
     assert found.link.alpha_s == 0
     assert 2 * sum(found.link.half_s(size) for size in (2000,) * 4) == pytest.approx(found.wire_s)
+
+
+def test_times_that_sizes_do_not_explain_tell_no_start_up() -> None:
+    rank = split_rank(READY_S, (1000, 3000, 2000, 2500), **LINK)
+    assert figures({0: rank, 1: rank}).alpha_known
+    uneven = [
+        each._replace(end_s=each.end_s + 0.05) if each.detail.get("bucket") == 1 else each for each in rank
+    ]
+    found = figures({0: uneven, 1: uneven})
+    assert not found.alpha_known
+    assert found.link is not None
+    assert found.link.alpha_s == 0
 
 
 def test_decoupled_stalls_are_exposed_communication() -> None:

@@ -1,6 +1,6 @@
-"""A training script whose compute is sleep: how long it takes does not depend on who else uses the machine.
+"""A training script whose compute is sleep: how long it takes hardly depends on who else uses the machine.
 
-    torchrun --nproc-per-node 2 tests/harness/sleepy_job.py --hook split
+    torchrun --nproc-per-node 2 recipes/sleepy_job.py --hook split
 
 Each layer has a quarter of a megabyte of gradients in a bucket of its own, and computes as long as the arguments say.
 """
@@ -90,6 +90,7 @@ def main() -> None:
         optimizer.zero_grad()
         ends_s.append(time.monotonic())
     print(json.dumps({"ends_s": ends_s}), flush=True)
+    dist.barrier()  # gloo may abort a rank whose peer is gone already
     dist.destroy_process_group()
 
 
