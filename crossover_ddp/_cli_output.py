@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from crossover_ddp._segment_files import GROUP_NAME
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -45,6 +47,15 @@ def add_command(
     parser.add_argument("--json", action="store_true", help=json_help)
     parser.set_defaults(run=run)
     return parser
+
+
+def group_name(text: str) -> str:
+    """Read the name of a group; for ``type=``."""
+    if not GROUP_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"expected 1-64 letters, digits, '.', '_', '-', as in CROSSOVER_GROUP, got {text!r}"
+        )
+    return text
 
 
 class MissingRichError(Exception):

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from crossover_ddp._cli_output import FINE, FOUND, add_command, console, require_rich, write_json
-from crossover_ddp._segment_files import GROUP_NAME, SHARED_MEMORY
+from crossover_ddp._cli_output import FINE, FOUND, add_command, console, group_name, require_rich, write_json
+from crossover_ddp._segment_files import SHARED_MEMORY
 from crossover_ddp._segment_view import Look, look
 from crossover_ddp._turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
 
@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECONDS",
         help="go on until Ctrl-C, a new picture every SECONDS (default 1)",
     )
-    parser.add_argument("--group", type=_group, metavar="NAME", help="this group only (default: all)")
+    parser.add_argument("--group", type=group_name, metavar="NAME", help="this group only (default: all)")
 
 
 def _seconds(text: str) -> float:
@@ -59,14 +59,6 @@ def _seconds(text: str) -> float:
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, got {text!r}")
     return seconds
-
-
-def _group(text: str) -> str:
-    if not GROUP_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(
-            f"expected 1-64 letters, digits, '.', '_', '-', as in CROSSOVER_GROUP, got {text!r}"
-        )
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -47,11 +47,6 @@ class Curvature:
         """How many batches had factors that were not finite, or none at all; they changed nothing."""
         return int(self._dropped)
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is a solver; without one the gradient stays as it is."""
-        return self._solver is not None
-
     def add(self, a: Tensor, g: Tensor, decay: float) -> None:
         """Take the factors of one batch into the running means, unless one of them is not finite."""
         usable = torch.isfinite(a).all() & torch.isfinite(g).all()
@@ -87,11 +82,11 @@ class Curvature:
         if pending is not None:
             self._install(pending.result())
 
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Return G⁻¹ · matrix · A⁻¹, or ``matrix`` itself while there is no solver. Shape [groups, g_dim, a_dim]."""
+    def solver(self) -> Solver | None:
+        """Return what preconditions now: a solver that was made meanwhile, or the former one; None before the first."""
         if self._pending is not None and self._pending.done:
             self.settle()
-        return matrix if self._solver is None else self._solver.precondition(matrix)
+        return self._solver
 
     def _install(self, solver: Solver | None) -> None:
         if solver is not None:

@@ -53,6 +53,11 @@ def flat_gradients(bucket: Bucket) -> torch.Tensor:
     return buffer
 
 
+def largest_bytes(bucket: dist.GradBucket) -> int:
+    """Return the size of the bucket's largest gradient: DDP makes no bucket smaller than that."""
+    return max(parameter.numel() for parameter in bucket.parameters()) * bucket.buffer().itemsize
+
+
 def check_not_capturing(bucket: Bucket) -> None:
     """Refuse a backward pass that is captured into a CUDA graph: no hook runs when the graph is replayed."""
     if _is_captured(bucket):
@@ -107,3 +112,10 @@ def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
+    """Name the first few of ``parameters`` as ``model`` does, for a message."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    known = [names[id(p)] for p in parameters if id(p) in names]
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

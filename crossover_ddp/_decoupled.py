@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ._ddp_checks import Bucket, check_not_capturing, flat_gradients, model_of, resolve_group
+from ._ddp_checks import Bucket, check_not_capturing, flat_gradients, model_of, names_of, resolve_group
 from ._exchange import Exchange
 from ._guards import OwnHook, Watch, guard
 from ._journey import Turn
@@ -343,7 +343,7 @@ class DecoupledState:
         if foreign:
             raise UnsupportedConfigurationError(
                 f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
-                f"({_names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+                f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
                 "wrapped (requires_grad=False)"
             )
         self._known.update(id(p) for p in new)
@@ -392,7 +392,10 @@ class DecoupledState:
         first = min(self._stale.values(), key=lambda share: share.urgency, default=None)
         if first is not None:
             first.deferred.wait()
+        since_s = time.monotonic()
         turn.acquire()
+        if self._engine is not None:
+            self._engine.waited(since_s)
 
     def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""
@@ -411,8 +414,7 @@ class DecoupledState:
         if self._early_reads == _EARLY_READS_TO_WARN:
             logger.warning(
                 "parameters are read between optimizer.step() and the next forward (a moving average, "
-                "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but the update then waits for "
-                "the network and decoupling gains little"
+                "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
             )
 
     # --- updates ---------------------------------------------------------------------------------------------
@@ -487,11 +489,14 @@ class DecoupledState:
             self._hooks.callback(register(lambda *_: self.flush()).remove)
 
     def _on_step(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None:
-            raise UnsupportedConfigurationError(
-                "expected optimizer.step() without a closure, got closure="
-                f"{getattr(closure, '__name__', closure)!r}; call backward() before step()"
-            )
+        if closure is None:
+            return self._step()
+        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
+            loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> Any:
         self._update_all()
         self._check_round()
         if not self._round:
@@ -588,9 +593,3 @@ def _restore(optimizer: Optimizer, ours: dict[str, Any], own: dict[str, Any]) ->
         else:
             vars(optimizer)[name] = value
     vars(optimizer).pop(_MARK, None)
-
-
-def _names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
-    names = {id(p): name for name, p in model.module.named_parameters()}
-    known = [names[id(p)] for p in parameters if id(p) in names]
-    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

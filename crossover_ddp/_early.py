@@ -86,7 +86,7 @@ class EarlyFactors:
             parcel.pack(factor, there[start : start + parcel.numel], self._rank)
         arrived = self.arrived
 
-        def keep(part: Tensor) -> None:
+        def keep(part: Tensor, final: Callable[[int], None]) -> None:
             for index, parcel, offset in zip(group, parcels, made.factors, strict=True):
                 if self._owners[index] == self._rank:
                     arrived[index] = parcel, part[offset : offset + parcel.numel]

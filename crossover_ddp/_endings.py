@@ -15,8 +15,10 @@ _END_TIMEOUT_S: Final = 0.5
 _LAST_GATHERS_TIMEOUT_S: Final = 30.0
 
 
-def on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) -> None:
-    """Call ``end`` in ``destroy_process_group``.
+def on_destruction(
+    process_group: dist.ProcessGroup, end: Callable[[], None], *, at_exit: bool = True
+) -> None:
+    """Call ``end`` in ``destroy_process_group``, or else when the interpreter exits if ``at_exit``.
 
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
     torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
@@ -24,7 +26,7 @@ def on_destruction(process_group: dist.ProcessGroup, end: Callable[[], None]) ->
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if store_of is not None:
-            weakref.finalize(store_of(process_group), end)
+            weakref.finalize(store_of(process_group), end).atexit = at_exit
 
 
 def end_engine(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:

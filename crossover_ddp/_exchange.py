@@ -15,7 +15,6 @@ order is the same on all ranks. Deferred gathers follow the step's last reduce-s
 import contextlib
 import functools
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -26,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from ._collectives import HostBuffer, NativeHalves, Ring
-from ._ddp_checks import Bucket, check_group, flat_gradients
+from ._ddp_checks import Bucket, check_group, flat_gradients, largest_bytes
 from ._endings import end_engine, on_destruction, stop_workers
+from ._exchange_spans import ExchangeSpans, timeline_of
 from ._gathers import GatherOrder
 from ._journey import Cargo, Deferred, Failure, Freight, Journey, OwnerStep, RingTrip, Turn
-from ._layout import Layout
+from ._layout import Layout, Span
 from ._staging import Side, StagedBuffer
 from ._step import GradientFuture, Step
 from ._timeline import Timeline
@@ -71,7 +71,7 @@ class Exchange:
     ) -> None:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self.timeline = timeline
+        self._spans = ExchangeSpans(timeline, process_group)
         self._group = weakref.ref(process_group)
         self._backends = _backends(process_group)
         self._checked: set[tuple[int, int]] = set()
@@ -89,6 +89,7 @@ class Exchange:
         self._in_flight: set[Journey] = set()
         self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
+        on_destruction(process_group, self._spans.flush)  # what is registered first comes last
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
         end = functools.partial(end_engine, self._reducer, self._gatherer, self._ring, self._order)
         weakref.finalize(self, end)
@@ -100,9 +101,7 @@ class Exchange:
         with cls._registry_lock:
             engine = cls._engines.get(process_group)
         if engine is None:
-            device = os.environ.get("CROSSOVER_DEVICE", "unnamed")
-            timeline = Timeline.from_environment(rank=process_group.rank(), device=device)
-            engine = cls(process_group, timeline=timeline)
+            engine = cls(process_group, timeline=timeline_of(process_group))
             with cls._registry_lock:
                 engine = cls._engines.setdefault(process_group, engine)
         return engine
@@ -179,7 +178,7 @@ class Exchange:
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
-            deferred = Deferred(journey)
+            deferred = Deferred(journey, self._spans.timeline)
             future = journey.side.future()
             self._launch(journey)
             future.set_result(bucket.buffer())
@@ -190,6 +189,10 @@ class Exchange:
     def begin_compute(self) -> None:
         """Note that forward begins, for the timeline."""
         self._turn_taken_s = time.monotonic()
+
+    def waited(self, since_s: float) -> None:
+        """Note that forward waited for its turn until now, for the timeline."""
+        self._spans.wait(self._step.number, since_s, time.monotonic())
 
     @staticmethod
     def refuse(bucket: dist.GradBucket, error: Exception) -> GradientFuture:
@@ -234,7 +237,7 @@ class Exchange:
         return step
 
     def _leave(self, step: Step, turn: Turn | None) -> None:
-        self._step = Step()
+        self._step = Step(step.number + 1)
         self._end_compute(step, turn)
 
     def _end_compute(self, step: Step, turn: Turn | None) -> None:
@@ -245,8 +248,7 @@ class Exchange:
         if step.compute_ended or step.keeps_turn:
             return
         step.compute_ended = True
-        if self.timeline is not None and self._turn_taken_s is not None:
-            self.timeline.span("compute", self._turn_taken_s, step.last_hook_s)
+        self._spans.compute(step, self._turn_taken_s)
         if turn is not None:
             turn.release()
 
@@ -276,6 +278,8 @@ class Exchange:
             last=bucket.is_last(),
             side=self._side(tensor.device),
             turn=turn,
+            ready_s=step.last_hook_s,
+            largest_bytes=largest_bytes(bucket) if self._spans.timeline is not None else 0,
         )
 
     def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
@@ -318,15 +322,29 @@ class Exchange:
         gather = (
             self._ring.all_gather(buffer, journey.layout, journey.sequence) if journey.goes_back else None
         )
+        if gather is not None and journey.side.copier is None:
+            journey.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         at_once = gather is not None and journey.owner_step is None and not journey.deferred
-        on_owned = gather.offer if gather is not None and at_once else None
+        on_owned = gather.offer if gather is not None and at_once else self._teller(journey)
         scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
         journey.trip = trip = RingTrip(buffer, scatter, gather)
         self._end_own_compute(journey)
         if journey.deferred:
             self._order.scatter_begins(journey)
         self._put(self._reducer, journey, "reduce-scatter", functools.partial(self._reduce, journey, trip))
+
+    def _teller(self, journey: Journey) -> Callable[[Span], None] | None:
+        """Return what tells the owner how much of its part has arrived, on the gatherer; None if it need not know."""
+        arriving = journey.cargo.arriving if journey.cargo is not None else None
+        if arriving is None or journey.side.copier is not None:
+            return None
+        start = journey.layout.part(self.rank).start
+
+        def tell(span: Span) -> None:
+            self._put(self._gatherer, journey, "owner's step", functools.partial(arriving, span.stop - start))
+
+        return tell
 
     def _buffer(self, journey: Journey, freight: Freight, *, own_only: bool = False) -> HostBuffer:
         copier = journey.side.copier
@@ -360,7 +378,7 @@ class Exchange:
                 work.wait()
             whole_way = side.mark()
         if journey.last_turn is None:
-            self._complete(journey)
+            self._complete(journey, meets=False)  # on the host; the device is still at it
         else:
             end = functools.partial(self._end_native, journey, half_way, whole_way)
             self._put(self._gatherer, journey, "exchange", end)
@@ -386,7 +404,7 @@ class Exchange:
             trip.gather.start()
         trip.scatter.start()
         trip.scatter.wait()
-        self._span("reduce_scatter", begin_s, journey)
+        self._spans.half("reduce_scatter", begin_s, journey)
         if journey.last_turn is not None and not journey.keeps_turn:
             journey.last_turn.request()
         if journey.deferred:
@@ -413,7 +431,7 @@ class Exchange:
         if trip.gather is not None and (journey.owner_step is not None or journey.deferred):
             trip.gather.offer_all()
         self._gather_buffer(journey, trip)
-        self._span("all_gather", begin_s, journey)
+        self._spans.half("all_gather", begin_s, journey)
         self._complete(journey)
         if journey.deferred:
             self._order.gathered()
@@ -467,10 +485,14 @@ class Exchange:
         shared = journey.turn is not None and journey.turn.shared
         if shared:
             whole_way()
-        self._complete(journey, ahead=not shared)
+        # Somebody else's hook: nobody knows for whose data it waited.
+        self._complete(journey, ahead=not shared, meets=False)
 
-    def _complete(self, journey: Journey, *, ahead: bool = False) -> None:
-        """End a journey that succeeded; the step's last one takes the turn first."""
+    def _complete(self, journey: Journey, *, ahead: bool = False, meets: bool = True) -> None:
+        """End a journey that succeeded; the step's last one takes the turn first.
+
+        ``ahead``: the device may still be busy with it. ``meets``: it could not end before all ranks had begun.
+        """
         if journey.cargo is not None:
             with journey.side.current():
                 journey.cargo.unload()
@@ -483,9 +505,8 @@ class Exchange:
                 with journey.side.current():
                     journey.turn.acquire(ahead=ahead)
             self._turn_taken_s = time.monotonic()
-            if self.timeline is not None:
-                self.timeline.span("exchange", journey.step.last_hook_s, done_s)
-                self.timeline.span("wait", done_s, self._turn_taken_s)
+            self._spans.exchange(journey, done_s, meets=meets and not ahead)
+            self._spans.wait(journey.step.number + 1, done_s, self._turn_taken_s)
         for other in journey.step.held if journey.last else ():
             self._finish(other, None)
         self._finish(journey, None)
@@ -546,11 +567,6 @@ class Exchange:
             for future in (journey.future, journey.reduced):
                 if not future.done():
                     future.set_exception(error)  # type: ignore[arg-type]
-
-    def _span(self, kind: str, begin_s: float, journey: Journey) -> None:
-        if self.timeline is not None:
-            size_bytes = journey.tensor.numel() * journey.tensor.itemsize
-            self.timeline.span(kind, begin_s, time.monotonic(), bucket=journey.index, bytes=size_bytes)
 
 
 def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:

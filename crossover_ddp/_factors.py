@@ -267,8 +267,16 @@ class Solver(Protocol):
         solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
         """
 
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
+    @property
+    def right(self) -> Tensor:
+        """R, [groups, a, a], in V = L · m(∇ · R)."""
+
+    @property
+    def left(self) -> Tensor:
+        """L, [groups, g, g]."""
+
+    def middle(self, product: Tensor) -> Tensor:
+        """Return m(∇ · R), [groups, g, a]; not in place, but maybe ``product`` itself."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint has to hold; the tensors themselves, not copies."""
@@ -276,6 +284,11 @@ class Solver(Protocol):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Solver":
         """Make again what `tensors` described."""
+
+
+def precondition(solver: Solver, matrix: Tensor) -> Tensor:
+    """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
+    return solver.left @ solver.middle(matrix.to(solver.right.dtype) @ solver.right)
 
 
 @dataclass(frozen=True)
@@ -305,9 +318,19 @@ class DampedInverse:
         (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
         return cls(a_inverse, g_inverse, a_strained + g_strained)
 
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Apply both inverses."""
-        return self.g_inverse @ matrix.to(self.a_inverse.dtype) @ self.a_inverse
+    @property
+    def right(self) -> Tensor:
+        """A's inverse."""
+        return self.a_inverse
+
+    @property
+    def left(self) -> Tensor:
+        """G's inverse."""
+        return self.g_inverse
+
+    def middle(self, product: Tensor) -> Tensor:
+        """Nothing is to be done."""
+        return product
 
     def tensors(self) -> dict[str, Tensor]:
         """Return both inverses."""
@@ -347,11 +370,21 @@ class Eigenbasis:
         gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
         return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
 
-    def precondition(self, matrix: Tensor) -> Tensor:
+    @property
+    def right(self) -> Tensor:
+        """A's eigenvectors."""
+        return self.a_vectors
+
+    @property
+    def left(self) -> Tensor:
+        """G's eigenvectors."""
+        return self.g_vectors
+
+    def middle(self, product: Tensor) -> Tensor:
         """Divide by the damped eigenvalues in the basis where the Fisher block is diagonal."""
-        rotated = self.g_vectors.mT @ matrix.to(self.a_vectors.dtype) @ self.a_vectors
+        rotated = self.g_vectors.mT @ product
         rotated /= self.g_values.unsqueeze(-1) * self.a_values.unsqueeze(-2) + self.damping
-        return self.g_vectors @ rotated @ self.a_vectors.mT
+        return rotated @ self.a_vectors.mT
 
     def tensors(self) -> dict[str, Tensor]:
         """Return eigenvalues, eigenvectors and the damping."""

@@ -1,5 +1,6 @@
 """One bucket on its way from the hook to its Future, and the turn around it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -10,9 +11,11 @@ from ._collectives import HostBuffer, RingAllGather, RingReduceScatter
 from ._layout import Layout
 from ._staging import Side
 from ._step import GradientFuture, Step
+from ._timeline import Detail, Timeline
 from .errors import CrossoverError, ExchangeError
 
 OwnerStep = Callable[[torch.Tensor], None]
+CargoStep = Callable[[torch.Tensor, Callable[[int], None]], None]
 
 
 class Turn(Protocol):
@@ -65,16 +68,24 @@ class Cargo:
         scatter: is summed into its owners, divided by the number of ranks.
         gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
             ``step``; None: nothing comes back.
-        step: the owner's work between the halves; it is handed the own part of ``scatter``.
+        step: the owner's work between the halves; it is handed the own part of ``scatter``, and what it may tell how
+            many leading elements of that part are final: where the same buffer goes both ways, they leave at once.
         unload: called when ``gather`` is whole, before the bucket's Future completes.
         keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
+        arriving: told, before ``step``, how many leading elements of the own part have arrived, on the same thread. Not
+            called with one rank, for a device's memory, or on NCCL.
     """
 
     scatter: Freight
     gather: Freight | None
-    step: OwnerStep
+    step: CargoStep
     unload: Callable[[], None]
     keeps_turn: bool = False
+    arriving: Callable[[int], None] | None = None
+
+
+def _nobody(numel: int) -> None:
+    """For buffers that leave as a whole."""
 
 
 class RingTrip(NamedTuple):
@@ -91,7 +102,8 @@ class Journey:
 
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
     before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
-    Future's value if that is not ``tensor``.
+    Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
+    ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
     """
 
     index: int
@@ -107,6 +119,8 @@ class Journey:
     result: torch.Tensor | None = None
     urgency: int | None = None
     trip: RingTrip | None = None
+    ready_s: float = 0.0
+    largest_bytes: int = 0
     future: GradientFuture = field(init=False)
     reduced: GradientFuture = field(init=False)
     finished: bool = False
@@ -118,7 +132,25 @@ class Journey:
     def load(self, cargo: Cargo) -> None:
         """Let ``cargo`` travel, and the Future hold the bucket's buffer all the same."""
         self.cargo, self.result = cargo, self.tensor
-        (self.tensor, self.layout), self.owner_step = cargo.scatter, cargo.step
+        self.tensor, self.layout = cargo.scatter
+        self.take_owner_step(_nobody)
+
+    def take_owner_step(self, final: Callable[[int], None]) -> None:
+        """Let the cargo's owner tell ``final`` what may leave."""
+        if self.cargo is not None:
+            step = self.cargo.step
+            self.owner_step = lambda part: step(part, final)
+
+    def in_words(self) -> dict[str, Detail]:
+        """Return what a timeline says of this bucket. ``owner``: 1 if there is an owner's step between the halves."""
+        return {
+            "bucket": self.index,
+            "bytes": self.tensor.numel() * self.tensor.itemsize,
+            "largest_bytes": self.largest_bytes,
+            "ready_s": self.ready_s,
+            "device_type": self.tensor.device.type,
+            "owner": int(self.owner_step is not None),
+        }
 
     @property
     def goes_back(self) -> bool:
@@ -148,8 +180,9 @@ class Deferred:
     ``ExchangeError`` if the exchange failed. Not collective.
     """
 
-    def __init__(self, journey: Journey) -> None:
+    def __init__(self, journey: Journey, timeline: Timeline | None = None) -> None:
         self._journey = journey
+        self._timeline = timeline
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -163,7 +196,11 @@ class Deferred:
 
     def own_part(self) -> torch.Tensor:
         """Wait for the reduce-scatter; return this rank's part of the mean."""
-        return self._journey.reduced.wait()
+        begin_s = time.monotonic()
+        part = self._journey.reduced.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)
+        return part
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean over the ranks."""
@@ -171,4 +208,7 @@ class Deferred:
             raise ExchangeError(
                 "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
             )
+        begin_s = time.monotonic()
         self._journey.future.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)

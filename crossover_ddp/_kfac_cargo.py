@@ -20,10 +20,19 @@ from torch import Tensor
 from ._capture import Room
 from ._columns import LayerShape, triangle_numel
 from ._curvature import Curvature
-from ._factors import factor_of, gradient_matrix, pack_triangle, split_gradient, unpack_triangle
+from ._factors import (
+    Solver,
+    factor_of,
+    gradient_matrix,
+    pack_triangle,
+    precondition,
+    split_gradient,
+    unpack_triangle,
+)
 from ._journey import Cargo, Freight
 from ._layout import Span
 from ._manifest import Load, Manifest, manifest
+from ._row_product import RowProduct, goes_by_rows
 from ._worker import Worker
 
 _NO_ROOM: Final = Room()
@@ -234,6 +243,7 @@ class BucketCargo:
         message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
         self._message_numel = message_bytes // buffer.itemsize
         self.manifest: Manifest = manifest(plan.world_size, loads, passing, self._message_numel)
+        self._products: dict[int, RowProduct] = {}
         self._back = take(self.manifest.back.numel)
         if self.manifest.in_place:
             self._there = self._back
@@ -248,7 +258,8 @@ class BucketCargo:
         """Return what the engine needs to know."""
         there = Freight(self._there, self.manifest.there)
         back = there if self.manifest.in_place else Freight(self._back, self.manifest.back)
-        return Cargo(there, back, self._step, self._unload, self._round.plan.keeps_turn)
+        arriving = self._arriving if self._going_by_rows() else None
+        return Cargo(there, back, self._step, self._unload, self._round.plan.keeps_turn, arriving)
 
     # On the hook's thread.
 
@@ -286,12 +297,12 @@ class BucketCargo:
 
     # On the owner, between the halves.
 
-    def _step(self, part: Tensor) -> None:
+    def _step(self, part: Tensor, final: Callable[[int], None]) -> None:
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(part.device.type, enabled=False):
-            self._own_step(part)
+            self._own_step(part, final)
 
-    def _own_step(self, part: Tensor) -> None:
+    def _own_step(self, part: Tensor, final: Callable[[int], None]) -> None:
         plan, rank = self._round.plan, self._round.plan.rank
         back = self._back[slice(*self.manifest.back.part(rank))]
         for passenger, offset, factor_offset in self._places():
@@ -302,7 +313,7 @@ class BucketCargo:
                 self._take_factors(curvature, passenger, part[factor_offset:])
             if plan.inverts:
                 curvature.invert(plan.damping, plan.inverter)
-            self._precondition(curvature, passenger, part, back, offset)
+            self._precondition(curvature, passenger, part, back, offset, final)
         if not self.manifest.in_place:
             for bucket, owner, offset in self.manifest.passing:
                 if owner == rank:
@@ -328,24 +339,73 @@ class BucketCargo:
             a = parcel.unpack(mean)
         curvature.add(a, g, decay)
 
+    def _going_by_rows(self) -> bool:
+        plan = self._round.plan
+        # New solvers are made when all has arrived.
+        return not plan.inverts and any(
+            plan.owners[each.index] == plan.rank and goes_by_rows(each.shape) for each in self._passengers
+        )
+
+    def _arriving(self, numel: int) -> None:
+        """See ``Cargo.arriving``."""
+        plan = self._round.plan
+        part = self._there[slice(*self.manifest.there.part(plan.rank))]
+        for passenger, offset, _ in self._places():
+            if plan.owners[passenger.index] != plan.rank or not goes_by_rows(passenger.shape):
+                continue
+            product = self._products.get(passenger.index)
+            if product is None and (solver := self._round.curvatures[passenger.index].solver()) is not None:
+                product = self._products[passenger.index] = _row_product(passenger, solver, part, offset)
+            if product is not None:
+                product.advance(numel - offset)
+
     def _precondition(
-        self, curvature: Curvature, passenger: Passenger, part: Tensor, back: Tensor, offset: int
+        self,
+        curvature: Curvature,
+        passenger: Passenger,
+        part: Tensor,
+        back: Tensor,
+        offset: int,
+        final: Callable[[int], None],
     ) -> None:
         weight, bias = _views(passenger, part, offset)
         out, out_bias = _views(passenger, back, offset)
-        # A copy: products of the same numbers may be rounded otherwise where these lie otherwise in memory, and where
-        # that is depends on the buckets, which a resumed run has anew.
-        matrix = gradient_matrix(passenger.shape, weight, bias).clone()
-        if curvature.ready:
-            matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-            preconditioned = curvature.precondition(matrix)
-        else:
-            preconditioned = matrix
-        if self._round.plan.kl_clip is not None:
-            term = (preconditioned * matrix).sum(dtype=torch.float64) * passenger.lr**2
-            self._round.kl_terms[passenger.index] = term
-        if preconditioned is not matrix or not self.manifest.in_place:
+        matrix = gradient_matrix(passenger.shape, weight, bias)
+        if bias is None:
+            matrix = matrix.clone()  # as with a bias; see `RowProduct.advance`
+        product = self._products.pop(passenger.index, None)
+        solver = curvature.solver() if product is None else None
+        if solver is not None and goes_by_rows(passenger.shape):
+            product = _row_product(passenger, solver, part, offset)
+        preconditioned = matrix
+        if product is not None:
+            preconditioned = self._by_rows(product, passenger, back, offset, final)
+        elif solver is not None:
+            preconditioned = precondition(solver, matrix)
+        if product is None and (preconditioned is not matrix or not self.manifest.in_place):
             split_gradient(passenger.shape, preconditioned, out, out_bias)
+        final(offset + passenger.gradient_numel)
+        if self._round.plan.kl_clip is not None:
+            wide = matrix.to(preconditioned.dtype)
+            term = (preconditioned * wide).sum(dtype=torch.float64) * passenger.lr**2
+            self._round.kl_terms[passenger.index] = term
+
+    @staticmethod
+    def _by_rows(
+        product: RowProduct, passenger: Passenger, back: Tensor, offset: int, final: Callable[[int], None]
+    ) -> Tensor:
+        """Write rows to where they leave from as they are made; return all of them, [1, g, a]."""
+        shape = passenger.shape
+        weight, bias = _views(passenger, back, offset)
+        flat = weight.view(shape.g_dim, -1)
+        made = []
+        for rows, values in product.results():
+            flat[rows].copy_(values[:, : flat.shape[1]])
+            if bias is not None:
+                bias[rows].copy_(values[:, -1])
+            final(offset + rows.stop * flat.shape[1])
+            made.append(values)
+        return torch.cat(made).unsqueeze(0)
 
     # Wherever the bucket's way ends.
 
@@ -382,6 +442,10 @@ class BucketCargo:
         layout = self.manifest.there if buffer is self._there else self.manifest.back
         start = layout.part(rank).start + self.manifest.number_offsets[rank]
         return buffer[start : start + self._message_numel]
+
+
+def _row_product(passenger: Passenger, solver: Solver, part: Tensor, offset: int) -> RowProduct:
+    return RowProduct(passenger.shape, solver, *_views(passenger, part, offset))
 
 
 def _views(passenger: Passenger, flat: Tensor, start: int) -> tuple[Tensor, Tensor | None]:

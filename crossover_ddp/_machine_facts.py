@@ -252,3 +252,43 @@ def _ipv6_addresses(path: str = "/proc/net/if_inet6") -> dict[str, tuple[str, ..
             packed, *_, name = line.split()
             found[name] = (*found.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed)))
     return found
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def gpu_free_bytes() -> dict[str, int]:
+    """Return what is free on each GPU that the driver lists, by UUID."""
+    return {gpu.uuid: gpu.free_mib << 20 for gpu in _listed_gpus() if gpu.free_mib is not None}
+
+
+def available_memory_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/proc/self/cgroup") -> int | None:
+    """Return what new programs may take without swapping, here and in this cgroup (v2); None if nothing says it."""
+    found = [_meminfo_available(meminfo), *_cgroup_rooms(cgroup)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _meminfo_available(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _cgroup_rooms(path: str, root: str = "/sys/fs/cgroup") -> Iterable[int]:
+    """Yield what is left below the limit of this cgroup and of each above it; page cache counts as free."""
+    try:
+        own = next(line[3:] for line in Path(path).read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    group = Path(root, own.strip("/"))
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+            limit = int((each / "memory.max").read_text())
+            current = int((each / "memory.current").read_text())
+            lines = (each / "memory.stat").read_text().splitlines()
+            cache = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+            yield max(0, limit - current + cache)
+        if each == Path(root):
+            return

@@ -316,15 +316,17 @@ def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
     )
 
 
-def sweep(base: str = SHARED_MEMORY) -> list[str]:
-    """Remove the segments that no living process has joined; return the paths of their slots.
+def sweep(base: str = SHARED_MEMORY, *, group: str | None = None) -> list[str]:
+    """Remove the segments (of one group, or of all) that no living process has joined; return the paths of their slots.
 
     Takes the locks that a leaving process takes, so a job that joins at this moment makes the files anew. What is not
     a segment of this layout and this user stays as it is.
     """
     directory = segment_directory(base)
     unused = [
-        os.path.basename(segment.path) for segment in look(base, with_log=False).segments if not segment.held
+        os.path.basename(segment.path)
+        for segment in look(base, group=group, with_log=False).segments
+        if not segment.held
     ]
     return [os.path.join(directory, name) for name in unused if _remove(base, directory, name)]
 

@@ -19,9 +19,10 @@ GradientFuture = torch.futures.Future[torch.Tensor]
 
 
 class Step:
-    """The buckets of one backward pass, up to the one that DDP calls the last."""
+    """The buckets of one backward pass, up to the one that DDP calls the last; numbered from 0 by the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.futures: list[GradientFuture] = []
         self.deferred: list[Any] = []
         self.held: list[Any] = []

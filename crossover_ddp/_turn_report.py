@@ -93,7 +93,7 @@ def report(looks: Sequence[Look]) -> Report:
 
 def _devices(group: str, looks: Sequence[Look], interval_s: float) -> tuple[DeviceReport, ...]:
     segments = [segment for segment in looks[-1].segments if segment.group == group]
-    drawn, counts = _last_draws(segments), _draws(looks[0].segments, segments)
+    drawn, counts = _last_draws(segments), draws(looks[0].segments, segments)
     return tuple(
         _device(segment, drawn, counts if interval_s > 0 else None, interval_s, looks) for segment in segments
     )
@@ -110,7 +110,7 @@ def _last_draws(segments: Sequence[Segment]) -> dict[int, int]:
     return drawn
 
 
-def _draws(before: Sequence[Segment], after: Sequence[Segment]) -> Counter[int] | None:
+def draws(before: Sequence[Segment], after: Sequence[Segment]) -> Counter[int] | None:
     """Return how many turns each job drew between two looks; None where a log was made anew or cut."""
     numel = {segment.path: segment.log.numel for segment in before if segment.log}
     counts: Counter[int] = Counter()

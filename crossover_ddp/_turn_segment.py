@@ -71,6 +71,7 @@ logger = logging.getLogger(__name__)
 _OPEN_ATTEMPTS = 100
 _RETRY_S = 1e-3
 _LONGEST_WAIT_S = 3600.0
+_LASTING_FIELDS = ("state", "incarnation", "job", "devices", "joined_at", "lease_s")
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 
@@ -124,9 +125,12 @@ class TurnSegment:
         _guard_forks()
         self.device = device
         self.slot = -1
+        self._group = group
         self._stem = f"{group}-{digest(device):016x}"
         self._base = base
         self._directory = ""
+        self._own: Slot | None = None
+        self._drawn_numel = 0
         self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
         self._bells: dict[tuple[int, int], int] = {}
         self._bells_lock = threading.RLock()  # a turn may be given back by a thread of its own
@@ -269,6 +273,8 @@ class TurnSegment:
         ctypes.memmove(slot.events, events, len(events))
         os.pwrite(self._fd, bytes(slot), self._offset(self.slot))
         self._publish(state=JOINED)
+        slot.state = JOINED
+        self._own, self._drawn_numel = slot, slot.joined_at
         # Whoever has just found the slot's dead owner with our new bell would wait for it a whole lease.
         self.ring_others()
 
@@ -316,11 +322,18 @@ class TurnSegment:
                 self._publish(state=FREE)
                 self.ring_others()
                 os.unlink(self._bell_name(self.slot), dir_fd=self._directory_fd)
+        removed = False
         with contextlib.suppress(OSError):
+            removed = self.slot >= 0 and not os.fstat(self._fd).st_nlink
             if self.slot >= 0:  # first: two that leave at once must not each take the other for one who stays
                 self._lock(self.slot, 1, fcntl.F_UNLCK)
             remove_unused(self._fd, self._stem, self._directory_fd, self._directory)
         self.forget()
+        if removed:
+            # Somebody has removed the slots, perhaps not the bells and the log. To remove is for whoever holds
+            # all slots, so come and go once more, in the segment that others would find.
+            with contextlib.suppress(OSError, SegmentError):
+                TurnSegment(self._group, self.device, base=self._base).leave()
 
     def forget(self) -> None:
         """Close every file without a word to anybody (in a forked child the parent's slot stays as it is)."""
@@ -378,6 +391,8 @@ class TurnSegment:
         """Tell how long siblings should wait for the own turns."""
         offset = self._offset(self.slot) + Slot.lease_s.offset
         os.pwrite(self._fd, struct.pack("=d", lease_s), offset)
+        if self._own is not None:
+            self._own.lease_s = lease_s
 
     def slots(self) -> dict[int, Slot]:
         """Return every slot that is in use by a living process, the own one included."""
@@ -404,11 +419,25 @@ class TurnSegment:
         return found is not None and found.incarnation == incarnation
 
     def members(self) -> list[Member]:
-        """Return the living processes on this device as the rules of turns see them."""
+        """Return the living processes on this device as the rules of turns see them.
+
+        On failure: `SegmentError` if siblings cannot see or ring the own process any more as it has joined.
+        """
+        slots = self.slots()
+        self._check_own(slots.get(self.slot))
         return [
             Member(index, slot.job, slot.incarnation, slot.joined_at, slot.returned, slot.lease_s)
-            for index, slot in self.slots().items()
+            for index, slot in slots.items()
         ]
+
+    def _check_own(self, found: Slot | None) -> None:
+        """Whoever is overlooked by its siblings would compute beside them for ever, and nobody would be told."""
+        if self._own is None:
+            return
+        if found is None or any(getattr(found, name) != getattr(self._own, name) for name in _LASTING_FIELDS):
+            raise SegmentError(f"expected the own slot of {self.path} to stay, got it overwritten under way")
+        if not os.fstat(self._bell_fd).st_nlink:
+            raise SegmentError(f"expected the own bell beside {self.path} to stay, got it removed under way")
 
     # --- bells: see [Note: bells] --------------------------------------------------------------------------
 
@@ -481,7 +510,13 @@ class TurnSegment:
         if not os.fstat(self._log_fd).st_nlink:
             raise SegmentError(f"expected the log beside {self.path} to stay, got it removed under way")
         os.write(self._log_fd, bytes([self.slot]))
-        return os.lseek(self._log_fd, 0, os.SEEK_CUR)
+        turn = os.lseek(self._log_fd, 0, os.SEEK_CUR)
+        if turn <= self._drawn_numel:  # siblings would take it for a turn of long ago
+            raise SegmentError(
+                f"expected a turn after {self._drawn_numel}, got the log beside {self.path} cut short under way"
+            )
+        self._drawn_numel = turn
+        return turn
 
     def read_log(self, start: int, stop: int) -> bytes:
         """Return the records of turns ``start + 1`` to ``stop``."""

@@ -5,15 +5,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from crossover_ddp import _cli_doctor, _cli_status
+from crossover_ddp import _cli_advise, _cli_doctor, _cli_run, _cli_status, _cli_timeline
 from crossover_ddp._cli_output import FINE, INTERRUPTED, USAGE, MissingRichError
+from crossover_ddp._run_commands import split_groups
 
 _EXAMPLES = """\
 examples:
   crossover-ddp doctor           is this machine ready, and what should be set?
   crossover-ddp status --watch   who computes, who queues, live
+  crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
+  crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
+  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would pay for this job?
 
-exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage
+exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
 Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
 """
 
@@ -29,7 +33,17 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _cli_status.add_parser(commands)
     _cli_doctor.add_parser(commands)
+    _cli_run.add_parser(commands)
+    _cli_timeline.add_parser(commands)
+    _cli_advise.add_parser(commands)
     return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments; those of `run` after ``--`` are its ``groups``."""
+    # argparse knows one "--" only, and not every version treats it alike.
+    options, groups = split_groups(words) if words[:1] == [_cli_run.NAME] else (words, [])
+    return parser().parse_args(options, argparse.Namespace(groups=groups))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the command's name; default those of the process.
     """
-    parsed = parser().parse_args(arguments)
+    parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
     except MissingRichError as error:

@@ -3,6 +3,7 @@
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ._ddp_checks import check_not_capturing, resolve_group
 from ._decoupled import DecoupledState, decoupled_hook
+from ._endings import on_destruction
 from ._exchange import Exchange
 from ._journey import Turn
 from ._planning import BucketPlan
@@ -81,7 +83,7 @@ class CrossoverState:
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: the mutex to take turns with. Default: one on the device of the first bucket, in the group named by
-            ``CROSSOVER_GROUP``, made when the first exchange ends.
+            ``CROSSOVER_GROUP``, made when the first exchange ends and closed with the process group.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
 
     On failure: what a `GPUMutex` raises when it joins is raised by the first ``backward()``, on all ranks; if turns
@@ -174,12 +176,19 @@ class _FirstTurn:
         # One that failed stays: another rank's may still work, and making one is collective.
         if mutex is None or mutex.disabled_because == CLOSED:
             mutex = _mutexes[group] = GPUMutex(device=self.device, process_group=group)
+            # A process may live on for long; at its exit the kernel tells siblings in any case.
+            on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
         return mutex
 
     def acquire(self, *, ahead: bool = False) -> None:
         self.request()
         assert self.mutex is not None
         self.mutex.acquire(ahead=ahead)
+
+
+def _close(mutex: "weakref.ref[GPUMutex]") -> None:
+    if (alive := mutex()) is not None:
+        alive.close()
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -45,6 +45,7 @@ _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest re
 _RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
+_LEAVING_LOOK_S = 0.01
 _JOIN_ERRORS = {"TurnError": TurnError, "ValueError": ValueError}
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -395,8 +396,10 @@ class GPUMutex:
             last_ns = max(last_ns, slot.returned_at_ns)
             if slot.event_count:
                 self._follow_sibling(segment, index, slot)
-        if since_s is not None and last_ns > since_s * 1e9:
-            self._handovers_s.append((time.monotonic_ns() - last_ns) / 1e9)
+        now_ns = time.monotonic_ns()
+        # A sibling's clock may be another one: containers have time namespaces.
+        if since_s is not None and since_s * 1e9 < last_ns <= now_ns:
+            self._handovers_s.append((now_ns - last_ns) / 1e9)
 
     def _follow_sibling(self, segment: TurnSegment, index: int, slot: Slot) -> None:
         handles = bytes(slot.events)[: slot.event_count * EVENT_HANDLE_BYTES]
@@ -462,9 +465,13 @@ class GPUMutex:
         try:
             segment.publish_returned(turn)
         except (OSError, CrossoverError) as error:
-            with contextlib.nullcontext() if self._closing else self._busy:
-                if self._segment is segment:
-                    self._give_up(error)
+            # Whoever is busy may be leaving, and then waits for the order's thread, which is this one, to end.
+            while self._segment is segment:
+                if self._busy.acquire(timeout=_LEAVING_LOOK_S):
+                    try:
+                        self._give_up(error)
+                    finally:
+                        self._busy.release()
 
     def _adapt_lease(self, segment: TurnSegment) -> None:
         wanted_s = _LEASE_TURNS * max(self._recent_held_s)

@@ -15,33 +15,16 @@ given only for a job that ran alone.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, Final
 
+from crossover_ddp._timeline_spans import Span, Statistics, handovers_s
+
 # Iteration 0 is one single bucket, 1 rebuilds the buckets, 2 is the first in its final form.
 WARM_UP_STEPS: Final = 3
-
-
-@dataclass(frozen=True)
-class Span:
-    """One thing that one rank of one job did."""
-
-    job: str
-    rank: int
-    device: str
-    kind: str
-    begin_s: float
-    end_s: float
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def length_s(self) -> float:
-        """Its duration."""
-        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
@@ -59,26 +42,6 @@ class Step:
     def length_s(self) -> float:
         """Its duration."""
         return self.end_s - self.begin_s
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Some durations in short."""
-
-    count: int
-    total_s: float
-    median_s: float
-    p99_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, lengths_s: Iterable[float]) -> Statistics:
-        """Sum up durations; all zero if there is none."""
-        ordered = sorted(lengths_s)
-        if not ordered:
-            return cls(0, 0.0, 0.0, 0.0, 0.0)
-        p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
-        return cls(len(ordered), math.fsum(ordered), median(ordered), p99, ordered[-1])
 
 
 @dataclass(frozen=True)
@@ -163,85 +126,6 @@ def job_figures(
     )
 
 
-def handovers_s(spans: Iterable[Span], job: str) -> list[float]:
-    """How long after a sibling gave its turn back did the job begin to compute, when it was waiting.
-
-    Only turns that the job really waited for count: those where a sibling's last computation on the
-    same device ended while the job's "wait" lasted.
-    """
-    waits = [span for span in spans if span.kind == "wait" and span.job == job]
-    given_back: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        if span.kind == "compute" and span.job != job:
-            given_back[span.device].append(span.end_s)
-    for ends_s in given_back.values():
-        ends_s.sort()
-    found = []
-    for wait in waits:
-        ends_s = given_back.get(wait.device, [])
-        place = bisect_right(ends_s, wait.end_s)
-        if place and ends_s[place - 1] > wait.begin_s:
-            found.append(wait.end_s - ends_s[place - 1])
-    return found
-
-
-def occupancy(
-    spans: Iterable[Span], device: str, *, window_s: tuple[float, float] | None = None
-) -> dict[str, float]:
-    """Shares of a device's time with nobody, one job, several jobs computing; they add up to 1.
-
-    Args:
-        spans: of any devices.
-        device: the one asked for.
-        window_s: begin and end; by default the time in which every job there was active, from
-            the latest first span to the earliest last one.
-    """
-    here = [span for span in spans if span.device == device]
-    begin_s, end_s = window_s or _all_active(here)
-    if not end_s > begin_s:
-        return {"idle": 1.0, "one": 0.0, "several": 0.0}
-    by_depth = _time_by_depth((span for span in here if span.kind == "compute"), begin_s, end_s)
-    one = by_depth.get(1, 0.0) / (end_s - begin_s)
-    several = sum(length for depth, length in by_depth.items() if depth > 1) / (end_s - begin_s)
-    return {"idle": 1 - one - several, "one": one, "several": several}
-
-
-def _all_active(spans: Sequence[Span]) -> tuple[float, float]:
-    by_job: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_job[span.job].append(span)
-    begin_s = max((min(span.begin_s for span in job) for job in by_job.values()), default=0.0)
-    return begin_s, min((max(span.end_s for span in job) for job in by_job.values()), default=0.0)
-
-
-def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """The spans for chrome://tracing or Perfetto: a process per device, a row per job and kind."""
-    events: list[dict[str, Any]] = []
-    devices: dict[str, int] = {}
-    rows: dict[tuple[str, str], int] = {}
-    for span in spans:
-        process = devices.setdefault(span.device, len(devices))
-        row = rows.setdefault((span.job, span.kind), len(rows))
-        times = {"ts": span.begin_s * 1e6, "dur": span.length_s * 1e6}
-        events.append(
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": row,
-                "name": span.kind,
-                "cat": span.job,
-                "args": dict(span.detail),
-            }
-            | times
-        )
-    for device, process in devices.items():
-        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": device}})
-        for (job, kind), row in rows.items():
-            name = {"name": f"{job} {kind}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": name})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def _without_warm_up(log: Sequence[Step], warm_up: int) -> Sequence[Step]:
     return log[warm_up:] if len(log) > warm_up else log
 
@@ -297,14 +181,3 @@ def _lengths_by_kind(spans: Iterable[Span]) -> dict[str, list[float]]:
     for span in spans:
         lengths[span.kind].append(span.length_s)
     return dict(sorted(lengths.items()))
-
-
-def _time_by_depth(spans: Iterable[Span], begin_s: float, end_s: float) -> dict[int, float]:
-    clipped = [(max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in spans]
-    changes = sorted((at_s, change) for b, e in clipped if e > b for at_s, change in ((b, 1), (e, -1)))
-    lengths: dict[int, float] = defaultdict(float)
-    depth, last_s = 0, begin_s
-    for at_s, change in changes:
-        lengths[depth] += at_s - last_s
-        depth, last_s = depth + change, at_s
-    return lengths

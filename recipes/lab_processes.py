@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from crossover_ddp._marked_processes import processes_with
 from lab_network import LabId
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"
@@ -115,22 +116,7 @@ def _await_end(pids: Iterable[int], *, timeout_s: float) -> None:
 
 def marked_processes() -> Iterator[tuple[LabId, int]]:
     """Every other process of this user that carries some lab's mark, with the lab."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            lab = _mark_of(entry)
-            if lab is not None:
-                yield lab, int(entry.name)
-
-
-def _mark_of(process: Path) -> LabId | None:
-    try:
-        if process.stat().st_uid != os.getuid():
-            return None
-        variables = (process / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return None  # it is gone
-    mark = f"{LAB_VARIABLE}=".encode()
-    for variable in variables:
-        if variable.startswith(mark):
-            return LabId.parse(variable.removeprefix(mark).decode(errors="replace"))
-    return None
+    for pid, mark in processes_with(LAB_VARIABLE):
+        lab = LabId.parse(mark)
+        if lab is not None:
+            yield lab, pid

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab_analysis import JobFigures, Span, Step, job_figures, makespan_s, occupancy
+from crossover_ddp._timeline_files import Reading, read_file
+from crossover_ddp._timeline_spans import Span, occupancy
+from lab_analysis import JobFigures, Step, job_figures, makespan_s
 from lab_jobs import RUN_FILE
 
 
@@ -80,19 +82,21 @@ def load_run(directory: Path) -> Run:
 
 
 def load_spans(directory: Path, job: str) -> list[Span]:
-    """Read the timeline files of one job; a line that a killed rank left unfinished is skipped."""
-    spans = []
+    """Read the timeline files of one job; a line that a killed rank left unfinished is skipped.
+
+    All nodes are on one machine, so that the spans are on the clock of the step logs as they are.
+    """
+    reading = Reading()
     for path in sorted(directory.glob("rank*.jsonl")):
-        records = _records(path)
-        header = next((record for record in records if "rank" in record), None)
-        for record in records:
-            if header is None or record is header or not {"kind", "begin_s", "end_s"} <= record.keys():
-                continue
-            detail = {
-                name: value for name, value in record.items() if name not in ("kind", "begin_s", "end_s")
-            }
-            where = (job, int(header["rank"]), str(header["device"]))
-            spans.append(Span(*where, record["kind"], record["begin_s"], record["end_s"], detail))
+        read_file(path, job, reading)
+    if reading.problems:
+        problem = reading.problems[0]
+        raise ValueError(f"{problem.path}:{problem.line}: {problem.what}")
+    spans = [
+        Span(job, each.header.rank, each.header.device, span.kind, span.begin_s, span.end_s, span.detail)
+        for each in reading.recordings
+        for span in each.spans
+    ]
     return sorted(spans, key=lambda span: span.begin_s)
 
 

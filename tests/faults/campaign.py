@@ -3,7 +3,8 @@
     python -m tests.faults.campaign --events 200 --seed 1
 
 On the emulated cluster (two nodes with a shaped link; without root over loopback). The steady job trains all the
-time; guests join, leave, lose a rank, are killed, are stopped and go on. Afterwards: no step of the steady job took
+time; guests join, leave, lose a rank, are killed, are stopped and go on, compute slowly, fork inside their turns, load
+their data with a DataLoader's workers; the link is slow for a while. Afterwards: no step of the steady job took
 longer than its compute and one lease, its turns never failed, its losses are those it has alone, bit for bit,
 and so are the losses of every guest as far as it came; nothing is left in shared memory.
 """
@@ -113,10 +114,18 @@ class Campaign:
         for nursery in self.nurseries:
             self._hear(nursery)
 
-    def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS) -> Job:
+    def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
         number = next(self.serial)
         stop = self.directory / f"stop{number}"
-        order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": str(stop)}
+        order = {
+            "seed": seed,
+            "hook": hook,
+            "steps": steps,
+            "group": self.group,
+            "stop": str(stop),
+            **mishaps,
+        }
+        order["slow"] = f"{stop}.slow"
         order |= {"port": self.cluster.port(), "address": self.cluster.environment(0)["MASTER_ADDR"]}
         ranks = []
         for node, nursery in enumerate(self.nurseries):
@@ -154,16 +163,45 @@ def end(job: Job, how: str) -> None:
     wait_until(lambda: not job.alive(), 10, "killed ranks to be gone")
 
 
-EVENTS = {"join": 4, "leave": 2, "kill-rank": 2, "kill-job": 2, "stop": 1, "nap": 2}
+EVENTS = {
+    "join": 4,
+    "leave": 2,
+    "kill-rank": 2,
+    "kill-job": 2,
+    "stop": 1,
+    "nap": 2,
+    "slow": 2,
+    "slow-link": 2,
+}
+GUESTS_SEEDS = (1, 2)
+
+
+def possible_events(campaign: Campaign, guests: Sequence[Job]) -> list[str]:
+    possible = ["join"] if not guests else [each for each in EVENTS if each != "join" or len(guests) < 2]
+    return [each for each in possible if each != "slow-link" or campaign.cluster.rate_mbit]
 
 
 def happen(campaign: Campaign, guests: list[Job], everyone: list[Job], long_stop_s: float) -> str:
     """Let one random event happen to the guests; return what it was."""
-    possible = ["join"] if not guests else [each for each in EVENTS if each != "join" or len(guests) < 2]
+    possible = possible_events(campaign, guests)
     event = random.choices(possible, [EVENTS[each] for each in possible])[0]
     if event == "join":
-        guests.append(campaign.start(seed=random.randint(1, 4)))
+        workers = random.choice([0, 0, 1])
+        forks = random.sample(range(1, 12), 2)
+        guests.append(campaign.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks))
         everyone.append(guests[-1])
+        return "join with a DataLoader's worker" if workers else event
+    if event == "slow":
+        slow = Path(f"{random.choice(guests).stop}.slow")
+        slow.touch()
+        time.sleep(random.uniform(0.1, 1.0))
+        slow.unlink()
+    elif event == "slow-link":
+        rate_mbit = campaign.cluster.rate_mbit
+        assert rate_mbit is not None
+        campaign.cluster.set_rate(rate_mbit / 5)
+        time.sleep(random.uniform(0.1, 1.0))
+        campaign.cluster.set_rate(rate_mbit)
     elif event in ("stop", "nap"):
         job = random.choice(guests)
         stopped = random.choice([job.ranks, job.ranks[:1], job.ranks[1:]])
@@ -210,9 +248,10 @@ def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> 
         assert stats is not None, f"seed {seed}: the steady job failed: {rank.error()}"
         assert stats["disabled_because"] is None, f"seed {seed}: turns failed: {rank.error()}"
         expired += stats["leases_expired"]
-    alone = {
-        each: losses_alone(campaign, each, [steady, *guests]) for each in {g.seed for g in [steady, *guests]}
-    }
+    seeds = {job.seed for job in [steady, *guests]}
+    references = {each: start_alone(campaign, each, [steady, *guests]) for each in seeds}
+    wait_until(lambda: not any(job.alive() for job in references.values()), 600, "the reference runs to end")
+    alone = {each: [rank.losses() for rank in job.ranks] for each, job in references.items()}
     for job in [steady, *guests]:
         for rank, expected in zip(job.ranks, alone[job.seed], strict=True):
             found = rank.losses()
@@ -225,12 +264,10 @@ def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> 
     return {"steps": steps, "guests": len(guests), "longest_step_s": longest_s, "leases_expired": expired}
 
 
-def losses_alone(campaign: Campaign, seed: int, jobs: Sequence[Job]) -> list[list[float]]:
-    """The losses of a job's ranks with plain DDP and nobody beside it, for as many steps as any copy came."""
+def start_alone(campaign: Campaign, seed: int, jobs: Sequence[Job]) -> Job:
+    """Start a job with plain DDP, for as many steps as any copy of it came."""
     steps = max(len(rank.steps()) for job in jobs if job.seed == seed for rank in job.ranks)
-    reference = campaign.start(seed, hook="none", steps=max(1, steps))
-    wait_until(lambda: not reference.alive(), 600, "the reference run to end")
-    return [rank.losses() for rank in reference.ranks]
+    return campaign.start(seed, hook="none", steps=max(1, steps))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

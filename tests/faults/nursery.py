@@ -4,6 +4,7 @@ Told over stdin, one JSON object a line; every rank writes its steps to a file o
 job cost milliseconds instead of an import of torch, so that hundreds of jobs can come and go.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook
+
+SLOW_S = 0.3
+FORKED_S = 2.0
 
 
 def network(seed: int) -> torch.nn.Module:
@@ -36,10 +40,53 @@ def network(seed: int) -> torch.nn.Module:
     )
 
 
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Batches that are a function of their number, whoever loads them."""
+
+    def __init__(self, seed: int, rank: int, numel: int) -> None:
+        self._first = (1000 * seed + rank) << 32
+        self._numel = numel
+
+    def __len__(self) -> int:
+        return self._numel
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self._numel:
+            raise IndexError(index)
+        return torch.randn(16, 1, 16, 16, generator=torch.Generator().manual_seed(self._first + index))
+
+
+class Mishaps:
+    """What goes wrong inside a rank's turns.
+
+    Args:
+        order: ``slow`` names a file; while it is there every step computes longer. ``forks`` are the steps in which the
+            script forks a child, which lives on for a while. ``dies`` is the (rank, step) that kills itself, in the
+            job's first life.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._slow = Path(order.get("slow", "/nonexistent"))
+        self._forks = set(order.get("forks", ()))
+        self._dies = order.get("dies")
+
+    def happen(self, step: int) -> None:
+        if self._slow.exists():
+            time.sleep(SLOW_S)
+        if step in self._forks and os.fork() == 0:
+            time.sleep(FORKED_S)
+            os._exit(0)
+        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first_life and self._dies == [dist.get_rank(), step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train(order: dict[str, Any]) -> None:
     """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
-    seed, stop = order["seed"], Path(order["stop"])
-    os.environ |= {"MASTER_ADDR": order["address"], "MASTER_PORT": str(order["port"])}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader waits for its workers
+    seed, stop, mishaps = order["seed"], Path(order["stop"]), Mishaps(order)
+    if "port" in order:
+        os.environ |= {"MASTER_ADDR": order["address"], "MASTER_PORT": str(order["port"])}
     os.environ["CROSSOVER_GROUP"] = order["group"]
     dist.init_process_group("gloo")
     model = DistributedDataParallel(network(seed), bucket_cap_mb=0.2, gradient_as_bucket_view=True)
@@ -48,12 +95,16 @@ def train(order: dict[str, Any]) -> None:
         state = CrossoverState()
         model.register_comm_hook(state, crossover_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    samples = Samples(seed, dist.get_rank(), order["steps"])
+    workers = order.get("workers", 0)
+    batches = torch.utils.data.DataLoader(
+        samples, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
     with open(order["log"], "w", buffering=1) as log:
         going = torch.zeros(1)
-        for step in range(order["steps"]):
+        for step, inputs in enumerate(batches):
             begin_s = time.monotonic()
-            inputs = torch.randn(16, 1, 16, 16, generator=generator)
+            mishaps.happen(step)
             loss = model(inputs).pow(2).mean()
             loss.backward()
             optimizer.step()
@@ -79,6 +130,7 @@ def born(order: dict[str, Any]) -> int:
         os.setpgid(0, 0)
         error = os.open(order["log"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(error, 2)
+        faulthandler.register(signal.SIGUSR1)
         train(order)
         status = 0
     except BaseException:

@@ -7,6 +7,7 @@ from tests.faults import campaign
 
 def test_a_steady_job_survives_guests_that_come_go_die_and_stop() -> None:
     seed = int(time.time())
-    result = campaign.main(["--events", "14", "--seed", str(seed), "--long-stop", "7", "--pace", "0.5"])
+    arguments = ["--events", "8", "--seed", str(seed), "--long-stop", "5.5", "--pace", "0.3", "--rate", "300"]
+    result = campaign.main(arguments)
     assert result["steps"] > 10
     assert result["guests"] > 0

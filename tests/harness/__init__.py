@@ -1,9 +1,11 @@
 """Real ranks for tests: whatever goes wrong in any of them turns the test red, in its own words.
 
 ``run_ranks`` and ``run_jobs`` call a function in every rank, ``spawn_script`` runs a script as torchrun
-would, ``single_process_group`` needs no process at all. ``leaks`` finds what a test has left behind.
+would, ``single_process_group`` needs no process at all. ``leaks`` finds what a test has left behind,
+``documents`` the code that a document shows.
 """
 
+from . import documents
 from .groups import single_process_group
 from .ranks import Job, RankError, close_pools, run_jobs, run_ranks
 from .scripts import ScriptError, ScriptRanks, spawn_script
@@ -14,6 +16,7 @@ __all__ = [
     "ScriptError",
     "ScriptRanks",
     "close_pools",
+    "documents",
     "run_jobs",
     "run_ranks",
     "single_process_group",

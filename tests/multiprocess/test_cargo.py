@@ -1,6 +1,9 @@
 """What travels in a bucket's place: uneven parts, more on the way there than on the way back, or nothing back."""
 
 import functools
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tests.harness import run_ranks
 from tests.unit.fake_bucket import FakeBucket, FakeTurn
 
 SIZE = 7
+LARGE = 1 << 18
 
 
 def engine() -> Exchange:
@@ -48,7 +52,7 @@ def squared(buffer: torch.Tensor, rank: int, world_size: int, index: int) -> Car
     there = torch.full((with_appendix.numel,), float(rank + 1 + index))
     back = torch.zeros(layout.numel)
 
-    def step(part: torch.Tensor) -> None:
+    def step(part: torch.Tensor, final: Callable[[int], None]) -> None:
         own = layout.part(rank)
         back[own.start : own.stop] = part[:-2] * part[-1]
 
@@ -74,7 +78,7 @@ def reduced_only(rank: int, world_size: int) -> tuple[float, float]:
     cargo = Cargo(
         Freight(torch.full((layout.numel,), float(rank)), layout),
         None,
-        lambda part: arrived.append(part.clone()),
+        lambda part, final: arrived.append(part.clone()),
         lambda: None,
     )
     exchange.reduce(cargo)
@@ -89,6 +93,55 @@ def reduced_only(rank: int, world_size: int) -> tuple[float, float]:
 def test_a_sum_may_stay_with_its_owners(world_size: int) -> None:
     for of_bucket, of_part in run_ranks(reduced_only, world_size):
         assert of_bucket == of_part == (world_size - 1) / 2
+
+
+def chunk_by_chunk(rank: int, world_size: int) -> tuple[list[int], list[float], float]:
+    """Rank 0 owns a large part; it lets the first half leave, and ends its step when rank 1 has it."""
+    exchange = engine()
+    group = dist.group.WORLD
+    assert group is not None
+    layout = Layout.of_lengths([LARGE, *[0] * (world_size - 1)])
+    buffer = torch.full((LARGE,), float(rank + 1))
+    arrived: list[int] = []
+    firsts: list[float] = []
+
+    def arriving(numel: int) -> None:
+        arrived.append(numel)
+        firsts.append(float(buffer[numel - 1]))
+
+    def step(part: torch.Tensor, final: Callable[[int], None]) -> None:
+        if rank == 0:
+            part[: LARGE // 2] *= 2
+            final(LARGE // 2)
+            group.recv([torch.zeros(1)], 1, 7).wait()  # rank 1 tells when it sees what has left
+
+    freight = Freight(buffer, layout)
+    cargo = Cargo(freight, freight, step, lambda: None, arriving=arriving)
+    future = exchange.submit(FakeBucket(torch.zeros(1)), cargo=cargo)  # type: ignore[arg-type]
+    if rank == 1:
+        deadline_s = time.monotonic() + 30
+        while buffer[0] != 2 * mean_of(world_size) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        group.send([torch.zeros(1)], 0, 7).wait()
+    future.wait()
+    exchange.close()
+    return arrived, firsts, float(buffer[0] + buffer[-1])
+
+
+def mean_of(world_size: int) -> float:
+    return (world_size + 1) / 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_owner_hears_what_arrives_and_lets_go_what_is_done(world_size: int) -> None:
+    results: list[Any] = run_ranks(chunk_by_chunk, world_size)
+    arrived, firsts, _ = results[0]
+    assert len(arrived) > 2, "several chunks"
+    assert arrived == sorted(set(arrived))
+    assert arrived[-1] == LARGE
+    assert firsts == [mean_of(world_size)] * len(firsts), "sums are complete when they are told"
+    assert all(told == [] for told, _, _ in results[1:])
+    assert all(ends == 3 * mean_of(world_size) for _, _, ends in results)
 
 
 def failing_owner(rank: int, world_size: int) -> list[str]:
@@ -110,7 +163,7 @@ def failing_owner(rank: int, world_size: int) -> list[str]:
     return errors
 
 
-def fail(rank: int, part: torch.Tensor) -> None:
+def fail(rank: int, part: torch.Tensor, final: Callable[[int], None]) -> None:
     raise ValueError("the owner is out of luck")
 
 

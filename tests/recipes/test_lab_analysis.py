@@ -1,6 +1,5 @@
 """What a run says, worked out from made-up step logs and spans, and the picture of it."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,26 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lab
-import lab_analysis
 import lab_records
 import timeline_picture
-from lab_analysis import Span, Statistics, Step, bound, handovers_s, job_figures, occupancy
-
-
-def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> Span:
-    return Span(job, rank, f"device{rank}", kind, begin_s, end_s)
-
-
-def siblings(turns: int = 10, *, ranks: int = 2) -> list[Span]:
-    """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
-    spans = []
-    for turn in range(2 * turns):
-        for rank in range(ranks):
-            job, begin_s = "ab"[turn % 2], float(turn)
-            spans.append(span(job, "compute", begin_s, begin_s + 0.999, rank=rank))
-            spans.append(span(job, "exchange", begin_s + 0.999, begin_s + 1.5, rank=rank))
-            spans.append(span(job, "wait", begin_s + 1.5, begin_s + 2, rank=rank))
-    return sorted(spans, key=lambda each: each.begin_s)
+from crossover_ddp._timeline_spans import Span
+from lab_analysis import Step, bound, job_figures
+from tests.unit.made_up_spans import siblings, span
 
 
 def steps(
@@ -75,13 +59,6 @@ def test_bound_of_different_jobs_is_that_of_their_sums() -> None:
 def test_bound_refuses_what_it_cannot_mean(alone: list[tuple[float, float, float]]) -> None:
     with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
         bound(alone)
-
-
-def test_statistics() -> None:
-    assert Statistics.of([]) == Statistics(0, 0.0, 0.0, 0.0, 0.0)
-    summary = Statistics.of([float(number) for number in range(1, 101)])
-    assert (summary.count, summary.median_s, summary.p99_s, summary.max_s) == (100, 50.5, 99.0, 100.0)
-    assert summary.total_s == 5050
 
 
 def test_figures_of_a_job_alone() -> None:
@@ -131,64 +108,6 @@ def test_figures_without_logs_and_spans_are_empty_not_wrong() -> None:
     figures = job_figures("a", {}, [], rate_mbit=200, alone=True)
     assert (figures.step_s, figures.busy_s, figures.exposed_s, figures.wire_s) == (None, None, None, None)
     assert (figures.turns, figures.steps, figures.handover.count) == (0, 0, 0)
-
-
-def test_a_handover_counts_only_when_the_job_had_to_wait_for_the_sibling() -> None:
-    given_back = span("b", "compute", 0.0, 2.0)
-    elsewhere = span("b", "compute", 0.0, 2.4, rank=1)
-    waited = span("a", "wait", 1.0, 2.1)
-    assert handovers_s([given_back, elsewhere, waited], "a") == [pytest.approx(0.1)]
-    late = span("a", "wait", 2.05, 2.1)  # the device was free already
-    assert handovers_s([given_back, late], "a") == []
-    assert handovers_s([given_back, waited], "b") == []
-
-
-def test_occupancy() -> None:
-    spans = [
-        span("a", "compute", 0, 4),
-        span("b", "compute", 3, 6),
-        span("a", "exchange", 4, 10),
-        span("b", "exchange", 6, 9),
-        span("b", "exchange", 2, 3),
-    ]
-    # Both are active from 2 to 9.
-    shares = occupancy(spans, "device0")
-    assert shares == pytest.approx({"idle": 3 / 7, "one": 3 / 7, "several": 1 / 7})
-    assert occupancy(spans, "device0", window_s=(0, 2)) == pytest.approx({"idle": 0, "one": 1, "several": 0})
-    assert occupancy(spans, "device9") == {"idle": 1.0, "one": 0.0, "several": 0.0}
-
-
-intervals = st.lists(
-    st.tuples(
-        st.sampled_from("abc"),
-        st.sampled_from(["compute", "exchange", "wait"]),
-        st.integers(0, 30),
-        st.integers(0, 9),
-    ),
-    max_size=12,
-).map(lambda drawn: [span(job, kind, begin, begin + length) for job, kind, begin, length in drawn])
-
-
-@given(intervals)
-def test_shares_add_up(spans: list[Span]) -> None:
-    shares = occupancy(spans, "device0", window_s=(5, 20))
-    assert sum(shares.values()) == pytest.approx(1)
-    assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares.values())
-
-
-@given(intervals, st.booleans())
-def test_bars_cover_exactly_what_happened_and_never_overlap(spans: list[Span], network: bool) -> None:
-    bars = timeline_picture.lane_bars(spans, "abc", network=network)
-    kinds = {"exchange", "wait"} if network else {"compute"}
-    for moment in (half + 0.5 for half in range(40)):
-        here = sorted((b for b in bars if b.begin_s < moment < b.end_s), key=lambda bar: bar.bottom)
-        active = {s.job for s in spans if s.kind in kinds and s.begin_s < moment < s.end_s}
-        assert [bar.job for bar in here] == sorted(active)
-        assert sum(bar.height for bar in here) == pytest.approx(1 if active else 0)
-        for below, above in itertools.pairwise(here):
-            assert above.bottom == pytest.approx(below.bottom + below.height)
-        communicating = {s.job for s in spans if s.kind == "exchange" and s.begin_s < moment < s.end_s}
-        assert all(bar.waiting == (network and bar.job not in communicating) for bar in here)
 
 
 def write_run(directory: Path, spans: Sequence[Span]) -> Path:
@@ -252,30 +171,6 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = timeline_picture.draw_run(tmp_path, window_s=(2.0, 9.0))
     assert path == tmp_path / "timeline.png"
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("window_s", [(5.0, 5.0), (9.0, 2.0)])
-def test_an_empty_window_is_refused(window_s: tuple[float, float], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a window that ends after it begins"):
-        timeline_picture.draw(siblings(), tmp_path / "x.png", window_s=window_s)
-    with pytest.raises(ValueError, match="expected spans, got none"):
-        timeline_picture.draw([], tmp_path / "x.png")
-
-
-def test_the_middle_of_a_long_run_is_shown() -> None:
-    begin_s, end_s = timeline_picture.middle_window(siblings(100), steps=8)
-    assert (begin_s, end_s) == (92.0, 108.0)
-    assert timeline_picture.middle_window(siblings(3), steps=8) == (0.0, 7.0)
-
-
-def test_chrome_trace() -> None:
-    trace = lab_analysis.chrome_trace(siblings(2))
-    boxes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(boxes) == len(siblings(2))
-    assert boxes[0]["dur"] == pytest.approx(0.999e6)
-    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert {"device0", "device1", "a compute", "b wait"} <= names
-    json.dumps(trace)
 
 
 def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def test_without_rich_a_line_says_how_to_get_it(
     "line", re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
 )
 def test_commands_of_the_docs_are_understood(line: str) -> None:
-    assert callable(cli.parser().parse_args(line.split()).run)
+    assert callable(cli.parse(shlex.split(line)).run)
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, GPUMutex, SegmentError, crossover_hook, crossover_wrapper
 from crossover_ddp._turn_segment import SHARED_MEMORY
+from tests.harness import single_process_group
 
 Hook = default_hooks.allreduce_hook
 
@@ -252,3 +253,15 @@ def test_no_exception_leaves_the_hook(hook: object, monkeypatch: pytest.MonkeyPa
             with pytest.raises(ValueError, match="broken on purpose"):
                 losses(model, steps=1)
         assert len(losses(model, steps=2)) == 2
+
+
+@pytest.mark.usefixtures("group_name")
+def test_the_job_leaves_its_siblings_when_the_process_group_is_destroyed() -> None:
+    """Although model and state live on, as the process may."""
+    with single_process_group():
+        state, model = CrossoverState(), small_model()
+        model.register_comm_hook(state, crossover_hook)
+        losses(model)
+        assert state.stats()["holding"]
+    stats = state.stats()
+    assert (stats["turns"], stats["holding"], stats["disabled_because"]) == (4, False, "closed")

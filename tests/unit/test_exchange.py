@@ -202,6 +202,18 @@ def test_spans_tell_compute_exchange_and_wait(process_group: dist.ProcessGroup, 
     assert all(span["begin_s"] <= span["end_s"] for span in spans)
 
 
+def test_waiting_for_a_deferred_bucket_is_told(process_group: dist.ProcessGroup, tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0, device="d")
+    engine = Exchange(process_group, timeline=timeline)
+    _, deferred = engine.defer(FakeBucket(torch.ones(1), index=3))
+    assert deferred is not None
+    deferred.wait()
+    engine.close()
+    timeline.close()
+    spans = [json.loads(line) for line in timeline.path.read_text().splitlines()[1:]]
+    assert [(span["kind"], span["bucket"]) for span in spans] == [("stall", 3)]
+
+
 def test_a_worker_holds_nothing_between_jobs() -> None:
     class Thing:
         def run(self) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,24 @@ def test_stats_tell_of_times(make: Make, threads: ThreadPoolExecutor) -> None:
     assert stats["waited_s"] >= 0.05
     assert stats["handovers"] == 1
     assert 0.0 < stats["handover_median_s"] <= stats["handover_p99_s"] < SOON_S
+
+
+@pytest.mark.parametrize("ahead_ns", [10**14, -(10**14)])
+def test_a_sibling_whose_clock_is_another_one_spoils_no_latency(
+    make: Make, threads: ThreadPoolExecutor, ahead_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between containers with time namespaces of their own."""
+    mutex, sibling = make(), make()
+    sibling.acquire()
+    taking = acquire_in(threads, mutex)
+    assert blocks(taking)
+    real_ns = time.monotonic_ns
+    with monkeypatch.context() as other_clock:
+        other_clock.setattr(_turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns))
+        sibling.release()
+    taking.result(SOON_S)
+    assert mutex.stats()["handovers"] == 0
+    mutex.release()
 
 
 def test_repr_tells_the_state(make: Make, group: str) -> None:

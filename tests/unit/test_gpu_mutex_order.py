@@ -215,6 +215,34 @@ def test_a_turn_that_cannot_be_told_ends_the_turns_on_whatever_thread(
     assert "removed under way" in str(mutex.disabled_because)
 
 
+def test_a_turn_that_cannot_be_told_while_the_mutex_gives_up_holds_nobody_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives up waits for the order's thread; that may find out the same at this very moment."""
+    mutex, order = make()
+    order.tell_at_once = False
+    take_turns(mutex)
+    telling = threading.Thread(target=order.finished[0][1])
+
+    def fail(*_: int) -> None:
+        raise SegmentError("expected the segment to stay, got it removed under way")
+
+    ended = []
+
+    def end_the_thread() -> None:
+        telling.start()
+        telling.join(SOON_S)
+        ended.append(not telling.is_alive())
+
+    assert mutex._segment is not None
+    monkeypatch.setattr(mutex._segment, "publish_returned", fail)
+    monkeypatch.setattr(mutex._segment, "draw_turn", fail)
+    order.on_close = end_the_thread
+    mutex.acquire()
+    assert ended == [True]
+    assert "removed under way" in str(mutex.disabled_because)
+
+
 def test_who_leaves_lets_the_device_end_first(make: Make) -> None:
     (first, order), (second, _) = make(), make()
     siblings = []

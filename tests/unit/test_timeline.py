@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,23 @@ def test_no_directory_no_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CROSSOVER_TIMELINE", str(tmp_path / "deep" / "er"))
-    timeline = Timeline.from_environment(rank=3, device="node0/device0")
+    timeline = Timeline.from_environment(rank=3, device="node0/device0", job="5ca1ab1e", world_size=4)
     assert timeline is not None
     timeline.span("compute", 1.0, 2.5)
     timeline.span("reduce_scatter", 2.0, 2.25, bucket=1, bytes=4096, dtype="float32")
     timeline.close()
     assert timeline.path.name == f"rank3-{os.getpid()}.jsonl"
     header, *spans = _lines(timeline.path)
-    assert set(header) == {"rank", "device", "host", "pid", "monotonic_s", "wall_s"}
-    assert (header["rank"], header["device"]) == (3, "node0/device0")
+    assert header.keys() == {
+        *("version", "job", "rank", "world_size", "device"),
+        *("host", "pid", "clock", "monotonic_s", "wall_s"),
+    }
+    assert (header["rank"], header["device"], header["version"]) == (3, "node0/device0", 2)
+    assert (header["job"], header["world_size"]) == ("5ca1ab1e", 4)
+    # Another process of this boot reads the same clock.
+    code = "from crossover_ddp._timeline import _clock_name; print(_clock_name())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert header["clock"] == other.stdout.strip()
     assert spans == [
         {"kind": "compute", "begin_s": 1.0, "end_s": 2.5},
         {
@@ -50,11 +59,23 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_nothing_is_written_until_some_hundreds_wait(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
-    for index in range(_timeline._FLUSH_SPANS - 1):
-        timeline.span("compute", index, index + 1)
+    for _ in range(_timeline._FLUSH_SPANS - 1):
+        timeline.span("compute", 0, 1)
     assert len(_lines(timeline.path)) == 1
     timeline.span("compute", 0, 1)
     assert len(_lines(timeline.path)) == 1 + _timeline._FLUSH_SPANS
+    timeline.close()
+
+
+def test_a_second_after_the_last_time_it_is_written(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0, device="d")
+    now_s = time.monotonic()
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S / 2)
+    assert len(_lines(timeline.path)) == 1
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    assert len(_lines(timeline.path)) == 3
+    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    assert len(_lines(timeline.path)) == 3
     timeline.close()
 
 
@@ -66,13 +87,17 @@ def test_spans_after_close_are_dropped_and_close_may_be_repeated(tmp_path: Path)
     assert len(_lines(timeline.path)) == 1
 
 
-def test_two_recorders_of_one_process_share_the_file(tmp_path: Path) -> None:
-    first, second = (Timeline(tmp_path, rank=0, device="d") for _ in range(2))
-    first.span("compute", 0, 1)
-    second.span("exchange", 1, 2)
-    first.close()
-    second.close()
-    assert [line.get("kind") for line in _lines(first.path)] == [None, "compute", "exchange"]
+def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
+    # As with two states in one process, or a process that has the number of one long gone.
+    recorders = [Timeline(tmp_path, rank=0, device="d") for _ in range(3)]
+    for place, recorder in enumerate(recorders):
+        recorder.span(f"kind{place}", 0, 1)
+        recorder.close()
+    name = f"rank0-{os.getpid()}"
+    assert [each.path.name for each in recorders] == [f"{name}.jsonl", f"{name}-2.jsonl", f"{name}-3.jsonl"]
+    assert [[line.get("kind") for line in _lines(each.path)] for each in recorders] == [
+        [None, f"kind{place}"] for place in range(3)
+    ]
 
 
 def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:

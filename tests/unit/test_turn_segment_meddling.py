@@ -281,6 +281,70 @@ def test_a_log_cut_short_under_way_raises(join: Join) -> None:
         segment.read_log(0, 5)
 
 
+def test_slots_alone_removed_under_way_leave_no_bells_and_no_log(tmp_path: Path) -> None:
+    segments = [join_at(tmp_path, job=1), join_at(tmp_path, job=2)]
+    segments[0].draw_turn()
+    os.unlink(segments[0].path)
+    for segment in segments:
+        with pytest.raises(SegmentError, match="removed under way"):
+            segment.members()
+        segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path) -> None:
+    old = join_at(tmp_path, job=1)
+    os.unlink(old.path)
+    new, newer = join_at(tmp_path, job=2), join_at(tmp_path, job=3)
+    old.leave()
+    assert jobs(new) == jobs(newer) == [2, 3]
+    assert newer.draw_turn() == 1
+    for segment in (new, newer):
+        segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", ["state", "incarnation", "job", "devices", "joined_at", "lease_s"])
+@pytest.mark.parametrize("value", [b"\0" * 8, b"\xff" * 8, b"\x12\x34" * 4])
+def test_an_own_slot_overwritten_under_way_is_noticed(field: str, value: bytes, join: Join) -> None:
+    """Siblings would pass the job over, and nobody would be told."""
+    segment, sibling = join(job=1), join(job=2)
+    segment.draw_turn()
+    segment = join(job=3)  # one whose `joined_at` is not 0
+    with open(segment.path, "r+b") as file:
+        file.seek(segment._offset(segment.slot) + getattr(Slot, field).offset)
+        file.write(value)
+    with pytest.raises(SegmentError, match=r"own slot of .*\.turns to stay, got it overwritten under way"):
+        segment.members()
+    sibling.members()
+
+
+def test_a_lease_that_the_owner_has_changed_is_not_taken_for_meddling(join: Join) -> None:
+    segment = join()
+    segment.publish_lease(17.5)
+    assert [found.lease_s for found in segment.members()] == [17.5]
+
+
+def test_an_own_bell_removed_under_way_is_noticed(join: Join) -> None:
+    segment = join()
+    os.unlink(segment.path.removesuffix(".turns") + f".{segment.slot}.bell")
+    with pytest.raises(SegmentError, match=r"own bell beside .* to stay, got it removed under way"):
+        segment.members()
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_no_turn_is_drawn_from_a_log_that_was_cut_short(kept: int, join: Join) -> None:
+    """Its number would be one of long ago, for which no sibling waits."""
+    first = join(job=1)
+    for _ in range(5):
+        first.draw_turn()
+    late = join(job=2)
+    os.truncate(first.path.removesuffix(".turns") + ".log", kept)
+    for segment in (late, first):
+        with pytest.raises(SegmentError, match=r"expected a turn after 5, got the log beside .* cut short"):
+            segment.draw_turn()
+
+
 SLOT_AREA_BYTES = SLOT_COUNT * SLOT_BYTES
 
 
@@ -305,7 +369,10 @@ def test_arbitrary_bytes_in_the_slots_crash_nothing(join: Join, splinters: list[
             file.write(splinter[: SLOT_AREA_BYTES - offset])
     for each in (segment, sibling):
         assert all(isinstance(found, Slot) for found in each.slots().values())
-        each.wait(each.members(), 0.0)
+        try:
+            each.wait(each.members(), 0.0)
+        except SegmentError as error:
+            assert "own slot" in str(error)
         each.publish_started(3)
         each.publish_returned(3)
     assert segment.slot == slot

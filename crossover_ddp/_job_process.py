@@ -1,0 +1,107 @@
+"""One job of ``crossover-ddp run``: its processes, their output, and that none is left behind.
+
+[Note: no process is left behind]
+A job leads a session of its own, so one signal reaches all of its group. torchrun starts each rank in yet another
+session: whatever the job has started is found by the mark that it inherits, too. And a job whose runner is killed gets
+SIGTERM from the kernel. Our design.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from crossover_ddp._marked_processes import processes_with
+
+MARK: Final = "CROSSOVER_RUN_JOB"
+_PR_SET_PDEATHSIG: Final = 1
+_SHELLS_OFFSET: Final = 128
+_prctl = ctypes.CDLL(None).prctl
+
+
+class JobProcess:
+    """The processes of one job.
+
+    Args:
+        words: the command.
+        environment: all its variables but the mark.
+        mark: names the job, and no other one on this machine.
+
+    On failure: `OSError` if the command cannot be started; nothing is left then.
+    """
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], mark: str) -> None:
+        self.mark = mark
+        parent = os.getpid()
+
+        def die_with_parent() -> None:  # runs between fork and exec: no import, no lock
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(_SHELLS_OFFSET + signal.SIGTERM)
+
+        self._process = subprocess.Popen(
+            list(words),
+            env={**environment, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.pid = self._process.pid
+        self.streams = (self._process.stdout, self._process.stderr)
+        for stream in self.streams:
+            os.set_blocking(stream.fileno(), False)
+        self.end_fd = os.pidfd_open(self.pid)
+        """Readable once the command has ended."""
+
+    def poll(self) -> int | None:
+        """Return the command's exit code as shells number it; None while it runs.
+
+        It stays a zombie until `close`, so that its number, and its group's, are nobody else's meanwhile.
+        """
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status + (_SHELLS_OFFSET if ended.si_code != os.CLD_EXITED else 0)
+
+    def survivors(self) -> list[int]:
+        """Return the processes that the command has started and left, once it has ended."""
+        return [pid for pid, mark in processes_with(MARK) if mark == self.mark]
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the command and its group; nothing after `close`."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def terminate(self, number: int) -> None:
+        """Ask the command and its group to end; a stopped process hears nothing before it goes on."""
+        self.signal_group(number)
+        self.signal_group(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill whatever belongs to the job. Again, later: one may fork between the look and the kill."""
+        self.signal_group(signal.SIGKILL)
+        send(self.survivors(), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what the runner holds of the job, once the command has ended."""
+        self.signal_group(signal.SIGKILL)
+        self._process.wait()
+        os.close(self.end_fd)
+        for stream in self.streams:
+            stream.close()
+
+
+def send(pids: Iterable[int], *numbers: int) -> None:
+    """Send signals to processes; those that have ended are passed over."""
+    for pid in pids:
+        for number in numbers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)

@@ -1,0 +1,180 @@
+"""What sharing brought, from turns counted now and then; and how many jobs fit into memory. Pure.
+
+[Note: speed-up of a run]
+A job's time per turn *alone* is measured in those parts of the same run in which it was the only job that ran; the
+time in which all jobs that ran took turns is *shared*. One job after the other, the turns of the shared time would have
+taken the sum of turns × time per turn alone. So the speed-up is that sum over the shared time. It assumes that a turn
+of a job is the same work throughout. Where a job was never alone, the median of the others' times is taken, and said.
+Start-up, and times at which a job ran without taking turns, belong to neither side. Our design.
+"""
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+WARM_UP_TURNS = 3  # buckets are rebuilt, caches fill
+FEWEST_TURNS = 10
+SHORTEST_S = 2.0
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass
+class Window:
+    """Time and turns, summed up over several intervals."""
+
+    seconds: float = 0.0
+    turns: Counter[str] = field(default_factory=Counter)
+
+    def add(self, seconds: float, turns: Mapping[str, int]) -> None:
+        """Add an interval."""
+        self.seconds += seconds
+        self.turns.update(turns)
+
+    @property
+    def enough(self) -> bool:
+        """Whether it is long enough to say something."""
+        return self.seconds >= SHORTEST_S and self.turns.total() >= FEWEST_TURNS
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a run says of its speed-up; see [Note: speed-up of a run]."""
+
+    shared_s: float
+    shared_turns: Mapping[str, int]
+    alone_turn_s: Mapping[str, float]
+    """Seconds per turn alone, measured."""
+    assumed_turn_s: Mapping[str, float]
+    """Seconds per turn of jobs that were never alone: the median of those that were."""
+    after_s: float | None
+    """What the shared turns would have taken one job after the other."""
+    speedup: float | None
+    why_not: str
+    """Why there is no speed-up; empty if there is one."""
+
+    def in_words(self) -> str:
+        """Return it for people."""
+        if self.speedup is None or self.after_s is None:
+            return f"speed-up not known: {self.why_not}"
+        text = (
+            f"while they took turns together ({self.shared_s:.1f} s) the jobs took {sum(self.shared_turns.values())} "
+            f"turns; one job after the other these take about {self.after_s:.1f} s: speed-up {self.speedup:.2f}"
+        )
+        if self.assumed_turn_s:
+            jobs = ", ".join(self.assumed_turn_s)
+            text += f" (never alone, so taken to be as fast as the others: {jobs})"
+        return text
+
+
+class Tally:
+    """Turns of the run's jobs, interval by interval."""
+
+    def __init__(self) -> None:
+        self.turns: Counter[str] = Counter()
+        self.shared = Window()
+        self.alone: dict[str, Window] = {}
+        self._ever_joined: set[str] = set()
+
+    def note(self, seconds: float, turns: Mapping[str, int], *, joined: Set[str], running: Set[str]) -> None:
+        """Add what happened in an interval.
+
+        Args:
+            seconds: its length.
+            turns: drawn in it, by job.
+            joined: who takes turns, strangers included, at both ends of the interval.
+            running: the run's jobs whose processes lived at any moment of it.
+        """
+        settled = joined == running and all(self.turns[job] >= WARM_UP_TURNS for job in joined)
+        self._ever_joined |= joined
+        self.turns.update(turns)
+        if not settled:
+            return
+        if len(joined) > 1:
+            self.shared.add(seconds, turns)
+        for job in joined if len(joined) == 1 else ():
+            self.alone.setdefault(job, Window()).add(seconds, turns)
+
+    def sharing(self) -> Sharing:
+        """Return the speed-up, or why there is none."""
+        measured = {
+            job: window.seconds / window.turns[job] for job, window in self.alone.items() if window.enough
+        }
+        shared = {job: count for job, count in self.shared.turns.items() if count}
+        why_not = self._why_not(measured)
+        usual_s = statistics.median(measured.values()) if measured else math.nan
+        assumed = {} if why_not else {job: usual_s for job in sorted(shared.keys() - measured.keys())}
+        after_s = (
+            None
+            if why_not
+            else sum(count * (measured.get(job) or assumed[job]) for job, count in shared.items())
+        )
+        return Sharing(
+            shared_s=self.shared.seconds,
+            shared_turns=shared,
+            alone_turn_s=measured,
+            assumed_turn_s=assumed,
+            after_s=after_s,
+            speedup=after_s / self.shared.seconds if after_s is not None else None,
+            why_not=why_not,
+        )
+
+    def _why_not(self, measured: Mapping[str, float]) -> str:
+        if not self.turns.total():
+            if self._ever_joined:
+                return "turns are counted on the machine of the jobs' lead device, and that is another one"
+            return "no turns were seen; do the scripts register crossover_hook?"
+        if not self.shared.enough:
+            return "the jobs did not take turns together for long enough to tell"
+        if not measured:
+            return "no job was alone long enough to compare with; --try-first 30 lets the first one be"
+        return ""
+
+
+class Room(NamedTuple):
+    """Memory that jobs share."""
+
+    name: str
+    free_bytes: int
+    jobs: int
+    """So many of the jobs that run at once use it."""
+
+
+def parse_size(text: str) -> int:
+    """Return bytes of ``12G``, ``800M`` or ``1.5GiB``, in powers of 1024; else raise `ValueError`."""
+    found = _SIZE.fullmatch(text.strip())
+    size = int(float(found[1]) * 2 ** _UNITS[found[2].upper()]) if found else 0
+    if size <= 0:
+        raise ValueError(f"expected a size as 12G or 800M, got {text!r}")
+    return size
+
+
+def format_size(size_bytes: float) -> str:
+    """Return a size for people."""
+    unit = next((unit for unit in "TGM" if size_bytes >= 2 ** _UNITS[unit]), "K")
+    return f"{size_bytes / 2 ** _UNITS[unit]:.4g} {unit}iB"
+
+
+def too_small(rooms: Sequence[Room], per_job_bytes: int) -> list[str]:
+    """Say for each room that does not hold its jobs what is asked and what is there."""
+    return [
+        f"{room.name}: {room.jobs} at once × {format_size(per_job_bytes)} is more than the "
+        f"{format_size(room.free_bytes)} that are free"
+        for room in rooms
+        if room.jobs * per_job_bytes > room.free_bytes
+    ]
+
+
+def fitting(rooms: Sequence[Room], needs_bytes: Mapping[str, int]) -> int | None:
+    """Return how many jobs like the one measured fit at once; None where nothing was measured.
+
+    Args:
+        rooms: what was free before it.
+        needs_bytes: what it needed at most, by the room's name.
+    """
+    counts = [room.free_bytes // need for room in rooms if (need := needs_bytes.get(room.name, 0)) > 0]
+    return min(counts) if counts else None

@@ -1,0 +1,227 @@
+"""What `crossover-ddp advise` predicts, beside what the emulated cluster then measures.
+
+    python recipes/advice.py --ratio 0.5 0.75 1.0 1.5                      compute that only sleeps
+    python recipes/advice.py --preset convnet vit --repeats 3              real models: on an idle machine only
+
+For each ratio M/C (wire time of a step's gradients to its compute) it records a short run with the split hook and asks
+for advice, then measures two siblings and decoupled training as predicted, and what they are compared to. The job
+that sleeps (recipes/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
+Needs root (see docs/lab.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import _models
+from crossover_ddp._advice import CROSSOVER, DECOUPLED_TRAINING, Option, advise
+from crossover_ddp._cli_advise import read_spans
+from crossover_ddp._step_figures import Figures, figures
+from decoupled import Ranks
+from lab_cluster import Cluster
+from lab_jobs import Job
+from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, JOBS, Siblings, Worker, measure_all, measure_once
+from sleepy_job import LAYER_BYTES
+
+SLEEP = "sleep"
+SLEEPY_JOB = Path(__file__).with_name("sleepy_job.py")
+LAYERS, FORWARD_S, BACKWARD_S = 8, 0.2, 0.4
+WARM_UP_STEPS = 4
+TIMEOUT_S = 300.0
+ORDER = ("alone", "crossover", "unmanaged")
+
+
+def row_of(found: Figures, lab: dict[str, float], **measured: Any) -> dict[str, Any]:
+    """Put what was said beside what was measured."""
+    options = {option.what: option for option in advise(found).options}
+    crossover, decoupled = options[CROSSOVER], options[DECOUPLED_TRAINING]
+    return {
+        "said": {"c_s": found.compute_s, "n_s": found.exposed_s, "m_s": found.wire_s},
+        "lab": lab,
+        "crossover_said": crossover.factor,
+        "crossover_bound": crossover.bound,
+        "decoupled_said": decoupled.factor,
+        "decoupled_bound": decoupled.bound,
+        "decoupled_cap_mb": decoupled.bucket_cap_mb,
+        **measured,
+    }
+
+
+def advised_decoupled(found: Figures) -> Option:
+    return next(option for option in advise(found).options if option.what == DECOUPLED_TRAINING)
+
+
+# --- compute that sleeps ------------------------------------------------------------------------------------------
+
+
+class Sleepers:
+    """Runs of the job that sleeps, each in a directory of its own."""
+
+    def __init__(self, cluster: Cluster, out: Path, steps: int) -> None:
+        self._cluster = cluster
+        self._out = out
+        self._steps = steps
+
+    def run(
+        self, hook: str, names: Sequence[str] = ("one",), cap_mb: float | None = None
+    ) -> list[list[list[float]]]:
+        """Return when each step of each rank of each job ended."""
+        words = ["--hook", hook, "--layers", str(LAYERS), "--steps", str(self._steps + WARM_UP_STEPS)]
+        words += ["--forward", str(FORWARD_S / LAYERS), "--backward", str(BACKWARD_S / LAYERS)]
+        words += [] if cap_mb is None else ["--bucket-cap-mb", str(cap_mb)]
+        jobs = [Job(name, ["python", str(SLEEPY_JOB), *words]) for name in names]
+        self._cluster.run(jobs, TIMEOUT_S, out=self._out / hook)
+        logs = [
+            [self._out / hook / name / f"rank{rank}.log" for rank in range(self._cluster.nodes)]
+            for name in names
+        ]
+        return [[json.loads(log.read_text().splitlines()[-1])["ends_s"] for log in job] for job in logs]
+
+    def timeline(self, hook: str) -> Path:
+        return self._out / hook / "one" / "timeline"
+
+
+def step_s(ranks: Sequence[Sequence[float]]) -> float:
+    """Return the median: a few steps are always disturbed."""
+    settled = [pairwise(ends_s[WARM_UP_STEPS:]) for ends_s in ranks]
+    return max(statistics.median(end_s - begin_s for begin_s, end_s in pairs) for pairs in settled)
+
+
+def shared_step_s(jobs: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the time per step of all jobs together, while all are in full swing."""
+    first = [ranks[0] for ranks in jobs]
+    begin_s = max(ends_s[WARM_UP_STEPS] for ends_s in first)
+    end_s = min(ends_s[-1] for ends_s in first)
+    return (end_s - begin_s) / sum(begin_s < at_s <= end_s for ends_s in first for at_s in ends_s)
+
+
+def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Any) -> Iterable[dict[str, Any]]:
+    compute_s = FORWARD_S + BACKWARD_S
+    for ratio in args.ratio:
+        rate_mbit = LAYERS * LAYER_BYTES * 8 / (ratio * compute_s) / 1e6
+        cluster.set_rate(rate_mbit)
+        repeats: list[dict[str, float]] = []
+        for repeat in range(args.repeats):
+            sleepers = Sleepers(cluster, args.out / f"sleep-{ratio}-{repeat}", args.steps)
+            sleepers.run("split")
+            found = figures(read_spans(sleepers.timeline("split")))
+            plain_s = step_s(sleepers.run("plain")[0])
+            cap_mb = advised_decoupled(found).bucket_cap_mb
+            decoupled_s = step_s(sleepers.run("decoupled", cap_mb=cap_mb)[0])
+            shared_s = shared_step_s(sleepers.run("crossover", JOBS))
+            repeats.append(
+                {"t1": plain_s, "crossover": plain_s / shared_s, "decoupled": plain_s / decoupled_s}
+            )
+            advance()
+        middle = {key: statistics.median(each[key] for each in repeats) for key in repeats[0]}
+        t1_s = middle.pop("t1")
+        lab = {"c_s": compute_s, "n_s": t1_s - compute_s, "m_s": ratio * compute_s}
+        yield row_of(found, lab, preset=SLEEP, ratio=ratio, rate_mbit=rate_mbit, runs=repeats, **middle)
+
+
+# --- real models --------------------------------------------------------------------------------------------------
+
+
+def record(cluster: Cluster, preset: str, out: Path, steps: int) -> Figures:
+    """Run the job alone with the split hook for a short while; return what its timeline says."""
+    port = cluster.port()
+    workers = [
+        Worker(cluster, "recorded", node, port, ["--preset", preset], out) for node in range(cluster.nodes)
+    ]
+    for worker in workers:
+        worker.hear("up")
+        worker.tell(do="run", hook="rsag", steps=steps)
+    for event, order in (("ready", "go"), ("done", "quit")):
+        for worker in workers:
+            worker.hear(event)
+        for worker in workers:
+            worker.tell(do=order)
+    for worker in workers:
+        worker.process.wait(timeout=30)
+    return figures(read_spans(out / "recorded" / "timeline"))
+
+
+def measure_decoupled(ranks: Ranks, preset: str, cap_mb: float | None, args: argparse.Namespace) -> float:
+    """Return how many times faster decoupled training with the advised buckets is than plain DDP with its own."""
+    present = {"bucket_cap_mb": _models.PRESETS[preset].bucket_cap_mb}
+    ratios = []
+    for _ in range(args.repeats):
+        plain_s = ranks.run("ddp", args.steps, present).step_s
+        ratios.append(plain_s / ranks.run("decoupled", args.steps, {"bucket_cap_mb": cap_mb}).step_s)
+    return statistics.median(ratios)
+
+
+def measure_preset(
+    cluster: Cluster, preset: str, args: argparse.Namespace, advance: Callable[[], None]
+) -> Iterable[dict[str, Any]]:
+    """All ratios of one preset; the link's rate follows from the compute time measured first."""
+    if preset == SLEEP:
+        yield from measure_sleep(cluster, args, advance)
+        return
+    siblings = Siblings(cluster, preset, args.out, dict.fromkeys(JOBS, 1))
+    ranks = Ranks(cluster, preset, args.out / "decoupled")
+    cluster.set_rate(CALIBRATION_MBIT)
+    first = siblings.run("none", CALIBRATION_STEPS, JOBS[:1])
+    for ratio in args.ratio:
+        rate_mbit = first.wire_bytes * 8 / (ratio * first.busy_s) / 1e6
+        cluster.set_rate(rate_mbit)
+        found = record(cluster, preset, args.out / f"{preset}-{ratio}", args.recorded_steps)
+        runs = []
+        for _ in range(args.repeats):
+            runs.append(measure_once(siblings, args.steps, "none", ORDER))
+            advance()
+        keys = ("c_s", "t1_s", "wire_bytes", "crossover")
+        middle = {key: statistics.median(run[key] for run in runs) for key in keys}
+        lab = {"c_s": middle["c_s"], "n_s": middle["t1_s"] - middle["c_s"]}
+        lab["m_s"] = middle["wire_bytes"] * 8 / (rate_mbit * 1e6)
+        yield row_of(
+            found,
+            lab,
+            preset=preset,
+            ratio=ratio,
+            rate_mbit=rate_mbit,
+            crossover=middle["crossover"],
+            decoupled=measure_decoupled(ranks, preset, advised_decoupled(found).bucket_cap_mb, args),
+        )
+    siblings.close()
+    ranks.close()
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Advice beside measurement (said / measured)")
+    for column in ("model", "M/C", "C s", "N s", "M s", "crossover", "decoupled"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        pairs = [f"{row['said'][key]:.3f}/{row['lab'][key]:.3f}" for key in ("c_s", "n_s", "m_s")]
+        pairs += [f"{row[f'{way}_said']:.2f}/{row[way]:.2f}" for way in ("crossover", "decoupled")]
+        table.add_row(row["preset"], f"{row['lab']['m_s'] / row['lab']['c_s']:.2f}", *pairs)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choices = [SLEEP, *sorted(_models.PRESETS)]
+    parser.add_argument("--preset", nargs="+", choices=choices, default=[SLEEP])
+    parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.75, 1.0, 1.5], help="M/C")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--recorded-steps", type=int, default=20, help="of real models")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/advice"))
+    args = parser.parse_args(argv)
+    return measure_all(args, measure_preset, show, "advice.json")
+
+
+if __name__ == "__main__":
+    main()

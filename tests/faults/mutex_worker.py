@@ -1,0 +1,331 @@
+"""One rank of the mutex's fault campaign: takes turns, does its deeds, and notes what it sees.
+
+Every line of its record is ``[kind, seconds, …]`` on the campaign's clock, which is CLOCK_MONOTONIC of the machine
+whatever time namespace the rank is in, and whatever a deed has done to the clocks that the package reads.
+"""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossover_ddp import _device_order, _turn_segment, gpu_mutex
+from crossover_ddp._segment_files import Slot
+from crossover_ddp._turns import Patience
+from crossover_ddp.errors import CrossoverError
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.faults.late_device import LateEvents, LateThread
+from tests.faults.schedules import LATE_S, Deed, JobPlan
+
+_monotonic = time.monotonic
+
+
+class Book:
+    """The rank's record: one write a line, so that a killed rank leaves whole lines."""
+
+    def __init__(self, path: Path, clock_offset_s: float) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._offset_s = clock_offset_s
+
+    def now_s(self) -> float:
+        return _monotonic() - self._offset_s
+
+    def note(self, kind: str, *what: Any, at_s: float | None = None) -> None:
+        line = [kind, round(self.now_s() if at_s is None else at_s, 6), *what]
+        os.write(self._fd, (json.dumps(line) + "\n").encode())
+
+
+class NotedPatience(Patience):
+    """Notes whom the rank has lost patience with, and since when it had waited."""
+
+    def __init__(self, book: Book) -> None:
+        super().__init__()
+        self._book = book
+        self._since: tuple[object, float] = (None, 0.0)
+
+    def remaining(self, waiting: Any, now_s: float) -> float | None:
+        before = self._front
+        left_s = super().remaining(waiting, now_s)
+        if self._front != before or self._since[0] != self._front:
+            self._since = self._front, self._book.now_s()
+        return left_s
+
+    def _forgive(self, key: tuple[int, int], turn: int) -> None:
+        front = (*key, turn)
+        since_s = self._since[1] if self._since[0] == front else self._book.now_s()
+        self._book.note("forgave", *key, turn, since_s)
+        super()._forgive(key, turn)
+
+
+class Sabotage:
+    """Break the package on purpose, to see that the campaign would notice."""
+
+    @staticmethod
+    def overlap() -> None:
+        """Nobody waits for anybody."""
+        gpu_mutex.blockers = lambda *_: []  # type: ignore[assignment]
+
+    @staticmethod
+    def deafness() -> None:
+        """A turn given back wakes nobody."""
+        _turn_segment.TurnSegment.ring_others = lambda self: None  # type: ignore[method-assign]
+
+    @staticmethod
+    def leftovers() -> None:
+        """The last one to leave removes nothing."""
+        _turn_segment.remove_unused = lambda *_: False
+
+    @staticmethod
+    def early_events() -> None:
+        """A device waits for no event."""
+        LateEvents.follow = lambda *_: None  # type: ignore[method-assign,assignment]
+
+
+class Rank:
+    """One rank of one job.
+
+    Args:
+        plan: the job.
+        rank: which of its ranks.
+        base_s: when the schedule began, on the campaign's clock.
+        directory: where ranks of this schedule meet and write.
+        group: name of the group of siblings.
+    """
+
+    def __init__(self, plan: JobPlan, rank: int, base_s: float, directory: Path, group: str) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.size = len(plan.devices)
+        self._base_s = base_s
+        self._directory = directory
+        self._group = group
+        self._book = Book(directory / f"job{plan.number}-rank{rank}", plan.clock_offset_s)
+        self._chance = random.Random(f"{plan.number} {rank} {base_s}")
+        self._deeds = [deed for deed in plan.deeds if rank in deed.ranks]
+        self._slow: dict[str, tuple[float, float]] = {}
+        self._fork_s = self._evaluate_s = 0.0
+        self._order: LateEvents | None = None
+        self._told_device = 0
+
+    def live(self) -> None:
+        """Join, take turns until the time to leave has come, leave."""
+        mutex = None
+        try:
+            if self.size > 1:
+                store = f"file://{self._directory}/store{self.plan.number}"
+                dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.size)
+            mutex = self._join()
+            while self._goes_on():
+                self._take_turn(mutex)
+        except RuntimeError as error:  # another rank of the job has ended
+            self._book.note("broken", str(error)[:200])
+        if mutex is not None:
+            self._leave(mutex)
+        self._book.note("done", mutex.stats() if mutex is not None else None)
+
+    def _goes_on(self) -> bool:
+        going = torch.tensor(float(self._book.now_s() < self._base_s + self.plan.leaves_at_s))
+        if self.size > 1:
+            dist.all_reduce(going, op=dist.ReduceOp.MIN)
+        return bool(going)
+
+    # --- joining and leaving --------------------------------------------------------------------------------
+
+    def _join(self) -> GPUMutex | None:
+        _device_order.device_order = self._make_order  # type: ignore[assignment]
+        self._book.note("joins")
+        try:
+            device = f"dev{self.plan.devices[self.rank]}"
+            mutex = GPUMutex(self._group, device=device, lease=self.plan.lease_s)
+        except CrossoverError as error:
+            self._book.note("refused", type(error).__name__, str(error))
+            return None
+        segment = mutex._segment
+        assert segment is not None
+        raw = os.pread(segment._fd, _turn_segment.SLOT_BYTES, segment._offset(segment.slot))
+        incarnation = Slot.from_buffer_copy(raw).incarnation
+        self._book.note("joined", segment.slot, incarnation, mutex._is_lead)
+        self._watch(mutex)
+        return mutex
+
+    def _make_order(self, device: torch.device, event_count: int, siblings: object) -> Any:
+        late_s = self._chance.uniform(0.0, LATE_S)
+        if self.plan.order == "events":
+            self._order = LateEvents(self._directory / "events", event_count, late_s, self._book.now_s)
+            return self._order
+        if self.plan.order == "thread":
+            return LateThread(late_s)
+        return _device_order.HostOrder()
+
+    def _watch(self, mutex: GPUMutex) -> None:
+        """Note when turns end for good, and with whom the rank loses patience."""
+        leave, channel = mutex._leave, mutex._channel
+
+        def leaving(reason: str, **how: bool) -> None:
+            self._note_log(mutex)
+            self._book.note("leaving", reason)
+            leave(reason, **how)
+            self._book.note("left", reason)
+
+        mutex._leave = leaving  # type: ignore[method-assign]
+        mutex._patience = NotedPatience(self._book)
+        if channel is None:
+            return
+        send = channel.send
+
+        def send_late(grant: Any) -> None:
+            time.sleep(self._value("slow-grant"))
+            send(grant)
+
+        channel.send = send_late
+
+    def _note_log(self, mutex: GPUMutex) -> None:
+        """Keep what the order log says, as far as this rank has it open."""
+        segment = mutex._segment
+        if segment is not None and segment._log_fd >= 0:
+            inode = os.fstat(segment._log_fd).st_ino
+            self._book.note("log", inode, os.pread(segment._log_fd, 1 << 20, 0).hex())
+
+    def _leave(self, mutex: GPUMutex) -> None:
+        mutex.close()
+        self._note_device()
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def _take_turn(self, mutex: GPUMutex | None) -> None:
+        self._do_deeds()
+        if mutex is not None:
+            self._acquire(mutex)
+        if self.size > 1:
+            dist.barrier()  # a collective inside the turn, as DDP's broadcast of buffers
+        self._compute(mutex)
+        if mutex is not None:
+            self._release(mutex)
+        self._exchange(mutex)
+
+    def _acquire(self, mutex: GPUMutex) -> None:
+        wanted_s = self._book.now_s()
+        if mutex.disabled_because is not None:
+            return
+        ahead = self.plan.style == "ahead" and not mutex.shared
+        mutex.acquire(ahead=ahead)
+        self._note_begin(mutex, wanted_s, ahead)
+
+    def _note_begin(self, mutex: GPUMutex, wanted_s: float, ahead: bool) -> None:
+        if mutex.holding:
+            segment = mutex._segment
+            leads = segment is not None and segment._log_fd >= 0
+            inode = os.fstat(segment._log_fd).st_ino if leads else 0  # type: ignore[union-attr]
+            self._book.note("begin", 0 if ahead else mutex._turn, wanted_s, inode)
+
+    def _compute(self, mutex: GPUMutex | None) -> None:
+        time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
+        if self._fork_s:
+            self._fork(self._fork_s)
+            self._fork_s = 0.0
+        if self._evaluate_s and mutex is not None:
+            self._evaluate(mutex, self._evaluate_s)
+            self._evaluate_s = 0.0
+        self._slow.pop("too-slow-compute", None)
+
+    def _fork(self, lives_s: float) -> None:
+        """As a DataLoader does: the child lives beside the rank, perhaps longer than it."""
+        if os.fork() == 0:
+            time.sleep(lives_s)
+            os._exit(0)
+
+    def _evaluate(self, mutex: GPUMutex, lasts_s: float) -> None:
+        held = mutex.holding
+        ended_s = self._book.now_s()
+        with mutex.paused():
+            if held and mutex.disabled_because is None:
+                self._book.note("end", mutex._turn, at_s=ended_s)
+            time.sleep(lasts_s)
+            wanted_s = self._book.now_s()
+        self._note_begin(mutex, wanted_s, ahead=False)
+
+    def _release(self, mutex: GPUMutex) -> None:
+        ended_s, held = self._book.now_s(), mutex.holding
+        mutex.release()
+        if held and mutex.disabled_because is None:
+            self._book.note("end", mutex._turn, at_s=ended_s)
+        self._note_device()
+
+    def _note_device(self) -> None:
+        if self._order is not None:
+            for turn in self._order.turns[self._told_device :]:
+                self._book.note("device", *turn)
+            self._told_device = len(self._order.turns)
+
+    def _exchange(self, mutex: GPUMutex | None) -> None:
+        pause_s = max(self.plan.pause_s, self._value("slow-link"))
+        time.sleep(pause_s / 2)
+        if self.plan.style == "early" and mutex is not None:
+            mutex.request()
+        time.sleep(pause_s / 2)
+
+    # --- deeds ----------------------------------------------------------------------------------------------
+
+    def _do_deeds(self) -> None:
+        now_s = self._book.now_s() - self._base_s
+        while self._deeds and self._deeds[0].at_s <= now_s:
+            deed = self._deeds.pop(0)
+            if deed.kind != "suspend":  # noted when it happens
+                self._book.note("deed", deed.kind)
+            self._do(deed)
+
+    def _do(self, deed: Deed) -> None:
+        if deed.kind == "wall-clock":
+            jump_wall_clock(deed.value)
+        elif deed.kind == "suspend":
+            threading.Timer(self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]).start()
+        elif deed.kind == "fork":
+            self._fork_s = deed.duration_s
+        elif deed.kind == "evaluate":
+            self._evaluate_s = deed.duration_s
+        else:
+            self._slow[deed.kind] = self._book.now_s() + deed.duration_s, deed.value
+
+    def _suspend(self, jump_s: float) -> None:
+        """From another thread, so that it may happen in the middle of a wait."""
+        self._book.note("deed", "suspend")
+        jump_monotonic_clock(jump_s)
+
+    def _value(self, kind: str) -> float:
+        until_s, value = self._slow.get(kind, (0.0, 0.0))
+        return value if self._book.now_s() < until_s else 0.0
+
+
+def jump_wall_clock(jump_s: float) -> None:
+    """Let everything in this process see another date."""
+    real = time.time
+    time.time = lambda: real() + jump_s
+
+
+def jump_monotonic_clock(jump_s: float) -> None:
+    """Let the package see the monotonic clock go on by ``jump_s`` at once, as after a virtual machine's sleep."""
+    clock = gpu_mutex.time
+    jumped = types.SimpleNamespace(
+        monotonic=lambda: clock.monotonic() + jump_s,
+        monotonic_ns=lambda: clock.monotonic_ns() + round(jump_s * 1e9),
+        sleep=time.sleep,
+    )
+    gpu_mutex.time = _turn_segment.time = jumped  # type: ignore[assignment]
+
+
+def live(order: dict[str, Any]) -> None:
+    """Be one rank, as the nursery was told."""
+    plan = order["plan"]
+    plan = JobPlan(**{**plan, "deeds": tuple(Deed(**deed) for deed in plan["deeds"])})
+    sys.setswitchinterval(1e-3)
+    if order["sabotage"]:
+        getattr(Sabotage, order["sabotage"])()
+    Rank(plan, order["rank"], order["base_s"], Path(order["directory"]), order["group"]).live()

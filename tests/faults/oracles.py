@@ -1,0 +1,479 @@
+"""What the records of a schedule must show, whatever has happened: pure functions of what was written down.
+
+A *claim* is one rank's turn on its device: when it was wanted, begun, and ended. For every two claims of siblings on a
+device, the later turn begins after the earlier one has ended, or its rank has died, left or given up, or the later
+rank has lost patience with it; and it begins soon after that. Whoever loses patience has waited a lease, and for
+somebody who really held on. All ranks of a job have the same turns, and the order log names the job's slot at each.
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.faults.schedules import LATE_S, JobPlan, Schedule
+
+FOREVER = float("inf")
+EARLY_S = 2e-3  # notes and deeds of one moment are written one after the other
+TELLING_S = LATE_S + 0.02  # from the note of a turn's end until a device that is late has told it
+CLOSED = "closed"
+MAX_BACK = 12  # turns that a device may be behind
+
+Key = tuple[int, int]
+
+
+class Claim(NamedTuple):
+    turn: int
+    wanted_s: float
+    begins_s: float
+    ends_s: float
+    """`FOREVER` if the rank never gave it back."""
+    log: int
+    """The order log's inode, on lead ranks; else 0."""
+    ahead: bool
+
+
+class Forgiven(NamedTuple):
+    at_s: float
+    slot: int
+    incarnation: int
+    turn: int
+    since_s: float
+
+
+@dataclass
+class Rank:
+    """What is known of one rank after the schedule."""
+
+    job: JobPlan
+    rank: int
+    claims: list[Claim] = field(default_factory=list)
+    forgave: list[Forgiven] = field(default_factory=list)
+    stops: list[tuple[float, float]] = field(default_factory=list)
+    killed_s: float = FOREVER
+    leaving_s: float = FOREVER
+    left_s: float = FOREVER
+    reason: str | None = None
+    refused: tuple[str, str] | None = None
+    slot: int = -1
+    incarnation: int = 0
+    is_lead: bool = False
+    joined_s: float = FOREVER
+    broken: str | None = None
+    done: dict[str, Any] | None = None
+    ended: bool = False
+    deeds: list[tuple[float, str]] = field(default_factory=list)
+    logs: dict[int, bytes] = field(default_factory=dict)
+    device_turns: list[tuple[int, float, float]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.job.number, self.rank
+
+    @property
+    def device(self) -> int:
+        return self.job.devices[self.rank]
+
+    @property
+    def gone_from_s(self) -> float:
+        """The earliest moment at which siblings may have found the rank gone."""
+        return min(self.killed_s, self.leaving_s)
+
+    @property
+    def gone_by_s(self) -> float:
+        """The moment by which they must."""
+        return min(self.killed_s, self.left_s)
+
+    def gave_up(self) -> bool:
+        return self.reason not in (None, CLOSED)
+
+
+def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
+    """Return a rank from what it has written."""
+    found = Rank(job, rank)
+    for kind, at_s, *what in lines:
+        if kind == "begin":
+            turn, wanted_s, log = what
+            found.claims.append(Claim(turn, wanted_s, at_s, FOREVER, log, ahead=turn == 0))
+        elif kind == "end":
+            found.claims[-1] = found.claims[-1]._replace(turn=what[0], ends_s=at_s)
+        elif kind == "forgave":
+            found.forgave.append(Forgiven(at_s, *what))
+        elif kind == "joined":
+            found.slot, found.incarnation, found.is_lead = what[:3]
+            found.joined_s = at_s
+        elif kind == "refused":
+            found.refused = (what[0], what[1])
+        elif kind == "leaving" and found.reason is None:
+            found.leaving_s, found.reason = at_s, what[0]
+        elif kind == "left":
+            found.left_s = min(found.left_s, at_s)
+        elif kind == "log":
+            found.logs[what[0]] = bytes.fromhex(what[1])
+        elif kind == "device":
+            found.device_turns.append((what[0], what[1], what[2]))
+        elif kind == "deed":
+            found.deeds.append((at_s, what[0]))
+        elif kind == "broken":
+            found.broken = what[0]
+        elif kind == "done":
+            found.done, found.ended = what[0], True
+    return found
+
+
+class Leftovers(NamedTuple):
+    """Paths in shared memory."""
+
+    at_end: Sequence[str] = ()
+    by_next: Sequence[str] = ()
+    """What is still there after a next job has come and gone."""
+    refusals: Sequence[str] = ()
+    """What that job was told."""
+    holders: Sequence[str] = ()
+    """Who still has them open."""
+
+
+class Story(NamedTuple):
+    """All that is known after a schedule."""
+
+    schedule: Schedule
+    ranks: Mapping[Key, Rank]
+    meddled_s: Mapping[int, Sequence[float]]
+    """For each group: when its files were meddled with."""
+    leftovers: Leftovers
+    late_s: float
+    """How late the overseer itself was at worst: what a busy machine costs."""
+    slack_s: float
+
+    def of_job(self, job: int) -> list[Rank]:
+        return [rank for (number, _), rank in self.ranks.items() if number == job]
+
+    def tolerance_s(self) -> float:
+        return self.slack_s + 2 * self.late_s
+
+
+def violations(story: Story) -> list[str]:
+    """Return every promise that was broken, in words."""
+    return [
+        *_ends(story),
+        *_log_order(story),
+        *_job_order(story),
+        *_patience(story),
+        *_turn_order(story),
+        *_device_order(story),
+        *_left(story),
+    ]
+
+
+def _left(story: Story) -> Iterator[str]:
+    """Nothing is left in shared memory but what was refused by name: it may not be ours, so nobody removes it.
+
+    If the last ones of a group are killed, the group's next job removes what they leave.
+    """
+    refusals = [*story.leftovers.refusals, *(r.refused[1] for r in story.ranks.values() if r.refused)]
+    for path in sorted({*story.leftovers.at_end, *story.leftovers.by_next}):
+        name = re.fullmatch(r"(.*-(\d+)-[0-9a-f]{16})\..*", path)
+        assert name is not None
+        if path not in story.leftovers.by_next and _killed_last(story, int(name[2])):
+            continue
+        if not any(f"{name[1]}.turns" in refusal for refusal in refusals):
+            yield f"left behind in shared memory: {path}; open in {list(story.leftovers.holders)}"
+
+
+def _killed_last(story: Story, group: int) -> bool:
+    ranks = [rank for rank in story.ranks.values() if rank.job.group == group]
+    killed_s = [rank.killed_s for rank in ranks if rank.killed_s < FOREVER]
+    left_s = [rank.leaving_s for rank in ranks if rank.leaving_s < FOREVER]
+    return max(killed_s, default=0.0) > max(left_s, default=0.0)
+
+
+# --- how ranks end ------------------------------------------------------------------------------------------
+
+
+def _ends(story: Story) -> Iterator[str]:
+    for rank in story.ranks.values():
+        if rank.killed_s < FOREVER:
+            continue
+        name = f"job {rank.job.number} rank {rank.rank}"
+        meddled = bool(story.meddled_s.get(rank.job.group))
+        lost_a_rank = any(each.killed_s < FOREVER for each in story.of_job(rank.job.number))
+        if not rank.ended:
+            yield f"{name} did not end by itself: {rank.error[-1500:]}"
+        if rank.broken and not lost_a_rank:
+            yield f"{name} lost its job: {rank.broken}"
+        if rank.gave_up() and not meddled and not lost_a_rank:
+            yield f"{name} gave up turns: {rank.reason}"
+        if rank.refused:
+            yield from _refusal(story, rank, name, meddled or lost_a_rank)
+        elif rank.job.misfit and rank.joined_s < FOREVER and _had_siblings(story, rank):
+            yield f"{name} shares only some devices and was not refused"
+
+
+def _refusal(story: Story, rank: Rank, name: str, excused: bool) -> Iterator[str]:
+    kind, text = rank.refused or ("", "")
+    among_misfits = rank.job.misfit or any(
+        each.misfit
+        and each.group == rank.job.group
+        and each.joins_at_s < rank.job.leaves_at_s
+        and rank.job.joins_at_s < each.leaves_at_s + 1.0
+        for each in story.schedule.jobs
+    )
+    if not (excused or (kind == "TurnError" and among_misfits)):
+        yield f"{name} was refused: {kind}: {text}"
+
+
+def _had_siblings(story: Story, rank: Rank) -> bool:
+    """Whether a whole sibling was in its slot on this device all the while that the misfit joined."""
+    return any(
+        other.job.group == rank.job.group
+        and not other.job.misfit
+        and other.device == rank.device
+        and other.joined_s < rank.joined_s - story.tolerance_s()
+        and other.gone_from_s > rank.joined_s
+        for other in story.ranks.values()
+    ) and not story.meddled_s.get(rank.job.group)
+
+
+# --- one order ----------------------------------------------------------------------------------------------
+
+
+def _log_order(story: Story) -> Iterator[str]:
+    """The order log names the lead rank's slot at each of its turns."""
+    logs: dict[int, bytes] = {}
+    for rank in story.ranks.values():
+        if story.meddled_s.get(rank.job.group):
+            continue
+        for inode, log in rank.logs.items():
+            shorter, longer = sorted((logs.get(inode, b""), log), key=len)
+            if not longer.startswith(shorter):
+                yield f"the order log was rewritten: job {rank.job.number}"
+            logs[inode] = longer
+    for rank in story.ranks.values():
+        for claim in rank.claims:
+            log = logs.get(claim.log, b"")
+            if 0 < claim.turn <= len(log) and log[claim.turn - 1] != rank.slot:
+                yield f"turn {claim.turn} of job {rank.job.number} is slot {log[claim.turn - 1]}'s in the log"
+
+
+def _job_order(story: Story) -> Iterator[str]:
+    """All ranks of a job have the same turns, each later than the one before."""
+    for job in story.schedule.jobs:
+        ranks = [rank for rank in story.of_job(job.number) if rank.claims]
+        turns = [[claim.turn for claim in rank.claims if claim.turn] for rank in ranks]
+        for own in turns:
+            if any(later <= earlier for earlier, later in itertools.pairwise(own)):
+                yield f"job {job.number} had turns out of order: {own}"
+        if story.meddled_s.get(job.group):
+            continue
+        for own, other in itertools.pairwise(turns):
+            shared = min(len(own), len(other))
+            if own[:shared] != other[:shared]:
+                yield f"ranks of job {job.number} had different turns: {own[:shared]} and {other[:shared]}"
+
+
+# --- leases -------------------------------------------------------------------------------------------------
+
+
+def _overlap_s(intervals: Iterable[tuple[float, float]], start_s: float, stop_s: float) -> float:
+    return sum(max(0.0, min(stop_s, end) - max(start_s, begin)) for begin, end in intervals)
+
+
+def _patience(story: Story) -> Iterator[str]:
+    owners = {(rank.slot, rank.incarnation): rank for rank in story.ranks.values()}
+    for rank in story.ranks.values():
+        for lost in rank.forgave:
+            owner = owners.get((lost.slot, lost.incarnation))
+            if _meddled_around(story, rank.job.group, lost.at_s) or owner is None:
+                continue
+            whose = f"turn {lost.turn} of job {owner.job.number}"
+            where = f"job {rank.job.number} rank {rank.rank} lost patience with {whose}"
+            waited_s = lost.at_s - lost.since_s
+            jumped = any(
+                kind == "suspend" and lost.since_s - EARLY_S <= at_s <= lost.at_s + EARLY_S
+                for at_s, kind in rank.deeds
+            )
+            if waited_s < owner.job.lease_s - EARLY_S and not jumped:
+                yield f"{where} after {waited_s:.3f} s of a lease of {owner.job.lease_s} s"
+            own_stops_s = _overlap_s(rank.stops, lost.since_s, lost.at_s)
+            if waited_s - own_stops_s > owner.job.lease_s + story.tolerance_s():
+                yield f"{where} only after {waited_s:.3f} s: the lease is {owner.job.lease_s} s"
+            released_s = _released_by(owner, lost.turn)
+            if released_s < lost.at_s - own_stops_s - story.tolerance_s():
+                yield f"{where}, which was given back {lost.at_s - released_s:.3f} s before"
+
+
+def _released_by(rank: Rank, turn: int) -> float:
+    """When a rank had surely given ``turn`` back."""
+    ends = [_told_by(rank, claim) for claim in rank.claims if claim.turn >= turn]
+    return min([rank.gone_by_s, *ends])
+
+
+def _told_by(rank: Rank, claim: Claim) -> float:
+    """When siblings had surely been told of a turn's end, of which the rank made its note just before."""
+    stops = [stop for stop in rank.stops if stop[0] <= claim.ends_s + TELLING_S and stop[1] > claim.ends_s]
+    return max([claim.ends_s, *(end_s for _, end_s in stops)])
+
+
+def _meddled_around(story: Story, group: int, at_s: float) -> bool:
+    """Whether files were meddled with and ranks may not have noticed yet."""
+    window_s = max(job.lease_s for job in story.schedule.jobs) + story.tolerance_s()
+    return any(
+        meddled_s - EARLY_S <= at_s <= meddled_s + window_s for meddled_s in story.meddled_s.get(group, ())
+    )
+
+
+# --- turns on a device ----------------------------------------------------------------------------------------
+
+
+def _logs_of_turns(story: Story) -> dict[tuple[int, int], int]:
+    """(job, turn) → the log that it was drawn from."""
+    return {
+        (rank.job.number, claim.turn): claim.log
+        for rank in story.ranks.values()
+        for claim in rank.claims
+        if claim.log and claim.turn
+    }
+
+
+Order = tuple[int, int, int, int]
+"""Group, device, log, and how often the group's files had been meddled with: a log cut short counts anew."""
+
+
+def _on_devices(story: Story) -> dict[Order, list[tuple[Claim, Rank]]]:
+    """Claims of siblings in one order."""
+    logs = _logs_of_turns(story)
+    found: dict[Order, list[tuple[Claim, Rank]]] = defaultdict(list)
+    for rank in story.ranks.values():
+        for claim in rank.claims:
+            log = logs.get((rank.job.number, claim.turn), 0)
+            if log:
+                found[_order(story, rank, log, claim.begins_s)].append((claim, rank))
+    for claims in found.values():
+        claims.sort(key=lambda each: each[0].turn)
+    return found
+
+
+def _order(story: Story, rank: Rank, log: int, at_s: float) -> Order:
+    group = rank.job.group
+    meddled = sum(meddled_s <= at_s for meddled_s in story.meddled_s.get(group, ()))
+    return group, rank.device, log, meddled
+
+
+def _turn_order(story: Story) -> Iterator[str]:
+    for claims in _on_devices(story).values():
+        open_before: list[tuple[Claim, Rank]] = []
+        for claim, rank in claims:
+            freed_s = _freed_otherwise_s(story, claim, rank)
+            for before, other in open_before:
+                if other.job.number == rank.job.number:
+                    continue
+                end_s = min(before.ends_s, other.gone_from_s)
+                forgiven_s = _forgiven_at(rank, other, before.turn)
+                if min(end_s, forgiven_s) > claim.begins_s and not _excused(story, claim, rank, other):
+                    yield _both_hold(claim, rank, before, other)
+                freed_s = max(freed_s, min(_told_by(other, before), other.gone_by_s, forgiven_s))
+            late = _lateness(story, claim, rank, min(freed_s, claim.begins_s))
+            if late:
+                yield late
+            open_before = [(b, o) for b, o in open_before if b.ends_s >= claim.wanted_s]
+            open_before.append((claim, rank))
+
+
+def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
+    """When the last one went, or was given up, of those who may have drawn a turn that they never began."""
+    gone = [
+        min(other.gone_by_s, claim.begins_s)
+        for other in story.ranks.values()
+        if (other.job.group, other.device) == (rank.job.group, rank.device)
+        and other.gone_from_s <= claim.begins_s
+    ]
+    forgiven = [lost.at_s for lost in rank.forgave if lost.at_s <= claim.begins_s]
+    return max([0.0, *gone, *forgiven])
+
+
+def _both_hold(claim: Claim, rank: Rank, before: Claim, other: Rank) -> str:
+    return (
+        f"two holders on device {rank.device}: job {rank.job.number} rank {rank.rank} began turn {claim.turn} at "
+        f"{claim.begins_s:.4f}; job {other.job.number} rank {other.rank} held turn {before.turn} from "
+        f"{before.begins_s:.4f} to {before.ends_s:.4f}"
+    )
+
+
+def _forgiven_at(rank: Rank, other: Rank, turn: int) -> float:
+    """When ``rank`` lost patience with ``turn`` of ``other``; for ever if it did not."""
+    return min(
+        (
+            lost.at_s
+            for lost in rank.forgave
+            if (lost.slot, lost.incarnation) == (other.slot, other.incarnation) and lost.turn >= turn
+        ),
+        default=FOREVER,
+    )
+
+
+def _excused(story: Story, claim: Claim, rank: Rank, other: Rank) -> bool:
+    """Documented: see docs/turns.md, "what can go wrong"."""
+    jobs_broken = any(each.gone_from_s <= claim.begins_s for each in story.of_job(other.job.number))
+    return claim.ahead or jobs_broken or _meddled_around(story, rank.job.group, claim.begins_s)
+
+
+def _lateness(story: Story, claim: Claim, rank: Rank, freed_s: float) -> str:
+    """Say so if a turn began long after it could."""
+    if claim.ahead or _meddled_around(story, rank.job.group, claim.begins_s):
+        return ""
+    leads = [each for each in story.of_job(rank.job.number) if each.is_lead and each is not rank]
+    asked = [c.wanted_s for each in leads for c in each.claims if c.turn == claim.turn]
+    ready_s = max([claim.wanted_s, freed_s, *asked])
+    stopped_s = sum(_overlap_s(each.stops, ready_s, claim.begins_s) for each in story.of_job(rank.job.number))
+    grants_s = max([deed.value for deed in rank.job.deeds if deed.kind == "slow-grant"], default=0.0)
+    late_s = claim.begins_s - ready_s - stopped_s - grants_s
+    if late_s <= story.tolerance_s():
+        return ""
+    return (
+        f"job {rank.job.number} rank {rank.rank} began turn {claim.turn} on device {rank.device} "
+        f"{late_s:.3f} s after it could, at {claim.begins_s:.4f}"
+    )
+
+
+def longest_wait_s(story: Story) -> float:
+    """The longest time from wanting a turn to its begin, without what the rank itself was stopped."""
+    return max(
+        (
+            claim.begins_s - claim.wanted_s - _overlap_s(rank.stops, claim.wanted_s, claim.begins_s)
+            for rank in story.ranks.values()
+            for claim in rank.claims
+        ),
+        default=0.0,
+    )
+
+
+# --- the device behind the host's back ----------------------------------------------------------------------------
+
+
+def _device_order(story: Story) -> Iterator[str]:
+    """On a device of late events, a turn's work begins after that of every earlier turn has ended."""
+    logs = _logs_of_turns(story)
+    found: dict[Order, list[tuple[int, float, float, Rank]]] = defaultdict(list)
+    for rank in story.ranks.values():
+        for turn, begins_s, ends_s in rank.device_turns:
+            log = logs.get((rank.job.number, turn), 0)
+            if log:
+                found[_order(story, rank, log, ends_s)].append((turn, begins_s, ends_s, rank))
+    for turns in found.values():
+        turns.sort(key=lambda each: each[0])
+        for number, (turn, begins_s, _, rank) in enumerate(turns):
+            for before, _, ends_s, other in turns[max(0, number - MAX_BACK) : number]:
+                if other.job.number == rank.job.number or ends_s <= begins_s + 1e-9:
+                    continue
+                claim = next((each for each in rank.claims if each.turn == turn), None)
+                if claim is None or _excused(story, claim, rank, other):
+                    continue
+                if _forgiven_at(rank, other, before) < FOREVER:
+                    continue
+                yield (
+                    f"device {rank.device} began turn {turn} of job {rank.job.number} {ends_s - begins_s:.4f} s "
+                    f"before it ended turn {before} of job {other.job.number}"
+                )

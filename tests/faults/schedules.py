@@ -1,0 +1,363 @@
+"""What shall happen to which jobs, and when: a pure function of a seed, so that every failure can be run again.
+
+A schedule is a small world: one or two groups on one to four devices, up to four jobs at once, and the faults that
+befall them. Nothing here starts, reads or waits for anything.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+MAX_JOBS = 4
+DEVICE_COUNTS = ((1, 5), (2, 5), (3, 1), (4, 1))
+GAP_S = 0.09  # between two faults, on average
+FIRST_S = 0.5  # the first jobs have joined by then
+LEASES_S = (0.8, 1.2)
+LATE_S = 0.02  # longest time that a device of late events runs behind the host
+CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
+ORDERS = {"host": 5, "events": 3, "thread": 2}
+STYLES = {"plain": 4, "early": 3, "ahead": 3}
+
+MEDDLINGS = (
+    "delete-slots",
+    "delete-log",
+    "delete-bells",
+    "delete-all",
+    "truncate-slots",
+    "truncate-log",
+    "overwrite-slots",
+    "overwrite-header",
+    "overwrite-log",
+    "overwrite-all",
+    "full",
+)
+
+FAULTS = {
+    "join": 3.0,
+    "leave": 1.0,
+    "kill-rank": 1.5,
+    "kill-job": 1.0,
+    "stop": 3.0,
+    "long-stop": 0.7,
+    "slow-compute": 3.0,
+    "too-slow-compute": 0.5,
+    "slow-link": 3.0,
+    "slow-grant": 2.0,
+    "evaluate": 2.0,
+    "fork": 3.0,
+    "orphan": 1.0,
+    "wall-clock": 2.0,
+    "suspend": 0.7,
+    "reuse-pid": 1.0,
+    "misfit": 0.7,
+}
+MEDDLE_WEIGHT = 2.0
+NOTHING = ""
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something a rank does by itself, at a time."""
+
+    at_s: float
+    kind: str
+    ranks: tuple[int, ...]
+    duration_s: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """One job from its birth to its end, as far as that is its own will."""
+
+    number: int
+    group: int
+    devices: tuple[int, ...]
+    """The device of each rank."""
+    joins_at_s: float
+    leaves_at_s: float
+    lease_s: float
+    hold_s: float
+    pause_s: float
+    order: str
+    style: str
+    clock_offset_s: float = 0.0
+    misfit: bool = False
+    """Its devices are not those of its siblings: it has to be refused."""
+    deeds: tuple[Deed, ...] = ()
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Something that is done to ranks, or to their files."""
+
+    at_s: float
+    kind: str
+    job: int = -1
+    ranks: tuple[int, ...] = ()
+    group: int = 0
+    device: int = 0
+    seed: int = 0
+    """What random bytes are made from."""
+    victim: int = -1
+    """The job whose process id is taken over."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run of the campaign."""
+
+    seed: int
+    devices: int
+    groups: int
+    jobs: tuple[JobPlan, ...]
+    blows: tuple[Blow, ...]
+    ends_at_s: float
+    faults: tuple[str, ...]
+    """The kinds of the faults, in order of time; a stop and its end are one."""
+
+    def meddled(self, group: int) -> list[Blow]:
+        """The blows to the files of a group."""
+        return [blow for blow in self.blows if blow.kind in MEDDLINGS and blow.group in (group, -1)]
+
+
+class _Writer:
+    """Writes one schedule; knows who lives at the time it has come to."""
+
+    def __init__(self, seed: int, faults: int, isolated: bool) -> None:
+        self._chance = random.Random(seed)
+        self._seed = seed
+        self._wanted = faults
+        self._isolated = isolated
+        self._devices = self._pick(dict(DEVICE_COUNTS))
+        self._groups = 2 if self._chance.random() < 0.3 else 1
+        self._order = self._pick(ORDERS)  # of one kind of device
+        self._most_jobs = self._chance.randint(2, MAX_JOBS)
+        self._meddles = self._chance.random() < 0.35
+        self._now_s = 0.0
+        self._jobs: list[JobPlan] = []
+        self._blows: list[Blow] = []
+        self._busy_until_s: dict[int, float] = {}
+        self._happened: list[str] = []
+
+    def _pick(self, weights: dict[Any, float]) -> Any:
+        return self._chance.choices(list(weights), list(weights.values()))[0]
+
+    def write(self) -> Schedule:
+        for _ in range(2):
+            self._join(self._chance.randrange(self._groups))
+        self._now_s = FIRST_S
+        while len(self._happened) < self._wanted:
+            self._now_s += self._chance.expovariate(1 / GAP_S)
+            self._happen()
+        self._now_s += 0.2
+        for group in range(self._groups):  # the last one of a group removes its files
+            if not self._alive(group):
+                self._join(group)
+        ends_at_s = max([self._now_s + 0.3, *self._busy_until_s.values()])
+        jobs = [replace(job, leaves_at_s=min(job.leaves_at_s, ends_at_s)) for job in self._jobs]
+        blows = sorted(self._blows, key=lambda blow: blow.at_s)
+        return Schedule(
+            self._seed,
+            self._devices,
+            self._groups,
+            tuple(jobs),
+            tuple(blows),
+            ends_at_s,
+            tuple(self._happened),
+        )
+
+    # --- who lives ------------------------------------------------------------------------------------------
+
+    def _alive(self, group: int | None = None) -> list[JobPlan]:
+        return [
+            job
+            for job in self._jobs
+            if job.leaves_at_s > self._now_s and not job.misfit and group in (None, job.group)
+        ]
+
+    def _put(self, job: JobPlan, **changes: Any) -> None:
+        self._jobs[job.number] = replace(self._jobs[job.number], **changes)
+
+    def _happen(self) -> None:
+        alive = self._alive()
+        if not alive:
+            possible = {"join": 1.0}
+        else:
+            possible = dict(FAULTS)
+            if len(alive) >= self._most_jobs:
+                del possible["join"]
+            if not self._isolated:
+                del possible["reuse-pid"]
+            if self._devices == 1:
+                del possible["misfit"]
+            if self._meddles and self._now_s > FIRST_S + 0.5:
+                possible["meddle"] = MEDDLE_WEIGHT
+        kind = self._pick(possible)
+        happened = _FAULTS[kind](self, kind)
+        if happened != NOTHING:
+            self._happened.append(happened or kind)
+
+    # --- faults: each may return another name for itself ------------------------------------------------------
+
+    def _join(self, group: int, *, misfit: bool = False) -> JobPlan:
+        chance = self._chance
+        if misfit:
+            devices = tuple(range(1, self._devices))
+        else:
+            devices = tuple(range(self._devices))
+            if self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
+                devices += (self._devices - 1,)
+            devices = tuple(chance.sample(devices, len(devices)))
+        offset_s = chance.choice(CLOCK_OFFSETS_S) if self._isolated and chance.random() < 0.15 else 0.0
+        job = JobPlan(
+            number=len(self._jobs),
+            group=group,
+            devices=devices,
+            joins_at_s=self._now_s,
+            leaves_at_s=float("inf"),
+            lease_s=chance.choice(LEASES_S),
+            hold_s=chance.uniform(0.0005, 0.008),
+            pause_s=chance.uniform(0.0005, 0.008),
+            order=self._order,
+            style=self._pick(STYLES),
+            clock_offset_s=offset_s,
+            misfit=misfit,
+        )
+        self._jobs.append(job)
+        self._blows.append(Blow(self._now_s, "join", job=job.number))
+        return job
+
+    def _someone(self) -> JobPlan:
+        return self._chance.choice(self._alive())
+
+    def _some_ranks(self, job: JobPlan) -> tuple[int, ...]:
+        everyone = range(len(job.devices))
+        if self._chance.random() < 0.4:
+            return tuple(everyone)
+        return (self._chance.choice(everyone),)
+
+    def _blow(self, kind: str, job: JobPlan, ranks: tuple[int, ...], after_s: float = 0.0) -> None:
+        self._blows.append(Blow(self._now_s + after_s, kind, job.number, ranks, job.group))
+
+    def _do(self, job: JobPlan, kind: str, duration_s: float = 0.0, value: float = 0.0) -> None:
+        deed = Deed(self._now_s, kind, self._some_ranks(job), duration_s, value)
+        self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
+
+    def _joins(self, kind: str) -> None:
+        self._join(self._chance.randrange(self._groups))
+
+    def _misfits(self, kind: str) -> None:
+        group = self._someone().group
+        job = self._join(group, misfit=True)
+        self._put(job, leaves_at_s=self._now_s + 0.2)
+
+    def _leaves(self, kind: str) -> None:
+        self._put(self._someone(), leaves_at_s=self._now_s)
+
+    def _kill(self, job: JobPlan, ranks: tuple[int, ...]) -> None:
+        self._blow("kill", job, ranks)
+        others = tuple(rank for rank in range(len(job.devices)) if rank not in ranks)
+        if others:  # as torchrun does, or a scheduler that takes its time
+            self._blow("kill", job, others, after_s=self._chance.uniform(0.0, 0.5))
+        self._put(job, leaves_at_s=self._now_s)
+
+    def _kills(self, kind: str) -> None:
+        job = self._someone()
+        whole = kind == "kill-job"
+        self._kill(job, tuple(range(len(job.devices))) if whole else self._some_ranks(job)[:1])
+
+    def _stops(self, kind: str) -> str | None:
+        job = self._someone()
+        if self._busy_until_s.get(job.number, 0.0) > self._now_s:
+            return NOTHING
+        ranks = self._some_ranks(job)
+        long = kind == "long-stop"
+        stop_s = job.lease_s + self._chance.uniform(0.2, 0.8) if long else self._chance.uniform(0.005, 0.3)
+        self._blow("stop", job, ranks)
+        self._blow("continue", job, ranks, after_s=stop_s)
+        self._busy_until_s[job.number] = self._now_s + stop_s
+        return None
+
+    def _deeds(self, kind: str) -> None:
+        job = self._someone()
+        uniform = self._chance.uniform
+        duration_s = uniform(0.05, 0.5)
+        value = {
+            "slow-compute": uniform(0.01, 0.15),
+            "too-slow-compute": job.lease_s + uniform(0.2, 0.6),
+            "slow-link": uniform(0.01, 0.15),
+            "slow-grant": uniform(0.005, 0.1),
+            "wall-clock": self._chance.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9]),
+            "suspend": uniform(1.0, 3.0) * max(LEASES_S),
+        }.get(kind, 0.0)
+        self._do(job, kind, duration_s, value)
+
+    def _orphans(self, kind: str) -> None:
+        """A rank forks inside its turn, as a DataLoader does, and is killed; its child lives on."""
+        job = self._someone()
+        rank = self._chance.randrange(len(job.devices))
+        deed = Deed(self._now_s, "fork", (rank,), self._chance.uniform(0.5, 1.0))
+        self._put(job, deeds=(*self._jobs[job.number].deeds, deed))
+        self._now_s += 0.05
+        self._kill(job, (rank,))
+
+    def _reuses(self, kind: str) -> None:
+        """A rank is killed, and the first rank of a new job has its process id at once."""
+        victim = self._someone()
+        self._put(victim, leaves_at_s=self._now_s)
+        follower = self._join(victim.group)
+        self._blows[-1] = Blow(
+            self._now_s, "reuse-pid", follower.number, (0,), victim.group, victim=victim.number
+        )
+        if len(victim.devices) > 1:
+            self._blow("kill", victim, tuple(range(1, len(victim.devices))), self._chance.uniform(0.0, 0.5))
+
+    def _meddle(self, kind: str) -> str:
+        """Somebody meddles with files; the jobs of the group leave soon, and others come."""
+        what = self._chance.choice([each for each in MEDDLINGS if self._isolated or each != "full"])
+        group = self._someone().group
+        device = self._chance.randrange(self._devices)
+        seed = self._chance.randrange(1 << 30)
+        everyone = -1 if what == "full" else group
+        self._blows.append(Blow(self._now_s, what, group=everyone, device=device, seed=seed))
+        lasts_s = self._chance.uniform(0.2, 3.0)
+        if what == "full":
+            self._blows.append(Blow(self._now_s + lasts_s, "free", group=everyone))
+        for job in self._alive(None if what == "full" else group):
+            self._put(job, leaves_at_s=self._now_s + lasts_s)
+        return what
+
+
+_FAULTS: dict[str, Callable[[_Writer, str], str | None]] = {
+    "join": _Writer._joins,
+    "misfit": _Writer._misfits,
+    "leave": _Writer._leaves,
+    "kill-rank": _Writer._kills,
+    "kill-job": _Writer._kills,
+    "stop": _Writer._stops,
+    "long-stop": _Writer._stops,
+    "orphan": _Writer._orphans,
+    "reuse-pid": _Writer._reuses,
+    "meddle": _Writer._meddle,
+}
+_FAULTS |= {kind: _Writer._deeds for kind in FAULTS.keys() - _FAULTS.keys()}
+
+
+def schedule(seed: int, faults: int, *, isolated: bool) -> Schedule:
+    """Return the schedule of a seed.
+
+    Args:
+        seed: of everything that is chosen.
+        faults: how many.
+        isolated: whether the machine lends namespaces (process ids, mounts, clocks), without which there is no full
+            /dev/shm of one's own, no process id to be chosen, no other clock.
+    """
+    return _Writer(seed, faults, isolated).write()
+
+
+def schedules(seed: int, faults: int, each: int, *, isolated: bool) -> Iterator[Schedule]:
+    """Yield schedules of ``each`` faults until there are ``faults``; the first one has the seed itself."""
+    for number in range(-(-faults // each)):
+        yield schedule(seed + number, min(each, faults - number * each), isolated=isolated)

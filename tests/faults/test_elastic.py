@@ -1,0 +1,125 @@
+"""torchrun's elastic agent starts a job again after a death; its sibling goes on, and nobody's losses change."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
+
+STEPS = 40
+SEED = 1  # of both jobs, so that one run alone tells what both should compute
+DIES = [1, 15]  # rank, step
+RANKS = 2
+TIMEOUT_S = 90.0
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    # Without it torch 2.15 finds gloo addresses of the life before in the agent's store, with or without a hook.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+class Torchrun:
+    """A job of two ranks under an elastic agent; ended, with all its ranks, at the end of the block."""
+
+    def __init__(self, directory: Path, name: str, **order: Any) -> None:
+        self._log = directory / name
+        self.stop = directory / f"{name}.stop"
+        told = {"log": str(self._log), "stop": str(self.stop), **order}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(RANKS),
+        ]
+        command += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "tests.faults.elastic_worker"]
+        self._output = (directory / f"{name}.output").open("w+")
+        self.process = subprocess.Popen(
+            [*command, json.dumps(told)],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def rank(self, rank: int, life: int = 0) -> Rank:
+        return Rank(0, Path(f"{self._log}-rank{rank}-life{life}"))
+
+    def wait(self) -> None:
+        status = self.process.wait(TIMEOUT_S)
+        assert status == 0, self.output()
+
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()[-3000:]
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                self.process.pid, signal.SIGTERM
+            )  # the agent ends its ranks, which lead sessions of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._output.close()
+
+
+@contextlib.contextmanager
+def torchrun(directory: Path, name: str, **order: Any) -> Iterator[Torchrun]:
+    job = Torchrun(directory, name, **order)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def wait_for_steps(job: Torchrun, steps: int) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while len(job.rank(0).steps()) < steps:
+        assert time.monotonic() < deadline_s and job.process.poll() is None, job.output()
+        time.sleep(0.05)
+
+
+def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    shared = {"group": group, "hook": "crossover"}
+    with (
+        torchrun(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared) as steady,
+        torchrun(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared) as victim,
+    ):
+        victim.wait()
+        steps = len(steady.rank(0).steps())
+        wait_for_steps(steady, steps + 3)
+        steady.stop.touch()
+        steady.wait()
+    assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
+    lived = [victim.rank(rank, life=1) for rank in range(RANKS)]
+    assert all(len(rank.steps()) == STEPS for rank in lived), "and was started again once"
+    with torchrun(
+        tmp_path, "alone", seed=SEED, steps=len(steady.rank(0).steps()), group=group, hook="none"
+    ) as alone:
+        alone.wait()
+    for rank in range(RANKS):
+        expected = alone.rank(rank).losses()
+        assert steady.rank(rank).losses() == expected
+        assert lived[rank].losses() == expected[:STEPS]
+        stats = steady.rank(rank).stats()
+        assert stats is not None and stats["disabled_because"] is None
+    longest_s = max(
+        end_s - begin_s for rank in range(RANKS) for _, begin_s, end_s, _ in steady.rank(rank).steps()
+    )
+    assert longest_s < LEASE_S + SLACK_S
+    assert not list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))

@@ -1,0 +1,259 @@
+"""One rank of a foreign training loop: run the diffs of docs/loops.md without and with their lines.
+
+    loops_worker.py LOOP DIRECTORY
+
+LOOP is the name of a function below. Writes DIRECTORY/<rank>.pt: of each run the model's weights at the end, the
+turns taken, for each forward of the model whether it trained and whether it ran inside a turn, and the error that
+ended it if one did.
+"""
+
+import functools
+import itertools
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchvision.transforms.functional import to_pil_image
+
+from crossover_ddp import DecoupledState, decoupled_hook
+from tests.harness import documents
+from tests.recipes.loops_common import (
+    Deferrals,
+    Report,
+    Runs,
+    diffs,
+    evaluate,
+    network,
+    samples,
+    sgd,
+    shown,
+    square,
+)
+
+
+def accelerate() -> Report:
+    import accelerate
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    runs = Runs()
+
+    def train(name: str, source: str, **others: Any) -> None:
+        model = network()
+        loader = DataLoader(samples(), batch_size=4)
+        names = {"model": model, "loader": loader, "loss_function": square, "evaluate": evaluate, **others}
+        with runs.run(name, model):
+            shown(source, {"optimizer": sgd(model), **names})
+
+    (diff,) = diffs("Accelerate")
+    train("plain", documents.before(diff))
+    train("hooked", documents.after(diff))
+    ignored = DistributedDataParallelKwargs(comm_hook=decoupled_hook)
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    decoupled = documents.before(diff).replace("for epoch", "hook(model, optimizer.optimizer)\nfor epoch")
+    for name, kwargs, source in (
+        ("ignored", ignored, documents.before(diff)),
+        ("decoupled", views, decoupled),
+    ):
+        deferrals = Deferrals()
+        with patch.object(
+            accelerate, "Accelerator", functools.partial(accelerate.Accelerator, kwargs_handlers=[kwargs])
+        ):
+            train(name, source, hook=deferrals.hook)
+        runs.report[name]["deferred"] = deferrals.count
+    return runs.report
+
+
+def trainer() -> Report:
+    import transformers
+
+    runs = Runs()
+    words = torch.randint(32, (16, 6), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": each, "labels": each} for each in words]
+    arguments = transformers.TrainingArguments(
+        output_dir=os.getcwd(),
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+    )
+
+    class Decoupled(transformers.Trainer):  # type: ignore[misc]
+        hooked = False
+
+        def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self.hooked:
+                assert isinstance(model, DistributedDataParallel)
+                model.register_comm_hook(DecoupledState(self.optimizer.optimizer), decoupled_hook)
+                self.hooked = True
+            return super().training_step(model, *args, **kwargs)
+
+    def train(name: str, source: str) -> None:
+        torch.manual_seed(3)
+        model = transformers.LlamaForCausalLM(config)
+        names = {
+            "model": model,
+            "arguments": arguments,
+            "train_set": data,
+            "eval_set": data,
+            "Decoupled": Decoupled,
+        }
+        with runs.run(name, model):
+            shown(source, names)
+
+    (diff,) = diffs("Hugging Face Trainer")
+    train("plain", documents.before(diff))
+    train("hooked", documents.after(diff))
+    train("decoupled", documents.before(diff).replace("Trainer(", "Decoupled("))
+    return runs.report
+
+
+def lightning() -> Report:
+    from tests.recipes import loops_lightning
+
+    return loops_lightning.lightning()
+
+
+def compiled() -> Report:
+    dist.init_process_group("gloo")
+    runs = Runs()
+
+    def train(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        for (inputs,) in DataLoader(samples(), batch_size=8):
+            square(model(inputs + dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    names: dict[str, Any] = {
+        "torch": torch,
+        "DistributedDataParallel": DistributedDataParallel,
+        "train": train,
+    }
+    # The quickest back end that splits the graph as the default one does.
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        for where, diff in zip(("inside", "outside"), diffs("torch.compile"), strict=True):
+            for how, source in (("plain", documents.before(diff)), ("hooked", documents.after(diff))):
+                model = network()
+                with runs.run(f"{how} {where}", model):
+                    shown(source, {**names, "model": model})
+    return runs.report
+
+
+def timm_task() -> Report:
+    """The line behind timm's own ``prepare_distributed``, in a loop of timm's parts."""
+    import timm
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from timm.task import ClassificationTask
+
+    dist.init_process_group("gloo")
+    runs = Runs()
+
+    def validate(model: nn.Module) -> None:
+        with torch.inference_mode():
+            model.eval()(torch.ones(1, 3, 32, 32))
+        model.train()
+
+    (line, pausing) = (documents.added(diff) for diff in diffs("timm"))
+    for name, lines in (("plain", []), ("hooked", line), ("pausing", pausing)):
+        torch.manual_seed(3)
+        model = timm.create_model("resnet10t", num_classes=2)
+        task = ClassificationTask(model, nn.CrossEntropyLoss(), device=torch.device("cpu"), verbose=False)
+        names = {"task": task.prepare_distributed(broadcast_buffers=True), "validate": validate}
+        optimizer = create_optimizer_v2(model, opt="momentum", lr=0.01)
+        scheduler, _ = create_scheduler_v2(optimizer, "cosine", num_epochs=2)
+        with runs.run(name, model):
+            shown("\n".join(text.strip() for text in lines), names)
+            for epoch in range(2):
+                for step in range(2):
+                    torch.manual_seed(10 * epoch + step + 100 * dist.get_rank())
+                    task(torch.randn(2, 3, 32, 32), torch.randint(2, (2,)))["loss"].backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                names["validate"](task.get_trainable_module())
+                scheduler.step(epoch + 1)
+    return runs.report
+
+
+def timm_train() -> Report:
+    """Run timm's own train.py, the file TIMM_TRAIN, with no change but the document's lines; TIMM_LINES says which.
+
+    One run in each process: train.py makes the process group, and destroys it at its end.
+    """
+    script = Path(os.environ["TIMM_TRAIN"]).read_text()
+    data = Path(f"images-{os.environ['RANK']}")
+    generator = torch.Generator().manual_seed(0)
+    for split, label, number in itertools.product(("train", "val"), ("a", "b"), range(8)):
+        path = data / split / label / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(torch.rand(3, 32, 32, generator=generator)).save(path)
+    options = (
+        "--device cpu --model resnet10t --num-classes 2 --img-size 32 --epochs 2 --batch-size 4 --workers 0"
+    )
+    runs = Runs()
+
+    def on_a_cpu(module: nn.Module, device_ids: object, **kwargs: Any) -> DistributedDataParallel:
+        """What train.py passes as device_ids is for GPUs only."""
+        watched.model = module
+        return DistributedDataParallel(module, **kwargs)
+
+    name = os.environ["TIMM_LINES"]
+    line, pausing = diffs("timm")
+    lines = {"plain": [], "hooked": documents.added(line), "pausing": documents.added(pausing)}
+    changed = Path(f"train-{os.environ['RANK']}.py")
+    changed.write_text(with_lines(script, lines[name]))
+    with (
+        runs.run(name) as watched,
+        patch.object(sys, "argv", [str(changed), str(data), *options.split()]),
+        patch.object(nn.parallel, "DistributedDataParallel", on_a_cpu),
+    ):
+        runpy.run_path(str(changed), run_name="__main__")
+    return runs.report
+
+
+def with_lines(script: str, lines: list[str]) -> str:
+    """Put the imports among ``lines`` before the script's first, the others behind ``task.prepare_distributed(``."""
+    imports = [line for line in lines if line.startswith("from ")]
+    others = [line for line in lines if line not in imports]
+    result: list[str] = []
+    for line in script.splitlines():
+        if imports and line.startswith("import "):
+            result += imports
+            imports = []
+        result.append(line)
+        if line.startswith("        task.prepare_distributed("):
+            result += others
+            others = []
+    assert not imports and not others
+    return "\n".join(result)
+
+
+LOOPS = (accelerate, trainer, lightning, compiled, timm_task, timm_train)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _, loop, directory = sys.argv
+    report = {each.__name__: each for each in LOOPS}[loop]()
+    torch.save(report, Path(directory) / f"{os.environ['RANK']}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()

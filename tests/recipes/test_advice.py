@@ -1,0 +1,83 @@
+"""Advice on real runs: what it measures and predicts, beside what then happens.
+
+The jobs' compute is sleep and their links are slow, so that a busy machine changes neither by much.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lab
+from crossover_ddp import cli
+from crossover_ddp._advice import DECOUPLED_TRAINING
+from crossover_ddp._cli_output import FINE
+from lab import Cluster, Job
+
+from . import RECIPES
+
+SCRIPT = str(RECIPES / "sleepy_job.py")
+_REASON = lab.why_not_shaped()
+LAYERS, FORWARD_S, BACKWARD_S = 6, 0.02, 0.04
+GRADIENT_BYTES = LAYERS * 256 * 256 * 4
+COMPUTE_S = LAYERS * (FORWARD_S + BACKWARD_S)
+STEPS, SETTLED = 12, 5
+# Far more than noise, far less than a wrong letter: N is a quarter of C here, M as much as C.
+TOLERANCE = 0.15
+
+
+def job(name: str, hook: str) -> Job:
+    words = f"--hook {hook} --layers {LAYERS} --forward {FORWARD_S} --backward {BACKWARD_S} --steps {STEPS}"
+    return Job(name, ["python", SCRIPT, *words.split()])
+
+
+def step_s(log: Path) -> float:
+    ends_s = json.loads(log.read_text().splitlines()[-1])["ends_s"]
+    return float(ends_s[-1] - ends_s[SETTLED - 1]) / (STEPS - SETTLED)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
+@pytest.mark.timeout(180)
+def test_what_is_measured_and_predicted_is_what_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate_mbit = GRADIENT_BYTES * 8 / 1e6 / COMPUTE_S
+    with Cluster(nodes=2, rate_mbit=rate_mbit) as cluster:
+        cluster.run([job("split", "split")], 60, out=tmp_path)
+        cluster.run([job("decoupled", "decoupled")], 60, out=tmp_path)
+    assert cli.main(["advise", "--json", str(tmp_path / "split" / "timeline")]) == FINE
+    told = json.loads(capsys.readouterr().out)
+    found = told["figures"]
+    assert found["compute_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
+    assert found["wire_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)  # so the rate was chosen
+    assert found["step_s"] == pytest.approx(step_s(tmp_path / "split" / "rank0.log"), rel=TOLERANCE)
+    predicted = next(each for each in told["advice"]["options"] if each["what"] == DECOUPLED_TRAINING)
+    # The planner may choose as many buckets as there are layers here, and no more help.
+    assert step_s(tmp_path / "decoupled" / "rank0.log") == pytest.approx(predicted["step_s"], rel=TOLERANCE)
+    # And a decoupled run says the same of itself: its own stalls are what was exposed.
+    assert cli.main(["advise", "--json", str(tmp_path / "decoupled" / "timeline")]) == FINE
+    own = json.loads(capsys.readouterr().out)["figures"]
+    assert own["hook"] == "decoupled"
+    assert own["compute_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
+    assert own["wire_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("hook", ["crossover", "wrapped"])
+def test_a_job_under_torchrun_is_measured_and_ended(hook: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
+    code = cli.main(["advise", "--json", "--steps", "12", "--", *launch, "--hook", hook])
+    out, err = capfd.readouterr()
+    assert code == FINE, err
+    found = json.loads(out)["figures"]
+    assert found["hook"] == ("wrapped" if hook == "wrapped" else "split")
+    assert found["ranks"] == [0, 1]
+    assert found["compute_s"] >= 4 * 0.006
+    assert (found["wire_s"] is None) == (hook == "wrapped")
+    running = subprocess.run(
+        ["pgrep", "-f", "sleepy_job.py --hook " + hook], capture_output=True, check=False
+    )
+    assert running.stdout == b""

@@ -1,0 +1,221 @@
+"""Other people's training loops with the lines that docs/loops.md shows, in two ranks on gloo.
+
+The worker is started once for each loop. It runs the loop without and with the hook, and then ends: it must not hang,
+and nothing may be left in shared memory.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import spawn_script
+from tests.harness.leaks import Snapshot
+
+WORKER = Path(__file__).with_name("loops_worker.py")
+TIMEOUT_S = 150.0
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` sets it
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+VIEWS = "expected gradients that are views of DDP's buckets"
+
+Runs = dict[str, dict[str, Any]]
+
+
+def run_loop(loop: str, directory: Path, **variables: str) -> tuple[Runs, Runs]:
+    """Return what each rank tells of its runs; the ranks' weights must be the same."""
+    environment = {**ENVIRONMENT, **variables}
+    arguments = [loop, str(directory)]
+    before = Snapshot.take()
+    with spawn_script(WORKER, 2, args=arguments, environment=environment, cwd=directory) as ranks:
+        ranks.wait(TIMEOUT_S)
+    assert before.leaks() == []
+    first, second = (torch.load(directory / f"{rank}.pt") for rank in range(2))
+    for name in first:
+        if not first[name]["error"]:
+            assert_equal(first[name], second[name])
+    return first, second
+
+
+def assert_equal(run: dict[str, Any], other: dict[str, Any]) -> None:
+    """Both runs went well, and their weights are the same, bit for bit."""
+    assert run["error"] == other["error"] == ""
+    assert len(run["weights"]) == len(other["weights"]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(run["weights"], other["weights"], strict=True))
+
+
+def differ(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    return any(not torch.equal(a, b) for a, b in zip(run["weights"], other["weights"], strict=True))
+
+
+def inside_turns(run: dict[str, Any], *, training: bool) -> list[bool]:
+    """Tell of each forward in training, or in evaluation, whether it ran inside a turn."""
+    return [holding for trains, holding in run["forwards"] if trains == training]
+
+
+def needs(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}: pip install '.[loops]'")
+
+
+@pytest.fixture(scope="module")
+def accelerate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
+    needs("accelerate")
+    return run_loop("accelerate", tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
+    needs("pytorch_lightning")
+    return run_loop("lightning", tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
+    needs("transformers")
+    needs("accelerate")
+    return run_loop("trainer", tmp_path_factory.mktemp("trainer"))
+
+
+def test_accelerate_takes_turns(accelerate: tuple[Runs, Runs]) -> None:
+    for runs in accelerate:
+        hooked = runs["hooked"]
+        assert_equal(hooked, runs["plain"])
+        assert hooked["turns"] == 4  # of 8 backward passes: two for each optimizer step
+        assert sum(inside_turns(hooked, training=True)) == 4
+        assert inside_turns(hooked, training=False) == [False, False]
+
+
+def test_accelerate_ignores_a_hook_among_its_ddp_arguments(accelerate: tuple[Runs, Runs]) -> None:
+    """What docs/loops.md warns of: without a state it could not even run."""
+    for runs in accelerate:
+        assert_equal(runs["ignored"], runs["plain"])
+
+
+def test_accelerate_trains_decoupled(accelerate: tuple[Runs, Runs]) -> None:
+    for runs in accelerate:
+        assert_equal(runs["decoupled"], runs["plain"])
+        assert runs["decoupled"]["deferred"] > 0
+
+
+def test_trainer_takes_turns(trainer: tuple[Runs, Runs]) -> None:
+    for runs in trainer:
+        hooked = runs["hooked"]
+        assert_equal(hooked, runs["plain"])
+        assert hooked["turns"] == 4
+        assert sum(inside_turns(hooked, training=True)) == 4
+        assert inside_turns(hooked, training=False) == [False, False]
+
+
+def test_trainer_cannot_train_decoupled(trainer: tuple[Runs, Runs]) -> None:
+    for runs in trainer:
+        assert VIEWS in runs["decoupled"]["error"]
+
+
+def test_lightning_takes_turns_by_one_line_where_it_registers_hooks(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        line = runs["line"]
+        assert_equal(line, runs["plain"])
+        assert line["turns"] == 8
+        assert sum(inside_turns(line, training=True)) == 7  # all but the first
+        # The first two are before training; then nobody pauses, and siblings wait a lease.
+        assert inside_turns(line, training=False) == [False] * 2 + [True] * 8
+
+
+def test_lightning_ignores_the_line_on_a_cpu(lightning: tuple[Runs, Runs]) -> None:
+    """What docs/loops.md warns of."""
+    for runs in lightning:
+        assert_equal(runs["line on a CPU"], runs["plain"])
+        assert runs["line on a CPU"]["turns"] == 0
+
+
+@pytest.mark.parametrize(("kind", "turns", "inside"), [("", 8, 6), ("accumulated ", 4, 4)])
+def test_lightnings_callback_takes_turns_and_pauses(
+    kind: str, turns: int, inside: int, lightning: tuple[Runs, Runs]
+) -> None:
+    for runs in lightning:
+        callback = runs[f"{kind}callback"]
+        assert_equal(callback, runs[f"{kind}plain"])
+        assert callback["turns"] == turns
+        assert sum(inside_turns(callback, training=True)) == inside
+        assert not any(inside_turns(callback, training=False))
+        assert callback["left"]
+
+
+def test_lightning_trains_with_kfac(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        assert not runs["kfac"]["error"]
+        assert differ(runs["kfac"], runs["plain"])
+        assert all(weight.isfinite().all() for weight in runs["kfac"]["weights"])
+
+
+def test_lightning_trains_decoupled(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        for decoupled, plain in (("views", "plain"), ("accumulated", "accumulated plain")):
+            assert_equal(runs[f"decoupled {decoupled}"], runs[plain])
+            assert runs[f"decoupled {decoupled}"]["deferred"] > 0
+
+
+def test_lightning_clips_a_decoupled_model_by_its_state(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        clipping, plain = runs["decoupled clipping"], runs["clipped plain"]
+        assert not clipping["error"]
+        assert clipping["deferred"] > 0
+        assert differ(plain, runs["plain"])
+        # The norm is summed in another order.
+        for got, expected in zip(clipping["weights"], plain["weights"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_lightning_is_told_what_decoupled_training_cannot_do(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        assert VIEWS in runs["decoupled"]["error"]
+        assert "expected the gradients that backward() left" in runs["decoupled clipped"]["error"]
+
+
+def test_compiled_models_take_turns(tmp_path: Path) -> None:
+    for runs in run_loop("compiled", tmp_path):
+        for where in ("inside", "outside"):
+            assert_equal(runs[f"hooked {where}"], runs[f"plain {where}"])
+            assert runs[f"hooked {where}"]["turns"] == 4
+
+
+def check_timm(plain: dict[str, Any], hooked: dict[str, Any], pausing: dict[str, Any]) -> None:
+    """Two epochs of two steps, each with its evaluation."""
+    for run in (hooked, pausing):
+        assert_equal(run, plain)
+        assert run["turns"] == 4
+    assert sum(inside_turns(hooked, training=True)) == 3
+    assert all(inside_turns(hooked, training=False))
+    assert sum(inside_turns(pausing, training=True)) == 2
+    assert pausing["forwards"]
+    assert not any(inside_turns(pausing, training=False))
+
+
+def test_timms_task_takes_turns(tmp_path: Path) -> None:
+    for runs in run_loop("timm_task", tmp_path):
+        check_timm(runs["plain"], runs["hooked"], runs["pausing"])
+
+
+def test_timms_train_script_takes_turns(tmp_path: Path) -> None:
+    script = os.environ.get("TIMM_TRAIN")
+    if script is None:
+        pytest.skip(
+            "needs timm's train.py, which is not in its packages: get it from timm's repository and say "
+            "TIMM_TRAIN=path/to/train.py"
+        )
+    names = ("plain", "hooked", "pausing")
+    found = []
+    for name in names:
+        (directory := tmp_path / name).mkdir()
+        found.append(run_loop("timm_train", directory, TIMM_TRAIN=os.path.abspath(script), TIMM_LINES=name))
+    for rank in range(2):
+        plain, hooked, pausing = (each[rank][name] for each, name in zip(found, names, strict=True))
+        check_timm(plain, hooked, pausing)
+        assert hooked["left"]  # it destroys its process group at the end

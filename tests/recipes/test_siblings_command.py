@@ -1,0 +1,53 @@
+"""`crossover-ddp run` with the training recipe: two torchrun jobs that take turns in one group."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.recipes import RECIPES
+from tests.unit.mutexes import files_of
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TRAIN = [
+    *(
+        str(RECIPES / "train.py"),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--hook",
+        "crossover",
+        "--steps",
+        "200",
+    ),
+    *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
+    *("--batch-size", "8", "--optimizer", "adamw", "--eval-every", "0", "--log-every", "100"),
+]
+
+
+def test_two_torchrun_jobs_take_turns_in_one_group(tmp_path: Path) -> None:
+    root = RECIPES.parent
+    jobs = [[*TORCHRUN, *TRAIN, "--seed", str(seed)] for seed in (1, 2)]
+    options = ["--json", "--logs", str(tmp_path), "--name", "one", "--name", "two"]
+    words = [word for job in jobs for word in ("--", *job)]
+    done = subprocess.run(
+        [sys.executable, "-m", "crossover_ddp.cli", "run", *options, *words],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["group"] == os.environ["CROSSOVER_GROUP"]
+    # Turns after the last look at a job are not seen; those of the shared time are, of both in the same segment.
+    assert all(20 < job["turns"] <= 200 for job in document["jobs"])
+    assert all(document["sharing"]["shared_turns"][name] > 0 for name in ("one", "two"))
+    for job in document["jobs"]:
+        assert "--standalone" in job["command"]
+        assert "200 steps" in Path(job["log"]).read_text()
+        assert f"{job['name']} | step 100 of 200" in done.stderr
+    assert files_of(document["group"]) == []
