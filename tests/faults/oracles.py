@@ -187,7 +187,8 @@ def _killed_last(story: Story, group: int) -> bool:
     ranks = [rank for rank in story.ranks.values() if rank.job.group == group]
     killed_s = [rank.killed_s for rank in ranks if rank.killed_s < FOREVER]
     left_s = [rank.leaving_s for rank in ranks if rank.leaving_s < FOREVER]
-    return max(killed_s, default=0.0) > max(left_s, default=0.0)
+    # The kernel frees the memory of a killed process before it drops its locks, which takes a while.
+    return max(killed_s, default=0.0) > max(left_s, default=0.0) - story.tolerance_s()
 
 
 # --- how ranks end ------------------------------------------------------------------------------------------

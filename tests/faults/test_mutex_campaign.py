@@ -200,6 +200,9 @@ def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused()
     killed = read_rank(plan_of(1), 0, [])
     killed.killed_s = 9.5
     assert told(rank, killed, leftovers=Leftovers([path])) == []
+    killed.killed_s = 5.0
+    assert "left behind" in told(rank, killed, leftovers=Leftovers([path]))[0]
+    killed.killed_s = 9.5
     assert "left behind" in told(rank, killed, leftovers=Leftovers([path], [path]))[0]
     refused = Leftovers([path], [path], [f"got something else at {path}; remove it"])
     assert told(rank, killed, leftovers=refused) == []
