@@ -2,13 +2,13 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import secrets
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from crossover_ddp import _short_run
 from crossover_ddp._advice import DO_NOT_BOTHER, WORTH, Advice, advise
 from crossover_ddp._cli_output import FINE, FOUND, USAGE, add_command, console, require_rich, write_json
 from crossover_ddp._segment_view import sweep
-from crossover_ddp._step_figures import WARM_UP_STEPS, Figures, NotMeasurableError, Span, figures
+from crossover_ddp._step_figures import WARM_UP_STEPS, Figures, NotMeasurableError, figures
+from crossover_ddp._timeline_files import Reading, read
+from crossover_ddp._timeline_merge import RawSpan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,7 +27,6 @@ GROUP = "CROSSOVER_GROUP"
 _SECONDS = 30.0
 _STEPS = 40
 _STARTUP_S = 180.0
-_NOT_DETAIL = ("kind", "begin_s", "end_s")
 _EXAMPLES = """\
 examples:
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py --lr 0.1   run it shortly, then advise
@@ -163,43 +164,26 @@ def _why(error: NotMeasurableError, ended: _short_run.Ended, progress: "_Progres
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_spans(directory: Path) -> dict[int, list[Span]]:
+def read_spans(directory: Path) -> dict[int, Sequence[RawSpan]]:
     """Read the timeline of one job, by rank; a line that an ended rank left unfinished is skipped.
 
-    Raises `NotMeasurableError` if a rank is there twice: two jobs, or two runs, in one directory.
+    Raises `NotMeasurableError` if a rank is there twice (two jobs, or two runs, in one directory), or if there are only
+    files that cannot be read.
     """
-    ranks: dict[int, list[Span]] = {}
-    for path in sorted(directory.rglob("rank*-*.jsonl")) if directory.is_dir() else []:
-        first, *lines = path.read_text(errors="replace").splitlines() or [""]
-        header = _record(first)
-        if not isinstance(header.get("rank"), int):
-            continue
-        rank = header["rank"]
+    reading = read([directory]) if directory.is_dir() else Reading()
+    ranks: dict[int, Sequence[RawSpan]] = {}
+    for recording in reading.recordings:
+        rank = recording.header.rank
         if rank in ranks:
             raise NotMeasurableError(
                 f"expected one run of one job, got rank {rank} more than once in {directory}; give the directory of "
                 "one job, and record each run into an empty one"
             )
-        records = [_record(line) for line in lines]
-        ranks[rank] = [
-            Span(
-                each["kind"],
-                each["begin_s"],
-                each["end_s"],
-                {name: value for name, value in each.items() if name not in _NOT_DETAIL},
-            )
-            for each in records
-            if set(_NOT_DETAIL) <= each.keys()
-        ]
+        ranks[rank] = recording.spans
+    if reading.problems and not ranks:
+        problem = reading.problems[0]
+        raise NotMeasurableError(f"{problem.path}, line {problem.line}: {problem.what}")
     return ranks
-
-
-def _record(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 class _Progress:

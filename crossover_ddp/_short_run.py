@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
+from ._marked_processes import processes_with
 from ._timeline import DIRECTORY_VARIABLE
 
 _LOOK_S: Final = 0.25
@@ -113,15 +114,7 @@ def _send(pids: Sequence[int], number: int) -> None:
 
 def _marked(directory: Path) -> list[int]:
     """Return the living processes that were started with this directory for their timelines."""
-    mark = f"{DIRECTORY_VARIABLE}={directory}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            # Gone meanwhile, or another user's; of a zombie nothing can be read.
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+    return [pid for pid, value in processes_with(DIRECTORY_VARIABLE) if value == str(directory)]
 
 
 def _tail(output: IO[bytes]) -> str:

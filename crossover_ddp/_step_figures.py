@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ._planning import BucketTimes, Link, Workload
+from ._timeline_merge import RawSpan
 
 WARM_UP_STEPS: Final = 3
 """Iteration 0 is one bucket, 1 rebuilds them, 2 is the first in its final form."""
@@ -37,15 +38,6 @@ WRAPPED: Final = "wrapped"
 
 class NotMeasurableError(Exception):
     """What was recorded does not say enough; the text tells what was found and what to change."""
-
-
-class Span(NamedTuple):
-    """One thing that a rank did."""
-
-    kind: str
-    begin_s: float
-    end_s: float
-    detail: Mapping[str, Any]
 
 
 class Bucket(NamedTuple):
@@ -122,7 +114,7 @@ class _Step(NamedTuple):
         return self.step_s - self.exposed_s
 
 
-def figures(ranks: Mapping[int, Sequence[Span]]) -> Figures:
+def figures(ranks: Mapping[int, Sequence[RawSpan]]) -> Figures:
     """Work out what the recorded spans of one job's ranks say.
 
     Raises `NotMeasurableError` if they do not say enough, or would mislead.
@@ -214,7 +206,7 @@ def _pieces(bucket: Bucket, size_bytes: float) -> list[int]:
 # --- steps --------------------------------------------------------------------------------------------------------
 
 
-def _hook_of(ranks: Mapping[int, Sequence[Span]]) -> str:
+def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     """Return what kind of hook recorded this; refuse what would mislead."""
     spans = [span for each in ranks.values() for span in each]
     kinds = {span.kind for span in spans}
@@ -251,9 +243,9 @@ def _hook_of(ranks: Mapping[int, Sequence[Span]]) -> str:
     return SPLIT if "exchange" in kinds else DECOUPLED
 
 
-def _steps_of(spans: Iterable[Span]) -> list[_Step]:
+def _steps_of(spans: Iterable[RawSpan]) -> list[_Step]:
     """Cut a rank's spans into steps, from the begin of one computation to the begin of the next."""
-    by_kind: dict[str, list[Span]] = defaultdict(list)
+    by_kind: dict[str, list[RawSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda each: each.begin_s):
         by_kind[span.kind].append(span)
     computes = by_kind["compute"]
@@ -276,10 +268,14 @@ def _steps_of(spans: Iterable[Span]) -> list[_Step]:
 
 
 def _step(
-    window_s: Sequence[float], idle_s: float, waited_s: float, spans: Sequence[Span], stalls: Sequence[Span]
+    window_s: Sequence[float],
+    idle_s: float,
+    waited_s: float,
+    spans: Sequence[RawSpan],
+    stalls: Sequence[RawSpan],
 ) -> _Step:
     begin_s, end_s = window_s
-    buckets: dict[int, dict[str, Span]] = defaultdict(dict)
+    buckets: dict[int, dict[str, RawSpan]] = defaultdict(dict)
     for span in spans:
         buckets[int(span.detail["bucket"])][span.kind] = span
     whole = {number: both for number, both in buckets.items() if len(both) == len(_HALVES)}
@@ -301,7 +297,7 @@ def _step(
     )
 
 
-def _stalled_s(stalls: Sequence[Span], begin_s: float, end_s: float) -> float:
+def _stalled_s(stalls: Sequence[RawSpan], begin_s: float, end_s: float) -> float:
     return sum(span.end_s - span.begin_s for span in stalls if begin_s <= span.begin_s < end_s)
 
 

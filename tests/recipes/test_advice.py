@@ -23,9 +23,12 @@ _REASON = lab.why_not_shaped()
 LAYERS, FORWARD_S, BACKWARD_S = 6, 0.02, 0.04
 GRADIENT_BYTES = LAYERS * 256 * 256 * 4
 COMPUTE_S = LAYERS * (FORWARD_S + BACKWARD_S)
-STEPS, SETTLED = 12, 5
-# Far more than noise, far less than a wrong letter: N is a quarter of C here, M as much as C.
-TOLERANCE = 0.15
+WIRE_S = 2 * COMPUTE_S
+STEPS, SETTLED = 10, 4
+# Far less than a wrong letter: the step is more than twice as long as C, N as long as C. A machine that has other
+# things to do lengthens C more than the rest, since each sleep then ends late.
+TOLERANCE = 0.2
+LATE = 0.4
 
 
 def job(name: str, hook: str) -> Job:
@@ -44,15 +47,15 @@ def step_s(log: Path) -> float:
 def test_what_is_measured_and_predicted_is_what_happens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rate_mbit = GRADIENT_BYTES * 8 / 1e6 / COMPUTE_S
+    rate_mbit = GRADIENT_BYTES * 8 / 1e6 / WIRE_S
     with Cluster(nodes=2, rate_mbit=rate_mbit) as cluster:
         cluster.run([job("split", "split")], 60, out=tmp_path)
         cluster.run([job("decoupled", "decoupled")], 60, out=tmp_path)
     assert cli.main(["advise", "--json", str(tmp_path / "split" / "timeline")]) == FINE
     told = json.loads(capsys.readouterr().out)
     found = told["figures"]
-    assert found["compute_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
-    assert found["wire_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)  # so the rate was chosen
+    assert COMPUTE_S <= found["compute_s"] <= COMPUTE_S * (1 + LATE)
+    assert found["wire_s"] == pytest.approx(WIRE_S, rel=TOLERANCE)
     assert found["step_s"] == pytest.approx(step_s(tmp_path / "split" / "rank0.log"), rel=TOLERANCE)
     predicted = next(each for each in told["advice"]["options"] if each["what"] == DECOUPLED_TRAINING)
     # The planner may choose as many buckets as there are layers here, and no more help.
@@ -61,8 +64,8 @@ def test_what_is_measured_and_predicted_is_what_happens(
     assert cli.main(["advise", "--json", str(tmp_path / "decoupled" / "timeline")]) == FINE
     own = json.loads(capsys.readouterr().out)["figures"]
     assert own["hook"] == "decoupled"
-    assert own["compute_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
-    assert own["wire_s"] == pytest.approx(COMPUTE_S, rel=TOLERANCE)
+    assert COMPUTE_S <= own["compute_s"] <= COMPUTE_S * (1 + LATE)
+    assert own["wire_s"] == pytest.approx(WIRE_S, rel=TOLERANCE)
 
 
 @pytest.mark.timeout(120)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from crossover_ddp._step_figures import Span
+from crossover_ddp._timeline_merge import RawSpan
 
 STEPS = 20
 
 
-def span(kind: str, begin_s: float, end_s: float, **detail: Any) -> Span:
-    return Span(kind, begin_s, end_s, detail)
+def span(kind: str, begin_s: float, end_s: float, **detail: Any) -> RawSpan:
+    return RawSpan(kind, begin_s, end_s, detail)
 
 
 def split_rank(
@@ -25,7 +25,7 @@ def split_rank(
     wait_s: float = 0.0,
     first_shape: Sequence[int] | None = None,
     largest_share: float = 0.25,
-) -> list[Span]:
+) -> list[RawSpan]:
     """A rank whose split hook exchanges one bucket after the other; each half takes α + β · size.
 
     Args:
@@ -68,7 +68,7 @@ def split_rank(
     return spans
 
 
-def decoupled_rank(*, compute_s: float, stall_s: float, wire_s: float, steps: int = STEPS) -> list[Span]:
+def decoupled_rank(*, compute_s: float, stall_s: float, wire_s: float, steps: int = STEPS) -> list[RawSpan]:
     """A rank with one deferred bucket, whose forward stalls at its begin."""
     spans, begin_s = [], 100.0
     for _ in range(steps):

@@ -13,7 +13,8 @@ import pytest
 
 from crossover_ddp import _cli_advise, _short_run, cli
 from crossover_ddp._cli_output import FINE, FOUND, USAGE
-from crossover_ddp._step_figures import THE_LINE, Span
+from crossover_ddp._step_figures import THE_LINE
+from crossover_ddp._timeline_merge import RawSpan
 from tests.unit.made_up_steps import split_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ time.sleep(99)
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{MILD}"
 
 
-def write(directory: Path, ranks: dict[int, Sequence[Span]], pid: int = 1) -> Path:
+def write(directory: Path, ranks: dict[int, Sequence[RawSpan]], pid: int = 1) -> Path:
     directory.mkdir(exist_ok=True)
     for rank, spans in ranks.items():
         lines = [{"rank": rank, "device": "d", "pid": pid}]
@@ -99,6 +100,12 @@ def test_not_worth_it_is_said_without_lines_to_write(
 def test_an_empty_directory_names_the_line_to_add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["advise", str(tmp_path), "--json"]) == FOUND
     assert THE_LINE in capsys.readouterr().err
+
+
+def test_files_that_are_no_timelines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0-1.jsonl").write_text("a shopping list\n")
+    assert cli.main(["advise", str(tmp_path)]) == FOUND
+    assert "rank0-1.jsonl, line 1: expected the header of a timeline" in capsys.readouterr().err
 
 
 def test_two_runs_in_one_directory_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

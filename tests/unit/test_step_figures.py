@@ -1,5 +1,7 @@
 """C, N, M and the link out of timelines whose truth is known, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,7 +91,7 @@ def test_times_that_sizes_do_not_explain_tell_no_start_up() -> None:
     rank = split_rank(READY_S, (1000, 3000, 2000, 2500), **LINK)
     assert figures({0: rank, 1: rank}).alpha_known
     uneven = [
-        each._replace(end_s=each.end_s + 0.05) if each.detail.get("bucket") == 1 else each for each in rank
+        replace(each, end_s=each.end_s + 0.05) if each.detail.get("bucket") == 1 else each for each in rank
     ]
     found = figures({0: uneven, 1: uneven})
     assert not found.alpha_known
@@ -140,7 +142,7 @@ def test_an_empty_recording_names_the_line_to_add() -> None:
 )
 def test_what_would_mislead_is_refused(change: dict[str, object], message: str) -> None:
     rank = [
-        each._replace(detail={**each.detail, **change}) if each.kind == "all_gather" else each
+        replace(each, detail={**each.detail, **change}) if each.kind == "all_gather" else each
         for each in split_rank(READY_S, SIZES, **LINK)
     ]
     with pytest.raises(NotMeasurableError, match=message):
@@ -149,7 +151,7 @@ def test_what_would_mislead_is_refused(change: dict[str, object], message: str) 
 
 def test_a_recording_of_an_earlier_version_is_refused() -> None:
     old = [
-        each._replace(detail={name: value for name, value in each.detail.items() if name != "ready_s"})
+        replace(each, detail={name: value for name, value in each.detail.items() if name != "ready_s"})
         for each in split_rank(READY_S, SIZES, **LINK)
     ]
     with pytest.raises(NotMeasurableError, match="earlier version"):
