@@ -5,8 +5,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crossover_ddp import _findings, _machine_facts
+from crossover_ddp import _findings, _gpu_findings, _machine_facts
 from crossover_ddp._cli_output import FINE, FOUND, add_command, console, require_rich, write_json
+from crossover_ddp._device_order import VARIABLE, WAYS
 from crossover_ddp._findings import Finding, State
 from crossover_ddp._segment_files import SHARED_MEMORY
 from crossover_ddp._segment_view import look, printable, sweep
@@ -56,13 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Finding]:
     """Return what there is to say about this machine, after removing what dead jobs have left if asked to."""
     swept = sweep(base) if sweep_first else []
-    mps, gpus = _machine_facts.mps(), _machine_facts.gpus()
+    mps, gpus, software = _machine_facts.mps(), _machine_facts.gpus(), _machine_facts.software()
+    gpu_count = len(gpus.listed) or gpus.torch_count
     system = os.uname()
     found = [
         *_findings.platform(system.sysname, system.release),
-        *_findings.software(_machine_facts.software()),
+        *_findings.software(software),
+        *_gpu_findings.features(software.gpu_needs, gpu_count),
+        *_gpu_findings.nccl(os.environ, software.nccl, gpu_count),
+        *_gpu_findings.cuda(os.environ, gpu_count),
         *_findings.gpus(gpus, mps),
-        *_findings.multi_process_service(mps, len(gpus.listed) or gpus.torch_count),
+        *_gpu_findings.visible_devices(gpus.visible, mps, gpu_count),
+        *_gpu_findings.ordering(_machine_facts.orderings(), os.environ.get(VARIABLE), WAYS),
+        *_findings.multi_process_service(mps, gpu_count),
         *_findings.shared_memory(_machine_facts.shared_memory(base)),
         *_findings.segments(look(base, with_log=False), swept),
         *_findings.environment(os.environ, timeline_writable=_machine_facts.timeline_writable()),

@@ -32,6 +32,7 @@ _U64, _SIZE, _INT, _POINTER, _FLAGS = (
 )
 # The versions behind cuda.h's macros: stream memory operations of the first version are off by default.
 _SIGNATURES: Final = {
+    "cuInit": (_FLAGS,),
     "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
     "cuDeviceGet": (ctypes.POINTER(_INT), _INT),
     "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
@@ -79,6 +80,10 @@ class CudaDriver:
         device = _INT()
         self._call("cuDeviceGet", ctypes.byref(device), index)
         return device.value
+
+    def initialize(self) -> None:
+        """Make the other calls possible; does nothing if torch has done it. Makes no context."""
+        self._call("cuInit", 0)
 
     def attribute(self, index: int, attribute: int) -> int:
         """Return an attribute of the device with this number in this process, as torch numbers it too."""
@@ -128,8 +133,10 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """Return the driver of this process. Raises ``OSError`` where there is none."""
-    return CudaDriver(ctypes.CDLL(_LIBRARY))
+    """Return the driver of this process. Raises ``OSError`` where none is, ``RuntimeError`` where it sees no GPU."""
+    driver = CudaDriver(ctypes.CDLL(_LIBRARY))
+    driver.initialize()
+    return driver
 
 
 _threads = threading.local()

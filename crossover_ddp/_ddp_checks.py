@@ -60,14 +60,17 @@ def largest_bytes(bucket: dist.GradBucket) -> int:
 
 def check_not_capturing(bucket: Bucket) -> None:
     """Refuse a backward pass that is captured into a CUDA graph: no hook runs when the graph is replayed."""
-    if isinstance(bucket, tuple) or not bucket.buffer().is_cuda:
-        return
-    if torch.cuda.is_current_stream_capturing():
+    if _is_captured(bucket):
         raise UnsupportedConfigurationError(
             "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay "
             "would exchange nothing and take no turn; capture forward and backward of the model's parts instead "
             "(torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
         )
+
+
+def _is_captured(bucket: Bucket) -> bool:
+    on_gpu = not isinstance(bucket, tuple) and bucket.buffer().is_cuda
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:

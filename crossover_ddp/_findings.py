@@ -7,7 +7,7 @@ line what mends it.
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from crossover_ddp._segment_files import FILE_BYTES, GROUP_NAME
@@ -51,6 +51,8 @@ class Software:
     nccl: tuple[int, ...] | None
     gloo: bool
     cuda_build: str | None
+    gpu_needs: Mapping[str, bool] = field(default_factory=dict)
+    """What turns on GPUs call, by name."""
 
 
 class Gpu(NamedTuple):
@@ -321,7 +323,13 @@ def environment(variables: Mapping[str, str], *, timeline_writable: bool = True)
         found.append(Finding(topic, State.PROBLEM, what, f"mkdir -p {timeline}"))
     elif timeline:
         found.append(Finding(topic, State.NOTE, f"CROSSOVER_TIMELINE={timeline}: spans are recorded there"))
-    known = {"CROSSOVER_GROUP", "CROSSOVER_DEVICE", "CROSSOVER_DISABLE", "CROSSOVER_TIMELINE"}
+    known = {
+        "CROSSOVER_GROUP",
+        "CROSSOVER_DEVICE",
+        "CROSSOVER_DEVICE_ORDER",  # see `_gpu_findings`
+        "CROSSOVER_DISABLE",
+        "CROSSOVER_TIMELINE",
+    }
     found += [
         Finding(topic, State.NOTE, f"{name} means nothing to jobs", f"unset {name}")
         for name in sorted(variables)

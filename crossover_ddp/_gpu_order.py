@@ -91,7 +91,8 @@ class Watch:
     def pending(self, key: Key) -> bool:
         """Tell whether a wait for ``key`` may not be over."""
         with self._changed:
-            return any(wait.key == key for wait in self._waits)
+            waits = [wait for wait in self._waits if wait.key == key]
+        return any(_may_last(wait) for wait in waits)
 
     def close(self) -> bool:
         """Stop looking when all waits are over, or after 5 s; tell whether they are."""

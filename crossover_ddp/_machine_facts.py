@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+from crossover_ddp._cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED, cuda_driver
 from crossover_ddp._findings import Directory, Gpu, Gpus, Interface, Mps, Network, SharedMemory, Software
+from crossover_ddp._gpu_findings import Ordering
 from crossover_ddp._segment_files import SHARED_MEMORY, segment_directory
 
 _NVIDIA_SMI = (
@@ -27,6 +29,13 @@ _NVIDIA_SMI = (
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _DEFAULT_MPS_DIRECTORY = "/tmp/nvidia-mps"
 _MPS_CONTROL = "nvidia-cuda-mps"  # as much of the name as the kernel keeps
+_GPU_NEEDS = (
+    "Event.from_ipc_handle",
+    "Event.ipc_handle",
+    "Stream.wait_event",
+    "is_current_stream_capturing",
+    "get_device_properties",
+)
 _SIOCGIFADDR = 0x8915
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
@@ -49,7 +58,14 @@ def software() -> Software:
         nccl=_nccl_version() if available and distributed.is_nccl_available() else None,
         gloo=available and distributed.is_gloo_available(),
         cuda_build=torch.version.cuda,
+        gpu_needs={f"torch.cuda.{name}": _has(torch.cuda, name) for name in _GPU_NEEDS},
     )
+
+
+def _has(found: object, name: str) -> bool:
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
 
 
 def _nccl_version() -> tuple[int, ...] | None:
@@ -67,6 +83,20 @@ def gpus() -> Gpus:
         torch_count=torch.cuda.device_count(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def orderings() -> tuple[Ordering, ...]:
+    """Return what the driver says of the GPUs that jobs started here would see."""
+    found = []
+    with contextlib.suppress(OSError, RuntimeError):  # no driver, or none that can be asked
+        driver = cuda_driver()
+        for index in range(torch.cuda.device_count()):
+            events, semaphores = (
+                bool(driver.attribute(index, what))
+                for what in (IPC_EVENT_SUPPORTED, CAN_USE_64_BIT_STREAM_MEM_OPS)
+            )
+            found.append(Ordering(driver.name(index), events, semaphores))
+    return tuple(found)
 
 
 def _listed_gpus() -> tuple[Gpu, ...]:

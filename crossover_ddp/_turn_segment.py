@@ -244,7 +244,7 @@ class TurnSegment:
         events: bytes = b"",
         waits_on_host: bool = False,
     ) -> None:
-        """Take a free slot for this process.
+        """Take a free slot for this process, or the one that it has reserved.
 
         Args:
             job: number of the job, the same on all its ranks.
@@ -255,8 +255,7 @@ class TurnSegment:
             events: the device-side events of this process, as handles of 64 bytes each.
             waits_on_host: siblings are to tell their turns only when the device has done them.
         """
-        self._take_slot()
-        self._publish(state=FREE)
+        self.reserve()
         self._make_bell()
         slot = Slot(
             state=FREE,
@@ -278,6 +277,12 @@ class TurnSegment:
         self._own, self._drawn_numel = slot, slot.joined_at
         # Whoever has just found the slot's dead owner with our new bell would wait for it a whole lease.
         self.ring_others()
+
+    def reserve(self) -> None:
+        """Take a free slot without joining yet: from now on nobody removes the segment's files. May be called again."""
+        if self.slot < 0:
+            self._take_slot()
+            self._publish(state=FREE)
 
     def _take_slot(self) -> None:
         for _ in range(_OPEN_ATTEMPTS):

@@ -180,6 +180,7 @@ class GPUMutex:
         segment = None
         try:
             segment = TurnSegment(self.name, self.device)
+            segment.reserve()  # the order may put files beside it
             self._order: DeviceOrder = device_order(device, EVENT_COUNT, segment)
             segment.join(
                 job=self.job,

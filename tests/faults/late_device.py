@@ -10,9 +10,9 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crossover_ddp._segment_files import EVENT_HANDLE_BYTES
 
@@ -27,7 +27,21 @@ class DeviceTurn(NamedTuple):
     ends_s: float
 
 
-class LateEvents:
+class _LateDevice:
+    """What the mutex asks of every order that is of no consequence here."""
+
+    kind = "late"
+    on_device = True
+    waits_on_host = False
+
+    def check_usable(self) -> None:
+        """Always."""
+
+    def admit(self, streams: Sequence[Any]) -> None:
+        """No streams but one."""
+
+
+class LateEvents(_LateDevice):
     """A pool of events in files; who opens one sees its last record, as CUDA's waiters do.
 
     Args:
@@ -52,7 +66,9 @@ class LateEvents:
         self.handles = b"".join(name.encode().ljust(EVENT_HANDLE_BYTES, b"\0") for name in names)
         self.turns: list[DeviceTurn] = []
 
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
+    def finish(
+        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Sequence[Any] = ()
+    ) -> None:
         """Record behind what the device has to do, then publish."""
         begins_s = max(self._followed_s, self._free_at_s)
         self._free_at_s = max(self._now_s(), begins_s) + self._late_s
@@ -95,9 +111,10 @@ class LateEvents:
         self._opened = {}
 
 
-class LateThread:
+class LateThread(_LateDevice):
     """A device whose end of a turn a thread waits for and tells."""
 
+    waits_on_host = True
     handles = b""
 
     def __init__(self, late_s: float) -> None:
@@ -106,7 +123,9 @@ class LateThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def finish(self, turn: int, publish: Callable[[], None]) -> None:
+    def finish(
+        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Sequence[Any] = ()
+    ) -> None:
         """Publish ``late_s`` from now, however many turns are on their way: the device is late, not slow."""
         self._ended.put((time.monotonic() + self._late_s, publish))
 

@@ -156,7 +156,7 @@ class Rank:
         self._watch(mutex)
         return mutex
 
-    def _make_order(self, device: torch.device, event_count: int) -> Any:
+    def _make_order(self, device: torch.device, event_count: int, siblings: object) -> Any:
         late_s = self._chance.uniform(0.0, LATE_S)
         if self.plan.order == "events":
             self._order = LateEvents(self._directory / "events", event_count, late_s, self._book.now_s)

@@ -161,6 +161,15 @@ def test_patience_lost_too_early_too_late_or_with_nobody_is_told(line: list[Any]
     assert violation in told(rank_of(0, *turn(1, 1.0, 1.0, 4.0)), rank_of(1, line))[0]
 
 
+def test_a_turn_whose_end_a_stop_kept_back_was_not_given_back() -> None:
+    impatient = rank_of(1, ["forgave", 5.0, 0, 100, 1, 4.0])
+    stopped = rank_of(0, *turn(1, 1.0, 1.0, 2.0))
+    stopped.stops = [(2.01, 6.0)]
+    assert told(stopped, impatient) == []
+    stopped.stops = [(2.5, 6.0)]
+    assert "which was given back 3.000 s before" in told(stopped, impatient)[0]
+
+
 def test_a_log_that_names_somebody_else_is_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["log", 5.0, 77, "01"])
     assert "turn 1 of job 0 is slot 1's in the log" in told(first)[0]
@@ -191,6 +200,9 @@ def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused()
     killed = read_rank(plan_of(1), 0, [])
     killed.killed_s = 9.5
     assert told(rank, killed, leftovers=Leftovers([path])) == []
+    killed.killed_s = 5.0
+    assert "left behind" in told(rank, killed, leftovers=Leftovers([path]))[0]
+    killed.killed_s = 9.5
     assert "left behind" in told(rank, killed, leftovers=Leftovers([path], [path]))[0]
     refused = Leftovers([path], [path], [f"got something else at {path}; remove it"])
     assert told(rank, killed, leftovers=refused) == []

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in at most ten minutes: the tests, the sibling benchmark, the benchmark under MPS.
+# Everything that needs a GPU, in two calls of at most ten minutes:
+#   run_all.sh          the tests, the sibling benchmark, the benchmark under MPS
+#   run_all.sh order    turns on the device in every way of ordering, and the same under a private MPS daemon
 # Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
 # Results, some 100 KB, go to $OUT (default runs/gpu): tests.log, siblings_gpu.json, siblings_gpu.log, and the same with mps.
 set -uo pipefail
@@ -23,8 +25,33 @@ options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --dura
     command -v ip tc nvidia-cuda-mps-control gcc
 } 2>&1 | tee "$OUT/tests.log"
 
-# The order in which a cut-off hurts least.
-timeout -k 10 250 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider \
+order() { # name of the log, seconds
+    timeout -k 10 "$2" "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider \
+        tests/gpu/test_device_ways.py tests/gpu/test_device_order.py 2>&1 | tee "$OUT/$1.log"
+    return "${PIPESTATUS[0]}"
+}
+
+if [ "${1:-all}" = order ]; then
+    order order 300
+    status=$?
+    if ! command -v nvidia-cuda-mps-control >/dev/null; then
+        echo "not run under MPS: no nvidia-cuda-mps-control here; install NVIDIA's MPS" | tee "$OUT/order_mps.log"
+        exit "$status"
+    fi
+    mkdir "$work/mps"
+    export CUDA_MPS_PIPE_DIRECTORY="$work/mps" CUDA_MPS_LOG_DIRECTORY="$work/mps"
+    if ! nvidia-cuda-mps-control -d; then
+        echo "not run under MPS: the daemon does not start here" | tee "$OUT/order_mps.log"
+        exit "$status"
+    fi
+    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$work"' EXIT
+    order order_mps 240
+    mps=$?
+    exit "$((status ? status : mps))"
+fi
+
+# The order in which a cut-off hurts least. Semaphores, the second way, are left to `order`.
+timeout -k 10 250 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider -k "not semaphores" \
     tests/gpu/test_kernels.py tests/gpu/test_device_order.py tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py \
     2>&1 | tee -a "$OUT/tests.log"
 status=${PIPESTATUS[0]}

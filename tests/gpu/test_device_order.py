@@ -5,152 +5,46 @@ kernel still to run. Kernels of two jobs must never be under way at the same tim
 one. That the test can fail is shown by the same run without a mutex, and with the device's wait left out.
 """
 
-import contextlib
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 
 from crossover_ddp import _device_order
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, span_s, switches
+from tests.gpu.kernels import busy_kernel, overlaps, span_s, switches
+from tests.gpu.races import (
+    LEASE_S,
+    TIMEOUT_S,
+    TURNS,
+    Plan,
+    check_turns,
+    hear,
+    mutex_of,
+    new_plan,
+    run_race,
+    take_turn,
+    tell,
+)
 from tests.harness import Job, run_jobs
 
 pytestmark = pytest.mark.gpu
 
-LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
-TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included
-MEET_TIMEOUT_S = 90.0
-TURNS = 20
-SPIN_NS = 5_000_000  # longer than a time slice, so that two processes left alone interleave
-WARM_UP_TURNS = 3  # opens the siblings' events, which may take as long as a kernel of theirs
 
-
-class Plan(NamedTuple):
-    """What each of two jobs does."""
-
-    group: str
-    meeting: str
-    """A directory where processes tell each other how far they are."""
-    processes: int = 2
-    variant: str = "mutex"
-    turns: int = TURNS
-    spin_ns: int = SPIN_NS
-
-
-class Outcome(NamedTuple):
-    ran: list[Interval]
-    loop_s: float
-    """What the host took for all turns."""
-    stats: dict[str, Any]
-
-
-def new_plan(directory: Path, **changes: Any) -> Plan:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
-    return Plan(group, str(directory), **changes)
-
-
-def tell(plan: Plan, what: str) -> None:
-    (Path(plan.meeting) / f"{what}.{os.getpid()}").touch()
-
-
-def hear(plan: Plan, what: str, count: int = 1) -> None:
-    """Wait until that many processes have told it."""
-    deadline_s = time.monotonic() + MEET_TIMEOUT_S
-    while len(list(Path(plan.meeting).glob(f"{what}.*"))) < count:
-        assert time.monotonic() < deadline_s, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
-        time.sleep(0.001)
-
-
-@contextlib.contextmanager
-def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
-    """Make the mutex, or what the seeded faults leave of it."""
-    if plan.variant == "none":
-        yield None
-        return
-    no_ipc = (
-        mock.patch.object(
-            _device_order.EventOrder, "__init__", side_effect=RuntimeError("no IPC in this test")
-        )
-        if plan.variant == "host"
-        else contextlib.nullcontext()
-    )
-    with no_ipc:
-        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
-    if plan.variant == "deaf":
-        mutex._order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
-    expected = _device_order.SynchronizedOrder if plan.variant == "host" else _device_order.EventOrder
-    assert isinstance(mutex._order, expected)
-    try:
-        yield mutex
-    finally:
-        torch.cuda.synchronize()
-        mutex.close()
-
-
-def take_turn(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
-    if mutex is not None:
-        # "side": as the engine does it, whose side stream waits, and the compute stream for that one.
-        side = torch.cuda.Stream() if plan.variant == "side" else torch.cuda.current_stream()
-        with torch.cuda.stream(side):
-            mutex.acquire()
-        torch.cuda.current_stream().wait_stream(side)
-    busy_kernel()(marks, spin_ns)
-    if mutex is not None:
-        mutex.release()
-
-
-def race(rank: int, world_size: int, plan: Plan) -> Outcome:
-    torch.cuda.set_device(0)
-    busy_kernel()
-    marks = torch.zeros(plan.turns, 2, dtype=torch.int64, device="cuda")
-    unused = torch.zeros(2, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    with mutex_of(plan) as mutex:
-        tell(plan, "ready")
-        hear(plan, "ready", plan.processes)
-        for _ in range(WARM_UP_TURNS):
-            take_turn(mutex, plan, unused, 1000)
-        tell(plan, "warm")
-        hear(plan, "warm", plan.processes)
-        begin_s = time.monotonic()
-        for row in marks:
-            take_turn(mutex, plan, row, plan.spin_ns)
-        loop_s = time.monotonic() - begin_s
-        return Outcome(intervals(marks), loop_s, {} if mutex is None else mutex.stats())
-
-
-def run_race(plan: Plan, world_size: int = 1) -> list[list[Outcome]]:
-    backend = None if world_size == 1 else "gloo"
-    jobs = [Job(race, world_size, args=(plan,), backend=backend, name=name) for name in "ab"]
-    return run_jobs(jobs, timeout_s=TIMEOUT_S)
-
-
-def check_turns(first: Outcome, second: Outcome) -> None:
-    found = overlaps(first.ran, second.ran)
-    assert not found, f"{len(found)} overlaps, the first one: {found[0]}"
-    for outcome in (first, second):
-        assert outcome.stats["disabled_because"] is None
-        assert outcome.stats["leases_expired"] == 0
-        assert outcome.stats["turns"] == len(outcome.ran) + WARM_UP_TURNS
-
-
-@pytest.mark.parametrize("variant", ["mutex", "side", "host"])
-def test_kernels_of_two_jobs_never_overlap(variant: str, tmp_path: Path) -> None:
-    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant))
+@pytest.mark.parametrize("variant", ["mutex", "side"])
+@pytest.mark.parametrize("way", ["events", "semaphores", "host"])
+def test_kernels_of_two_jobs_never_overlap(way: str, variant: str, tmp_path: Path) -> None:
+    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant, way=way))
     check_turns(first, second)
     assert switches(first.ran, second.ran) >= TURNS, "the jobs did not alternate"
-    if variant != "host":
+    if way != "host":
         device_s = span_s(first.ran, second.ran)
         slowest_s = max(first.loop_s, second.loop_s)
         assert slowest_s < device_s / 2, f"hosts waited: {slowest_s:.3f} s of the device's {device_s:.3f} s"
@@ -263,6 +157,7 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
     busy = busy_kernel()
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    assert mutex.stats()["ordered_by"] == plan.way
     tell(plan, "joined")
     hear(plan, "computing")
     begin_s = time.monotonic()
@@ -293,13 +188,29 @@ def outlive(rank: int, world_size: int, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize("variant", ["holding", "given back"])
+@pytest.mark.parametrize("way", ["events", "semaphores", "host"])
 def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
-    variant: str, tmp_path: Path
+    way: str, variant: str, tmp_path: Path
 ) -> None:
-    plan = new_plan(tmp_path, variant=variant)
+    plan = new_plan(tmp_path, variant=variant, way=way)
     jobs = [
-        Job(die_in_turn, 1, args=(plan,), backend=None, deaths={0: signal.SIGKILL}, name="dying"),
-        Job(outlive, 1, args=(plan,), backend=None, name="living"),
+        Job(
+            die_in_turn,
+            1,
+            args=(plan,),
+            backend=None,
+            environment={_device_order.VARIABLE: way},
+            deaths={0: signal.SIGKILL},
+            name="dying",
+        ),
+        Job(
+            outlive,
+            1,
+            args=(plan,),
+            backend=None,
+            environment={_device_order.VARIABLE: way},
+            name="living",
+        ),
     ]
     [_, [took_s]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
     assert took_s < 10.0, "it waited for a lease, or nearly"

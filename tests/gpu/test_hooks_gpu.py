@@ -122,8 +122,8 @@ def launch_native(engine: Exchange, journey: Any) -> None:
 
 def meet(plan: Plan, what: str) -> None:
     """Wait until every process of every sibling is here."""
-    from tests.gpu.test_device_order import Plan as Meeting
-    from tests.gpu.test_device_order import hear, tell
+    from tests.gpu.races import Plan as Meeting
+    from tests.gpu.races import hear, tell
 
     if plan.meeting:
         tell(Meeting("", plan.meeting), what)

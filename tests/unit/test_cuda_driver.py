@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from crossover_ddp import _cuda_driver, _device_order
-from crossover_ddp._cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED, CudaDriver
+from crossover_ddp._cuda_driver import (
+    CAN_USE_64_BIT_STREAM_MEM_OPS,
+    IPC_EVENT_SUPPORTED,
+    CudaDriver,
+    cuda_driver,
+)
 
 CARD = uuid.UUID("11111111-2222-3333-4444-555555555555")
 INSTANCE = uuid.UUID("99999999-2222-3333-4444-555555555555")
@@ -31,6 +36,7 @@ class Library:
         self.seen: list[tuple[Any, ...]] = []
         self.result = 0
         self.uuids = {"cuDeviceGetUuid": CARD, "cuDeviceGetUuid_v2": CARD}
+        self._define("cuInit", self._note("init"), FLAGS)
         self._define("cuDeviceGet", self._device, ctypes.POINTER(INT), INT)
         self._define("cuDeviceGetAttribute", self._attribute, ctypes.POINTER(INT), INT, INT)
         self._define("cuMemHostRegister_v2", self._note("register"), POINTER, SIZE, FLAGS)
@@ -151,6 +157,22 @@ def test_the_drivers_name_comes_before_torchs(driver: CudaDriver, monkeypatch: p
 
     monkeypatch.setattr(_device_order, "cuda_driver", none)
     assert _device_order.device_name(torch.device("cuda", 1)) == "GPU-of-torch"
+
+
+def test_the_driver_is_initialized_before_anything_else_is_asked(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    cuda_driver.cache_clear()
+    try:
+        library.result = 100
+        with pytest.raises(RuntimeError, match="cuInit failed"):
+            cuda_driver()
+        library.result = 0
+        assert cuda_driver() is cuda_driver()
+    finally:
+        cuda_driver.cache_clear()
+    assert library.seen == [("init", 0), ("init", 0)]
 
 
 def test_a_thread_of_ours_ignores_captures_of_others_from_its_first_work_on(

@@ -1,8 +1,12 @@
-"""What the README shows works: its Python blocks run, its diff names what exists, its links lead somewhere."""
+"""What the README and docs/ show works: Python blocks run, the diff names what exists, links lead somewhere.
+
+The diffs of docs/loops.md are run by tests/recipes/test_loops.py, commands by tests/recipes/test_documents.py.
+"""
 
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +18,21 @@ from tests.harness import documents, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")]
+LINKS = [
+    (path.name, link)
+    for path in DOCUMENTS
+    for link in sorted(set(re.findall(r"\]\((?!http)([^)]+)\)", path.read_text())))
+]
 
 
 def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
     """Run a block where a reader would paste it: after a model, a loader and an optimizer were made."""
     network = nn.Linear(3, 2)
-    names = {
+    names: dict[str, Any] = {
+        "torch": torch,
+        "net": network,
         "model": DistributedDataParallel(network) if wrapped else network,
         "loader": [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(3)],
         "loss_function": nn.CrossEntropyLoss(),
@@ -28,9 +41,13 @@ def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
         "DistributedDataParallel": DistributedDataParallel,
     }
     exec(compile(source, "README.md", "exec"), names)
+    for images, labels in names["loader"]:  # the loop that stays as it is
+        names["loss_function"](names["model"](images), labels).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
 
 
-@pytest.mark.parametrize("source", documents.blocks(README, "python"))
+@pytest.mark.parametrize("source", BLOCKS)
 def test_python_block_runs(source: str) -> None:
     run_ranks(_run, 1, args=(source, True))
 
@@ -40,9 +57,15 @@ def test_diff_gives_a_script_that_trains(diff: str) -> None:
     run_ranks(_run, 1, args=(documents.after(diff), False))
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)\)", README))
-def test_link_leads_to_a_file(link: str) -> None:
-    assert (ROOT / link).is_file()
+@pytest.mark.parametrize(("document", "link"), LINKS)
+def test_link_leads_somewhere(document: str, link: str) -> None:
+    here = next(path for path in DOCUMENTS if path.name == document)
+    name, _, place = link.partition("#")
+    target = here if not name else here.parent / name
+    assert target.is_file()
+    if place:
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), flags=re.MULTILINE)
+        assert place in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 @pytest.mark.parametrize("target", re.findall(r"^    make (\w+)", README, flags=re.MULTILINE))

@@ -1,0 +1,173 @@
+"""Two jobs that race for one GPU: each turn's kernel writes down when it ran; used by the tests of turns on a GPU."""
+
+import contextlib
+import functools
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from crossover_ddp._device_order import VARIABLE
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
+from tests.harness import Job, run_jobs
+
+LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
+TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included
+MEET_TIMEOUT_S = 90.0
+TURNS = 20
+SPIN_NS = 5_000_000  # longer than a time slice, so that two processes left alone interleave
+WARM_UP_NS = 1000
+WARM_UP_TURNS = 3  # opens the siblings' events, which may take as long as a kernel of theirs
+
+
+class Plan(NamedTuple):
+    """What each of two jobs does."""
+
+    group: str
+    meeting: str
+    """A directory where processes tell each other how far they are."""
+    processes: int = 2
+    variant: str = "mutex"
+    way: str = "events"
+    """``CROSSOVER_DEVICE_ORDER``."""
+    turns: int = TURNS
+    spin_ns: int = SPIN_NS
+
+
+class Outcome(NamedTuple):
+    ran: list[Interval]
+    loop_s: float
+    """What the host took for all turns."""
+    stats: dict[str, Any]
+
+
+def new_plan(directory: Path, **changes: Any) -> Plan:
+    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    return Plan(group, str(directory), **changes)
+
+
+def tell(plan: Plan, what: str) -> None:
+    (Path(plan.meeting) / f"{what}.{os.getpid()}").touch()
+
+
+def hear(plan: Plan, what: str, count: int = 1) -> None:
+    """Wait until that many processes have told it."""
+    deadline_s = time.monotonic() + MEET_TIMEOUT_S
+    while len(list(Path(plan.meeting).glob(f"{what}.*"))) < count:
+        assert time.monotonic() < deadline_s, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
+    """Make the mutex, or what the seeded faults leave of it."""
+    if plan.variant == "none":
+        yield None
+        return
+    with mock.patch.dict(os.environ, {VARIABLE: plan.way}):
+        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    if plan.variant == "deaf":
+        mutex._order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
+    assert mutex.stats()["ordered_by"] == plan.way
+    try:
+        yield mutex
+    finally:
+        torch.cuda.synchronize()
+        mutex.close()
+
+
+def take_turn(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
+    if plan.variant in ("streams", "stream not named"):
+        _take_turn_on_a_stream(mutex, plan, marks, spin_ns)
+        return
+    if mutex is not None:
+        # "side": as the engine does it, whose side stream waits, and the compute stream for that one.
+        side = torch.cuda.Stream() if plan.variant == "side" else torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            mutex.acquire()
+        torch.cuda.current_stream().wait_stream(side)
+    if plan.variant == "graph":
+        graph, static = _captured(spin_ns)
+        graph.replay()
+        marks.copy_(static)
+    else:
+        busy_kernel()(marks, spin_ns)
+    if mutex is not None:
+        mutex.release()
+
+
+def _take_turn_on_a_stream(mutex: GPUMutex | None, plan: Plan, marks: torch.Tensor, spin_ns: int) -> None:
+    """Compute on a stream that the current one does not wait for; "streams": the mutex is told of it."""
+    assert mutex is not None
+    stream = _own_stream()
+    named = [stream] if plan.variant == "streams" else []
+    mutex.acquire(streams=[stream])
+    with torch.cuda.stream(stream):
+        busy_kernel()(marks, spin_ns)
+    mutex.release(streams=named)
+
+
+@functools.cache
+def _own_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+@functools.cache
+def _captured(spin_ns: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture the kernel, once for each length; must not happen inside a turn for the first time (see `race`)."""
+    static = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()(static, spin_ns)  # nothing may be compiled while a graph is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        busy_kernel()(static, spin_ns)
+    return graph, static
+
+
+def race(rank: int, world_size: int, plan: Plan) -> Outcome:
+    torch.cuda.set_device(0)
+    busy_kernel()
+    marks = torch.zeros(plan.turns, 2, dtype=torch.int64, device="cuda")
+    unused = torch.zeros(2, dtype=torch.int64, device="cuda")
+    if plan.variant == "graph":
+        for spin_ns in (WARM_UP_NS, plan.spin_ns):
+            _captured(spin_ns)
+    torch.cuda.synchronize()
+    with mutex_of(plan) as mutex:
+        tell(plan, "ready")
+        hear(plan, "ready", plan.processes)
+        for _ in range(WARM_UP_TURNS):
+            take_turn(mutex, plan, unused, WARM_UP_NS)
+        tell(plan, "warm")
+        hear(plan, "warm", plan.processes)
+        begin_s = time.monotonic()
+        for row in marks:
+            take_turn(mutex, plan, row, plan.spin_ns)
+        loop_s = time.monotonic() - begin_s
+        return Outcome(intervals(marks), loop_s, {} if mutex is None else mutex.stats())
+
+
+def run_race(plan: Plan, world_size: int = 1, ways: tuple[str, str] | None = None) -> list[list[Outcome]]:
+    """Let two jobs race; ``ways``: one for each, where siblings order their turns in different ways."""
+    backend = None if world_size == 1 else "gloo"
+    plans = [plan._replace(way=way) for way in ways or (plan.way, plan.way)]
+    jobs = [
+        Job(race, world_size, args=(each,), backend=backend, name=name)
+        for name, each in zip("ab", plans, strict=True)
+    ]
+    return run_jobs(jobs, timeout_s=TIMEOUT_S)
+
+
+def check_turns(first: Outcome, second: Outcome) -> None:
+    found = overlaps(first.ran, second.ran)
+    assert not found, f"{len(found)} overlaps, the first one: {found[0]}"
+    for outcome in (first, second):
+        assert outcome.stats["disabled_because"] is None
+        assert outcome.stats["leases_expired"] == 0
+        assert outcome.stats["turns"] == len(outcome.ran) + WARM_UP_TURNS

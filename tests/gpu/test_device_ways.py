@@ -1,0 +1,266 @@
+"""Turns on one GPU in other people's loops: streams, graphs, mixed ways of ordering, siblings that come and go."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from crossover_ddp import UnsupportedConfigurationError
+from crossover_ddp._cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED, cuda_driver
+from crossover_ddp._device_order import VARIABLE, WAYS, device_name
+from crossover_ddp._event_order import EventOrder
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.gpu.kernels import busy_kernel, overlaps, switches
+from tests.gpu.races import (
+    LEASE_S,
+    MEET_TIMEOUT_S,
+    TIMEOUT_S,
+    TURNS,
+    WARM_UP_TURNS,
+    Plan,
+    check_turns,
+    hear,
+    mutex_of,
+    new_plan,
+    run_race,
+    take_turn,
+    tell,
+)
+from tests.harness import Job, run_jobs
+
+pytestmark = pytest.mark.gpu
+
+ON_DEVICE = ("events", "semaphores")
+LONG_NS = 1_000_000_000
+STUCK_S = 25.0
+
+
+def mutex_on_gpu(plan: Plan, way: str) -> GPUMutex:
+    with mock.patch.dict(os.environ, {VARIABLE: way}):
+        mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
+    assert mutex.stats()["ordered_by"] == way
+    return mutex
+
+
+def wait_for_device(event: torch.cuda.Event, limit_s: float = STUCK_S) -> float:
+    """Wait without `synchronize`, which could hang for ever; return how long it took."""
+    begin_s = time.monotonic()
+    while not event.query():
+        assert time.monotonic() < begin_s + limit_s, "the stream waits for something that never comes"
+        time.sleep(0.001)
+    return time.monotonic() - begin_s
+
+
+# --- what the driver says -----------------------------------------------------------------------------------------
+
+
+def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
+    name = device_name(torch.device("cuda", 0))
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0).stdout
+    assert name in listed, listed
+    if name.startswith("GPU-"):
+        assert name == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+def test_this_gpu_has_both_marks() -> None:
+    found = {
+        what: cuda_driver().attribute(0, what)
+        for what in (IPC_EVENT_SUPPORTED, CAN_USE_64_BIT_STREAM_MEM_OPS)
+    }
+    assert found == {IPC_EVENT_SUPPORTED: 1, CAN_USE_64_BIT_STREAM_MEM_OPS: 1}, (
+        "expected Linux itself, not WSL"
+    )
+
+
+# --- streams and graphs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", ["streams", "graph"])
+def test_kernels_on_other_streams_and_in_graphs_never_overlap(way: str, variant: str, tmp_path: Path) -> None:
+    [[first], [second]] = run_race(new_plan(tmp_path, variant=variant, way=way))
+    check_turns(first, second)
+    assert switches(first.ran, second.ran) >= TURNS, "the jobs did not alternate"
+
+
+def test_kernels_on_a_stream_that_release_does_not_name_overlap(tmp_path: Path) -> None:
+    [[first], [second]] = run_race(new_plan(tmp_path, variant="stream not named"))
+    assert overlaps(first.ran, second.ran), "the test above cannot fail: it proves nothing"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_path: Path) -> None:
+    plan = new_plan(tmp_path)
+    mutex = mutex_on_gpu(plan, way)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()(marks, 1000)
+    torch.cuda.synchronize()
+    try:
+        with (
+            pytest.raises(UnsupportedConfigurationError, match="capturing"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            busy_kernel()(marks, 1000)
+            mutex.acquire()
+        torch.cuda.synchronize()
+        take_turn(mutex, plan, marks, 1000)
+        torch.cuda.synchronize()
+        assert mutex.stats()["turns"] == 1
+        assert mutex.disabled_because is None
+    finally:
+        mutex.close()
+
+
+def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:
+    """In torch's default mode a wait for an event on any thread of the process would invalidate the capture."""
+    plan = new_plan(tmp_path)
+    mutex = mutex_on_gpu(plan, "host")
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    static = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()(static, 1000)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    try:
+        for duration_ns in (150_000_000, LONG_NS):
+            mutex.acquire()
+            with torch.cuda.stream(other):
+                busy_kernel()(marks, duration_ns)
+            mutex.release(streams=[other])
+        # `torch.cuda.graph` would synchronize the device first, and the thread's waits be over.
+        graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(capturing):
+            graph.capture_begin(capture_error_mode="global")
+            busy_kernel()(static, 1000)
+            time.sleep(0.5)  # meanwhile the first turn ends, and the thread begins to wait for the second
+            graph.capture_end()
+        assert mutex._order._telling == 1, "one turn was to be told, and one not yet"  # type: ignore[attr-defined]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert mutex.disabled_because is None
+    finally:
+        mutex.close()
+
+
+# --- siblings that order turns in different ways -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", [("events", "semaphores"), ("events", "host"), ("semaphores", "host")])
+def test_siblings_of_different_ways_take_turns_on_the_host(ways: tuple[str, str], tmp_path: Path) -> None:
+    plan = new_plan(tmp_path)
+    [[first], [second]] = run_race(plan, ways=ways)
+    assert not overlaps(first.ran, second.ran)
+    # The marks of both are of no use to the other; a sibling that tells late is no reason to give an own way up.
+    found = (first.stats["ordered_by"], second.stats["ordered_by"])
+    assert found == (ways if "host" in ways else ("host", "host"))
+    for outcome in (first, second):
+        assert outcome.stats["disabled_because"] is None
+        assert outcome.stats["turns"] == TURNS + WARM_UP_TURNS
+
+
+# --- siblings that come and go -------------------------------------------------------------------------------------
+
+COMINGS = 20
+
+
+def stay(rank: int, world_size: int, plan: Plan) -> int:
+    torch.cuda.set_device(0)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()
+    with mutex_of(plan) as mutex:
+        assert mutex is not None
+        tell(plan, "ready")
+        deadline_s = time.monotonic() + MEET_TIMEOUT_S
+        while not list(Path(plan.meeting).glob("gone.*")):
+            assert time.monotonic() < deadline_s
+            take_turn(mutex, plan, marks, 100_000)
+            torch.cuda.synchronize()
+        assert mutex.disabled_because is None
+        order = mutex._order
+        return len(order._opened if isinstance(order, EventOrder) else order._words)  # type: ignore[attr-defined]
+
+
+def come_and_go(rank: int, world_size: int, plan: Plan) -> set[bytes]:
+    torch.cuda.set_device(0)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy_kernel()
+    hear(plan, "ready")
+    handles = set()
+    for _ in range(COMINGS):
+        with mutex_of(plan) as mutex:
+            assert mutex is not None
+            handles.add(mutex._order.handles)
+            for _ in range(3):
+                take_turn(mutex, plan, marks, 100_000)
+            assert mutex.disabled_because is None
+    tell(plan, "gone")
+    return handles
+
+
+@pytest.mark.parametrize("way", ON_DEVICE)
+def test_siblings_that_come_and_go_leave_nothing_open(way: str, tmp_path: Path) -> None:
+    plan = new_plan(tmp_path, way=way)
+    jobs = [Job(function, 1, args=(plan,), backend=None) for function in (stay, come_and_go)]
+    [[opened], [handles]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    assert opened <= 2  # the last one, and one whose turn was not over when the last one came
+    assert len(handles) == (1 if way == "events" else COMINGS), "a pool of events is made once a process"
+
+
+LEAVE_WITHOUT_A_WORD = """
+import sys, torch
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.gpu.kernels import busy_kernel
+busy = busy_kernel()
+marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+torch.cuda.synchronize()
+mutex = GPUMutex(sys.argv[1], device=0, lease=30.0)
+print("joined", flush=True)
+sys.stdin.readline()
+mutex.acquire()
+busy(marks, 1_000_000_000)
+mutex.release()
+print("given back", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("way", ON_DEVICE)
+def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(way: str, tmp_path: Path) -> None:
+    """Without `close()`: the end of the process waits for the device, or siblings' streams would hang."""
+    plan = new_plan(tmp_path)
+    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
+    busy = busy_kernel()
+    torch.cuda.synchronize()
+    mutex = mutex_on_gpu(plan, way)
+    ending = subprocess.Popen(
+        [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group],
+        env={**os.environ, VARIABLE: way, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert ending.stdin is not None
+        assert ending.stdout is not None
+        assert ending.stdout.readline().strip() == "joined"
+        print("go", file=ending.stdin, flush=True)
+        assert ending.stdout.readline().strip() == "given back"
+        mutex.acquire()
+        busy(marks, 1000)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query(), "the sibling's kernel was over: nothing was tested"
+        print("end", file=ending.stdin, flush=True)
+        wait_for_device(done)
+        assert ending.wait(timeout=60.0) == 0
+        mutex.release()
+        torch.cuda.synchronize()
+        assert mutex.disabled_because is None
+    finally:
+        ending.kill()
+        ending.communicate()
+        mutex.close()

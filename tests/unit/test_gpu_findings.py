@@ -1,0 +1,194 @@
+"""What `crossover-ddp doctor` makes of settings for GPUs: pure, each environment made by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossover_ddp import _gpu_findings
+from crossover_ddp._device_order import WAYS
+from crossover_ddp._findings import Finding, Mps, State
+from crossover_ddp._gpu_findings import Ordering
+
+OK, NOTE, PROBLEM = State
+NEW = (2, 30, 7)
+NO_MPS, MPS = Mps("/tmp/nvidia-mps", False, False), Mps("/tmp/nvidia-mps", True, True)
+QUIET = {"NCCL_CTA_POLICY": "EFFICIENCY"}
+MULTI = {**QUIET, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def worth_saying(found: list[Finding]) -> list[Finding]:
+    return [each for each in found if each.state is not OK]
+
+
+@pytest.mark.parametrize(
+    ("variables", "version", "state", "words"),
+    [
+        (QUIET, NEW, OK, "gather without SMs over NVLink and the network"),
+        (QUIET, (2, 30, 5), OK, "over NVLink alone"),
+        ({"NCCL_CTA_POLICY": "1"}, (2, 27, 3), NOTE, "pip install -U torch"),
+        ({}, NEW, NOTE, "export NCCL_CTA_POLICY=EFFICIENCY"),
+        ({}, (2, 28, 9), NOTE, "export NCCL_CTA_POLICY=1"),
+        ({"NCCL_CTA_POLICY": "0"}, NEW, NOTE, "export NCCL_CTA_POLICY=EFFICIENCY"),
+        ({"NCCL_CTA_POLICY": "DEFAULT"}, NEW, NOTE, "export NCCL_CTA_POLICY=EFFICIENCY"),
+        ({"NCCL_CTA_POLICY": "2"}, NEW, NOTE, "symmetric windows only"),
+        ({"NCCL_CTA_POLICY": "ZERO"}, NEW, NOTE, "symmetric windows only"),
+        ({"NCCL_CTA_POLICY": "EFFICIENCY|ZERO"}, NEW, OK, "leaves SMs"),
+        ({"NCCL_CTA_POLICY": "EFFICIENCY"}, (2, 28, 9), PROBLEM, "names are known from NCCL 2.29 on"),
+        ({"NCCL_CTA_POLICY": "LOW"}, NEW, PROBLEM, "no policy of NCCL"),
+        ({"NCCL_CTA_POLICY": "1|2"}, NEW, PROBLEM, "no policy of NCCL"),
+        ({**QUIET, "NCCL_MAX_CTAS": "4"}, NEW, OK, "at most that many SMs"),
+        ({**QUIET, "NCCL_MIN_CTAS": "4", "NCCL_MAX_CTAS": "4"}, NEW, OK, "NCCL_MAX_CTAS=4"),
+        ({**QUIET, "NCCL_MIN_CTAS": "4"}, NEW, OK, ""),
+        ({**QUIET, "NCCL_MIN_CTAS": "5", "NCCL_MAX_CTAS": "4"}, NEW, PROBLEM, "unset NCCL_MIN_CTAS"),
+        ({**QUIET, "NCCL_MAX_CTAS": "0"}, NEW, PROBLEM, "no number of CTAs"),
+        ({**QUIET, "NCCL_MAX_CTAS": "few"}, NEW, PROBLEM, "no number of CTAs"),
+        ({**QUIET, "NCCL_MAX_NCHANNELS": "2"}, NEW, NOTE, "export NCCL_MAX_CTAS=2"),
+        ({**MULTI, "NCCL_MAX_CTAS": "4"}, NEW, OK, "several ranks on one GPU"),
+        (MULTI, NEW, NOTE, "export NCCL_MAX_CTAS=4"),
+        (MULTI | {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "1"}, NEW, PROBLEM, "NCCL_NVLS_ENABLE=0"),
+        (MULTI | {"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "2"}, NEW, OK, "several ranks"),
+        (MULTI, (2, 29, 7), PROBLEM, "two ranks of a job need two GPUs"),
+        ({**QUIET, "NCCL_MULTI_RANK_GPU_ENABLE": "0"}, (2, 29, 7), OK, ""),
+        ({**QUIET, "NCCL_P2P_DISABLE": "1"}, NEW, NOTE, "unset NCCL_P2P_DISABLE"),
+        ({**QUIET, "NCCL_SHM_DISABLE": "1"}, NEW, NOTE, "unset NCCL_SHM_DISABLE"),
+        ({**QUIET, "NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": ""}, NEW, OK, ""),
+        ({**QUIET, "NCCL_CUMEM_ENABLE": "0"}, NEW, NOTE, "unset NCCL_CUMEM_ENABLE"),
+        ({**QUIET, "NCCL_CUMEM_ENABLE": "1"}, NEW, OK, ""),
+    ],
+)
+def test_options_of_nccl(
+    variables: dict[str, str], version: tuple[int, ...], state: State, words: str
+) -> None:
+    found = _gpu_findings.nccl(variables, version, 2)
+    assert [each.state for each in worth_saying(found)] == [state] * (state is not OK)
+    assert words in "\n".join(f"{each.what} | {each.mend}" for each in found)
+
+
+def test_an_old_nccl_does_not_know_newer_options() -> None:
+    variables = {"NCCL_CTA_POLICY": "1", "NCCL_MAX_CTAS": "4"}
+    found = _gpu_findings.nccl(variables, (2, 16, 2), 1)
+    assert [each.mend for each in worth_saying(found)] == [
+        "pip install -U torch  # for NCCL 2.28 or newer",
+        "export NCCL_MAX_CTAS=<SMs to spend>",
+        "export NCCL_MAX_NCHANNELS=4",
+    ]
+    assert len(worth_saying(_gpu_findings.nccl({}, (2, 16, 2), 1))) == 1
+
+
+def test_one_gpu_has_no_peer_of_its_own_machine() -> None:
+    variables = {**QUIET, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    assert worth_saying(_gpu_findings.nccl(variables, NEW, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "state", "words"),
+    [
+        ({}, OK, "in the way of overlap"),
+        ({"CUDA_LAUNCH_BLOCKING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, OK, ""),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, PROBLEM, "unset CUDA_LAUNCH_BLOCKING"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, NOTE, "share a queue"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, OK, ""),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "33"}, PROBLEM, "expected 1 to 32"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "many"}, PROBLEM, "expected 1 to 32"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, PROBLEM, "waits for every bucket"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, NOTE, "hangs"),
+    ],
+)
+def test_settings_of_cuda(variables: dict[str, str], state: State, words: str) -> None:
+    (found,) = _gpu_findings.cuda(variables, 1)
+    assert found.state is state
+    assert words in f"{found.what} | {found.mend}"
+
+
+@pytest.mark.parametrize(
+    ("value", "mps", "state", "words"),
+    [
+        ("0", NO_MPS, OK, ""),
+        ("1, 0", NO_MPS, OK, "number GPUs differently"),
+        ("GPU-3e8f", MPS, OK, ""),
+        ("MIG-3e8f-11,GPU-4", NO_MPS, OK, ""),
+        ("MIG-GPU-3e8f/1/0", NO_MPS, OK, ""),
+        ("", NO_MPS, NOTE, "hides every GPU"),
+        ("-1", NO_MPS, NOTE, "unset CUDA_VISIBLE_DEVICES"),
+        ("0,-1,1", NO_MPS, PROBLEM, "see 1 GPU"),
+        ("0 1", NO_MPS, PROBLEM, "see no GPUs"),
+        ("0,,1", NO_MPS, PROBLEM, "see 1 GPU"),
+        ("3e8f", NO_MPS, PROBLEM, "'3e8f'"),
+        ("0,1,0", NO_MPS, PROBLEM, "export CUDA_VISIBLE_DEVICES=0,1"),
+        ("0", MPS, NOTE, "GPU-<uuid>"),
+    ],
+)
+def test_forms_of_visible_devices(value: str, mps: Mps, state: State, words: str) -> None:
+    (found,) = _gpu_findings.visible_devices(value, mps, 2)
+    assert found.state is state
+    assert words in f"{found.what} | {found.mend}"
+
+
+def test_torch_without_what_turns_need_is_a_problem() -> None:
+    names = {"torch.cuda.Event.ipc_handle": True, "torch.cuda.is_current_stream_capturing": False}
+    (found,) = _gpu_findings.features(names, 1)
+    assert found.state is PROBLEM
+    assert "is_current_stream_capturing" in found.what
+    assert "ipc_handle" not in found.what
+    (found,) = _gpu_findings.features(dict.fromkeys(names, True), 1)
+    assert found.state is OK
+
+
+@pytest.mark.parametrize(
+    ("gpu", "wanted", "state", "words"),
+    [
+        (Ordering("GPU-1", True, True), None, OK, "by events"),
+        (Ordering("GPU-1", True, True), "semaphores", OK, "by semaphores"),
+        (Ordering("GPU-1", False, False), "host", OK, "by host"),
+        (Ordering("GPU-1", False, True), None, NOTE, "export CROSSOVER_DEVICE_ORDER=semaphores"),
+        (Ordering("GPU-1", False, False), None, NOTE, "not WSL"),
+        (Ordering("GPU-1", True, False), "semaphores", NOTE, "ordered on the host"),
+        (Ordering("GPU-1", True, True), "event", PROBLEM, "unset CROSSOVER_DEVICE_ORDER"),
+    ],
+)
+def test_how_turns_are_ordered(gpu: Ordering, wanted: str | None, state: State, words: str) -> None:
+    (found,) = _gpu_findings.ordering([gpu], wanted, WAYS)
+    assert found.state is state
+    assert words in f"{found.what} | {found.mend}"
+
+
+def test_nothing_is_said_of_gpus_where_there_is_none() -> None:
+    variables = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_MAX_CTAS": "x"}
+    assert _gpu_findings.nccl(variables, NEW, 0) == []
+    assert _gpu_findings.nccl(variables, None, 1) == []
+    assert _gpu_findings.cuda(variables, 0) == []
+    assert _gpu_findings.visible_devices("x", NO_MPS, 0) == []
+    assert _gpu_findings.visible_devices(None, NO_MPS, 1) == []
+    assert _gpu_findings.features({"a": False}, 0) == []
+    assert _gpu_findings.ordering([], None, WAYS) == []
+
+
+NAMES = (
+    "NCCL_CTA_POLICY",
+    "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_CUMEM_ENABLE",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+VALUES = st.one_of(st.text(max_size=6), st.sampled_from(["", "0", "1", "2", "8", "ZERO", "EFFICIENCY|ZERO"]))
+
+
+@given(
+    variables=st.dictionaries(st.sampled_from(NAMES), VALUES),
+    version=st.tuples(st.just(2), st.integers(10, 32), st.integers(0, 9)),
+    visible=st.text(alphabet="0123-,GPUMIabc /", max_size=12),
+)
+def test_whatever_is_set_each_finding_has_its_mend(
+    variables: dict[str, str], version: tuple[int, ...], visible: str
+) -> None:
+    found = [
+        *_gpu_findings.nccl(variables, version, 2),
+        *_gpu_findings.cuda(variables, 2),
+        *_gpu_findings.visible_devices(visible, NO_MPS, 2),
+    ]
+    assert all(each.mend for each in worth_saying(found))
