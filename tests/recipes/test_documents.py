@@ -111,6 +111,9 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "CROSSOVER_BENCH=full python -m pytest tests/benchmarks/test_hooks_bench.py -k lone": Elsewhere(
         f"{BENCH}::test_lone_job_with_crossover_hook_against_split_hook"
     ),
+    "python recipes/advice.py": Needs(
+        "eight minutes with links of its own; tests/recipes/test_advice.py is its short form"
+    ),
     "python recipes/siblings.py": Elsewhere(f"{BENCH}::test_two_siblings_against_one_after_the_other"),
     "python recipes/decoupled.py": Elsewhere(
         "tests/benchmarks/test_decoupled_bench.py::test_decoupled_against_the_others"
