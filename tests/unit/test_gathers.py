@@ -151,7 +151,7 @@ def exchange_deferred(rank: int, world_size: int, rounds: int) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_ranks_gather_the_same_buckets_in_one_order(world_size: int) -> None:
-    assert all(run_ranks(exchange_deferred, world_size, args=(20,)))
+    assert all(run_ranks(exchange_deferred, world_size, args=(5,)))
 
 
 def test_nobody_waits_for_a_native_gather_that_was_never_issued(
