@@ -90,7 +90,7 @@ def wait_for_steps(job: Torchrun, steps: int) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while len(job.rank(0).steps()) < steps:
         assert time.monotonic() < deadline_s and job.process.poll() is None, job.output()
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
@@ -99,22 +99,24 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
     with (
         torchrun(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared) as steady,
         torchrun(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared) as victim,
+        torchrun(tmp_path, "alone", seed=SEED, steps=ENDLESS, group=group, hook="none") as alone,
     ):
         victim.wait()
         steps = len(steady.rank(0).steps())
         wait_for_steps(steady, steps + 3)
         steady.stop.touch()
         steady.wait()
+        wait_for_steps(alone, len(steady.rank(0).steps()))
+        alone.stop.touch()
+        alone.wait()
     assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
     lived = [victim.rank(rank, life=1) for rank in range(RANKS)]
     assert all(len(rank.steps()) == STEPS for rank in lived), "and was started again once"
-    with torchrun(
-        tmp_path, "alone", seed=SEED, steps=len(steady.rank(0).steps()), group=group, hook="none"
-    ) as alone:
-        alone.wait()
     for rank in range(RANKS):
         expected = alone.rank(rank).losses()
-        assert steady.rank(rank).losses() == expected
+        found = steady.rank(rank).losses()
+        assert len(found) > DIES[1]
+        assert found == expected[: len(found)]
         assert lived[rank].losses() == expected[:STEPS]
         stats = steady.rank(rank).stats()
         assert stats is not None and stats["disabled_because"] is None
