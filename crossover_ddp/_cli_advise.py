@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import os
 import secrets
 import shlex
@@ -14,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from crossover_ddp import _short_run
 from crossover_ddp._advice import DO_NOT_BOTHER, WORTH, Advice, advise
-from crossover_ddp._cli_output import FINE, FOUND, USAGE, add_command, console, require_rich, write_json
+from crossover_ddp._cli_output import (
+    FINE,
+    FOUND,
+    USAGE,
+    add_command,
+    console,
+    number,
+    require_rich,
+    write_json,
+)
 from crossover_ddp._segment_view import sweep
 from crossover_ddp._step_figures import WARM_UP_STEPS, Figures, NotMeasurableError, figures
 from crossover_ddp._timeline_files import Reading, read
@@ -86,10 +94,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number(text)
     if not 1 <= seconds <= 86_400:
         raise argparse.ArgumentTypeError(f"expected 1 to 86400 seconds, got {text!r}")
     return seconds

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -56,6 +57,14 @@ def group_name(text: str) -> str:
             f"expected 1-64 letters, digits, '.', '_', '-', as in CROSSOVER_GROUP, got {text!r}"
         )
     return text
+
+
+def number(text: str) -> float:
+    """Read an argument; what is no number becomes one that no range holds."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 class MissingRichError(Exception):

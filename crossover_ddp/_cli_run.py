@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import os
 import re
 import secrets
@@ -14,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from crossover_ddp import _machine_facts
-from crossover_ddp._cli_output import USAGE, add_command, console, group_name, require_rich, write_json
+from crossover_ddp._cli_output import (
+    USAGE,
+    add_command,
+    console,
+    group_name,
+    number,
+    require_rich,
+    write_json,
+)
 from crossover_ddp._findings import Gpu
 from crossover_ddp._first_look import FirstLook
 from crossover_ddp._run_commands import Command, CommandError, from_groups, from_json, from_lines, named
@@ -122,10 +129,7 @@ def _whole(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number(text)
     if not 0 < seconds <= 86400:
         raise argparse.ArgumentTypeError(f"expected more than 0 and at most 86400 seconds, got {text!r}")
     return seconds

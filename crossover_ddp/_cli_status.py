@@ -1,13 +1,21 @@
 """``crossover-ddp status``: groups, devices and jobs at a glance, looked at from outside."""
 
 import argparse
-import math
 import random
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from crossover_ddp._cli_output import FINE, FOUND, add_command, console, group_name, require_rich, write_json
+from crossover_ddp._cli_output import (
+    FINE,
+    FOUND,
+    add_command,
+    console,
+    group_name,
+    number,
+    require_rich,
+    write_json,
+)
 from crossover_ddp._segment_files import SHARED_MEMORY
 from crossover_ddp._segment_view import Look, look
 from crossover_ddp._turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
@@ -52,10 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number(text)
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, got {text!r}")
     return seconds

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossover_ddp import _timeline_picture
-from crossover_ddp._cli_output import FINE, FOUND, USAGE, add_command, console, require_rich, write_json
+from crossover_ddp._cli_output import (
+    FINE,
+    FOUND,
+    USAGE,
+    add_command,
+    console,
+    number,
+    require_rich,
+    write_json,
+)
 from crossover_ddp._timeline_files import Reading, read
 from crossover_ddp._timeline_merge import Merged, describe, merge, milliseconds
 from crossover_ddp._timeline_spans import DeviceShares, Statistics, device_shares, extent_s
@@ -91,10 +100,7 @@ def _picture(text: str) -> Path:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number(text)
     if not math.isfinite(seconds):
         raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
     return seconds

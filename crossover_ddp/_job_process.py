@@ -11,10 +11,10 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from crossover_ddp._marked_processes import processes_with
+from crossover_ddp._marked_processes import processes_with, send
 
 MARK: Final = "CROSSOVER_RUN_JOB"
 _PR_SET_PDEATHSIG: Final = 1
@@ -97,11 +97,3 @@ class JobProcess:
         os.close(self.end_fd)
         for stream in self.streams:
             stream.close()
-
-
-def send(pids: Iterable[int], *numbers: int) -> None:
-    """Send signals to processes; those that have ended are passed over."""
-    for pid in pids:
-        for number in numbers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)

@@ -1,7 +1,8 @@
 """Processes found by a variable that they have inherited: also those that left their parent, group and session."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -35,3 +36,11 @@ def memory_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     except (OSError, StopIteration, ValueError):
         return 0
+
+
+def send(pids: Iterable[int], *numbers: int) -> None:
+    """Send signals to processes; those that have ended are passed over."""
+    for pid in pids:
+        for number in numbers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)

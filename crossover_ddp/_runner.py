@@ -20,7 +20,8 @@ from types import FrameType
 from typing import BinaryIO, Final
 
 from crossover_ddp._first_look import FirstLook
-from crossover_ddp._job_process import MARK, JobProcess, send
+from crossover_ddp._job_process import MARK, JobProcess
+from crossover_ddp._marked_processes import send
 from crossover_ddp._run_output import JobOutput, Terminal, open_log
 from crossover_ddp._run_summary import Sharing
 from crossover_ddp._turn_watch import TurnWatch

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Final
 
-from ._marked_processes import processes_with
+from ._marked_processes import processes_with, send
+from ._signals import endings_raise, undisturbed
 from ._timeline import DIRECTORY_VARIABLE
 
 _LOOK_S: Final = 0.25
@@ -62,7 +62,7 @@ def run(
     """
     variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(environment or {})}
     variables[DIRECTORY_VARIABLE] = str(directory)
-    with tempfile.TemporaryFile() as output, _endings_raise():
+    with tempfile.TemporaryFile() as output, endings_raise():
         process = subprocess.Popen(
             list(command),
             env=variables,
@@ -78,7 +78,7 @@ def run(
                     process.wait(_LOOK_S)
             returncode = process.poll()
         finally:
-            with _undisturbed():
+            with undisturbed():
                 _end(process, directory, grace_s)
         return Ended(returncode, _tail(output))
 
@@ -90,13 +90,13 @@ def _end(process: "subprocess.Popen[bytes]", directory: Path, grace_s: float) ->
     deadline_s = time.monotonic() + grace_s
     while time.monotonic() < deadline_s and (process.poll() is None or _marked(directory)):
         if process.poll() is not None:
-            _send(_marked(directory), signal.SIGTERM)
+            send(_marked(directory), signal.SIGTERM)
         time.sleep(_LOOK_S / 5)
     # Again until none is found: one may fork between the look and the kill.
     deadline_s = time.monotonic() + grace_s
     while time.monotonic() < deadline_s and (process.poll() is None or _marked(directory)):
         _signal_group(process, signal.SIGKILL)
-        _send(_marked(directory), signal.SIGKILL)
+        send(_marked(directory), signal.SIGKILL)
         time.sleep(_LOOK_S / 25)
 
 
@@ -104,12 +104,6 @@ def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
     if process.poll() is None:  # afterwards the number may be somebody else's
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-
-
-def _send(pids: Sequence[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def _marked(directory: Path) -> list[int]:
@@ -121,33 +115,3 @@ def _tail(output: IO[bytes]) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - _TAIL_BYTES))
     return "\n".join(output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-
-
-@contextlib.contextmanager
-def _endings_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does; those that are ignored (nohup) stay so."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {
-        number: signal.signal(number, leave)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold signals back while the run is ended: bounded, twice the grace at most."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

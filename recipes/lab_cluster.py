@@ -8,20 +8,19 @@ that core is "device i". The pieces are in lab_network.py and lab_processes.py.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Literal
 
 import lab_jobs
 import lab_processes
+from crossover_ddp._signals import endings_raise, undisturbed
 from lab_jobs import Job, RunResult
 from lab_network import (
     INTERFACE,
@@ -77,7 +76,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         with ExitStack() as undo:
-            undo.enter_context(_endings_raise())
+            undo.enter_context(endings_raise())
             clean()
             undo.callback(self._clear)
             if self._shaped:
@@ -214,7 +213,7 @@ class Cluster:
         return self.network
 
     def _clear(self) -> None:
-        with _undisturbed():
+        with undisturbed():
             lab_processes.end(self._processes)
             self._processes.clear()
             lab_processes.kill_all_of(self.lab)
@@ -239,36 +238,6 @@ def clean() -> list[str]:
                 delete_namespace(namespace)
                 done.append(f"namespace {namespace}")
     return done
-
-
-@contextmanager
-def _endings_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless somebody handles them."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    changed = []
-    if threading.current_thread() is threading.main_thread():
-        changed = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold further signals back while the lab clears up (it takes a few seconds at most)."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cores(nodes: int, pin: str) -> list[int | None]:

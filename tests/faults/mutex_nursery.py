@@ -7,7 +7,6 @@ milliseconds.
 
 import contextlib
 import ctypes
-import faulthandler
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ import select
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from crossover_ddp._segment_files import FILE_BYTES, HEADER_BYTES, SHARED_MEMORY
 from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp.errors import SegmentError
 from tests.faults import mutex_worker
+from tests.faults.forked import work_and_exit
 
 _CLONE_NEWTIME = 0x80
 _BULK = Path(SHARED_MEMORY) / "bulk"
@@ -71,20 +70,8 @@ class Nursery:
 
     @staticmethod
     def _be(order: dict[str, Any]) -> None:
-        status = 1
-        try:
-            os.setpgid(0, 0)
-            name = f"job{order['plan']['number']}-rank{order['rank']}.err"
-            error = os.open(Path(order["directory"]) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(error, 2)
-            faulthandler.register(signal.SIGUSR1)
-            mutex_worker.live(order)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
+        name = f"job{order['plan']['number']}-rank{order['rank']}.err"
+        work_and_exit(Path(order["directory"]) / name, lambda: mutex_worker.live(order))
 
     def strike(self, keys: list[list[int]], number: int) -> None:
         for job, rank in keys:

@@ -4,13 +4,11 @@ Told over stdin, one JSON object a line; every rank writes its steps to a file o
 job cost milliseconds instead of an import of torch, so that hundreds of jobs can come and go.
 """
 
-import faulthandler
 import json
 import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook
+from tests.faults.forked import work_and_exit
 
 SLOW_S = 0.3
 FORKED_S = 2.0
@@ -125,19 +124,7 @@ def born(order: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        error = os.open(order["log"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(error, 2)
-        faulthandler.register(signal.SIGUSR1)
-        train(order)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    work_and_exit(Path(order["log"] + ".err"), lambda: train(order))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import lab_network
 import lab_processes
 from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError
 from lab_network import NAMESPACE_DIRECTORY, LabId
+from tests.harness.waiting import eventually, gone
 
 from . import RECIPES
 
@@ -81,22 +82,6 @@ def _no_namespaces_left() -> Iterator[None]:
 
 def python(script: str, *arguments: object) -> list[str]:
     return ["python", "-c", script, *map(str, arguments)]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.mark.parametrize("on_links", [shaped, unshaped])

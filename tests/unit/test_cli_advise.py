@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from crossover_ddp import _cli_advise, _short_run, cli
 from crossover_ddp._cli_output import FINE, FOUND, USAGE
 from crossover_ddp._step_figures import THE_LINE
 from crossover_ddp._timeline_merge import RawSpan
+from tests.harness.waiting import eventually, gone
 from tests.unit.made_up_steps import split_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,22 +52,6 @@ def recorded(directory: Path, *, beta_s: float = 1e-7) -> Path:
         largest_share=1.0,
     )
     return write(directory, {0: rank, 1: rank})
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 # --- a recorded directory -----------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ def words_of(*texts: str, **inherited: str) -> list[str]:
 
 
 def test_torchrun_on_one_node_chooses_a_free_port() -> None:
-    assert words_of("torchrun --nproc-per-node 2 x.py --lr 1", "/opt/bin/torchrun x.py") == [
+    assert words_of("torchrun --nproc-per-node 2 x.py --lr 1", "venv/bin/torchrun x.py") == [
         "torchrun --standalone --nproc-per-node 2 x.py --lr 1",
-        "/opt/bin/torchrun --standalone x.py",
+        "venv/bin/torchrun --standalone x.py",
     ]
 
 
