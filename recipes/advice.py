@@ -3,9 +3,10 @@
     python recipes/advice.py --ratio 0.5 0.75 1.0 1.5                      compute that only sleeps
     python recipes/advice.py --preset convnet vit --repeats 3              real models: on an idle machine only
 
-For each ratio M/C (wire time of a step's gradients to its compute) it records a short run with the split hook and asks
-for advice, then measures two siblings and decoupled training as predicted, and what they are compared to. The job
-that sleeps (recipes/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
+For each ratio M/C (wire time of a step's gradients to its compute), as often as wanted, it records a short run with the
+split hook and asks for advice, then measures two siblings and decoupled training as predicted, and what they are
+compared to. Medians are shown; "off" is what was said over what was measured right after it. The job that sleeps
+(recipes/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
 Needs root (see docs/lab.md).
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -23,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 import _models
-from crossover_ddp._advice import CROSSOVER, DECOUPLED_TRAINING, Option, advise
+from crossover_ddp._advice import CROSSOVER, DECOUPLED_TRAINING, advise
 from crossover_ddp._cli_advise import read_spans
 from crossover_ddp._step_figures import Figures, figures
 from decoupled import Ranks
 from lab_cluster import Cluster
 from lab_jobs import Job
-from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, JOBS, Siblings, Worker, measure_all, measure_once
+from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, JOBS, Siblings, Worker, measure_all
 from sleepy_job import LAYER_BYTES
 
 SLEEP = "sleep"
@@ -37,27 +39,38 @@ SLEEPY_JOB = Path(__file__).with_name("sleepy_job.py")
 LAYERS, FORWARD_S, BACKWARD_S = 8, 0.2, 0.4
 WARM_UP_STEPS = 4
 TIMEOUT_S = 300.0
-ORDER = ("alone", "crossover", "unmanaged")
+WAYS = ("crossover", "decoupled")
 
 
-def row_of(found: Figures, lab: dict[str, float], **measured: Any) -> dict[str, Any]:
-    """Put what was said beside what was measured."""
+def said(found: Figures) -> dict[str, float]:
+    """What the advice expects, with what it rests on."""
     options = {option.what: option for option in advise(found).options}
     crossover, decoupled = options[CROSSOVER], options[DECOUPLED_TRAINING]
     return {
-        "said": {"c_s": found.compute_s, "n_s": found.exposed_s, "m_s": found.wire_s},
-        "lab": lab,
-        "crossover_said": crossover.factor,
-        "crossover_bound": crossover.bound,
-        "decoupled_said": decoupled.factor,
-        "decoupled_bound": decoupled.bound,
-        "decoupled_cap_mb": decoupled.bucket_cap_mb,
-        **measured,
+        "c_s": found.compute_s,
+        "n_s": found.exposed_s,
+        "m_s": found.wire_s or math.nan,
+        "crossover": crossover.factor or math.nan,
+        "crossover_bound": crossover.bound or math.nan,
+        "decoupled": decoupled.factor or math.nan,
+        "decoupled_bound": decoupled.bound or math.nan,
     }
 
 
-def advised_decoupled(found: Figures) -> Option:
-    return next(option for option in advise(found).options if option.what == DECOUPLED_TRAINING)
+def row_of(preset: str, ratio: float, rate_mbit: float, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put what was said beside what was measured: medians over the repeats, each of which has both."""
+    row: dict[str, Any] = {"preset": preset, "ratio": ratio, "rate_mbit": rate_mbit, "runs": runs}
+    for side in ("said", "measured"):
+        row[side] = {key: statistics.median(run[side][key] for run in runs) for key in runs[0][side]}
+    row["off"] = {
+        way: statistics.median(run["said"][way] / run["measured"][way] for run in runs) - 1 for way in WAYS
+    }
+    return row
+
+
+def advised_cap_mb(found: Figures) -> float | None:
+    """Return the bucket size that the advice on decoupled training is for."""
+    return next(option for option in advise(found).options if option.what == DECOUPLED_TRAINING).bucket_cap_mb
 
 
 # --- compute that sleeps ------------------------------------------------------------------------------------------
@@ -109,23 +122,24 @@ def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Any) -> I
     for ratio in args.ratio:
         rate_mbit = LAYERS * LAYER_BYTES * 8 / (ratio * compute_s) / 1e6
         cluster.set_rate(rate_mbit)
-        repeats: list[dict[str, float]] = []
+        runs = []
         for repeat in range(args.repeats):
             sleepers = Sleepers(cluster, args.out / f"sleep-{ratio}-{repeat}", args.steps)
             sleepers.run("split")
             found = figures(read_spans(sleepers.timeline("split")))
             plain_s = step_s(sleepers.run("plain")[0])
-            cap_mb = advised_decoupled(found).bucket_cap_mb
-            decoupled_s = step_s(sleepers.run("decoupled", cap_mb=cap_mb)[0])
+            decoupled_s = step_s(sleepers.run("decoupled", cap_mb=advised_cap_mb(found))[0])
             shared_s = shared_step_s(sleepers.run("crossover", JOBS))
-            repeats.append(
-                {"t1": plain_s, "crossover": plain_s / shared_s, "decoupled": plain_s / decoupled_s}
-            )
+            measured = {
+                "c_s": compute_s,
+                "n_s": plain_s - compute_s,
+                "m_s": ratio * compute_s,
+                "crossover": plain_s / shared_s,
+                "decoupled": plain_s / decoupled_s,
+            }
+            runs.append({"said": said(found), "measured": measured})
             advance()
-        middle = {key: statistics.median(each[key] for each in repeats) for key in repeats[0]}
-        t1_s = middle.pop("t1")
-        lab = {"c_s": compute_s, "n_s": t1_s - compute_s, "m_s": ratio * compute_s}
-        yield row_of(found, lab, preset=SLEEP, ratio=ratio, rate_mbit=rate_mbit, runs=repeats, **middle)
+        yield row_of(SLEEP, ratio, rate_mbit, runs)
 
 
 # --- real models --------------------------------------------------------------------------------------------------
@@ -150,14 +164,29 @@ def record(cluster: Cluster, preset: str, out: Path, steps: int) -> Figures:
     return figures(read_spans(out / "recorded" / "timeline"))
 
 
-def measure_decoupled(ranks: Ranks, preset: str, cap_mb: float | None, args: argparse.Namespace) -> float:
-    """Return how many times faster decoupled training with the advised buckets is than plain DDP with its own."""
+def measure_siblings(siblings: Siblings, steps: int, rate_mbit: float) -> dict[str, float]:
+    """Both jobs one after the other with plain DDP, over both at once; one before and one after, against drift."""
+    first = siblings.run("none", steps, JOBS[:1])
+    together = siblings.run("crossover", steps)
+    alone = dict(zip(JOBS, (first, siblings.run("none", steps, JOBS[1:])), strict=True))
+    if any(together.results(job) != alone[job].results(job) for job in JOBS):
+        raise RuntimeError("a job has other losses or parameters with a sibling than alone")
+    c_s = statistics.mean(outcome.busy_s for outcome in alone.values())
+    return {
+        "c_s": c_s,
+        "n_s": statistics.mean(outcome.step_s for outcome in alone.values()) - c_s,
+        "m_s": statistics.mean(outcome.wire_bytes for outcome in alone.values()) * 8 / (rate_mbit * 1e6),
+        "crossover": sum(outcome.makespan_s for outcome in alone.values()) / together.makespan_s,
+    }
+
+
+def measure_decoupled(ranks: Ranks, preset: str, cap_mb: float | None, steps: int) -> dict[str, float]:
+    """Plain DDP with its own buckets, before and after, over decoupled training with the advised ones."""
     present = {"bucket_cap_mb": _models.PRESETS[preset].bucket_cap_mb}
-    ratios = []
-    for _ in range(args.repeats):
-        plain_s = ranks.run("ddp", args.steps, present).step_s
-        ratios.append(plain_s / ranks.run("decoupled", args.steps, {"bucket_cap_mb": cap_mb}).step_s)
-    return statistics.median(ratios)
+    before_s = ranks.run("ddp", steps, present).step_s
+    decoupled_s = ranks.run("decoupled", steps, {"bucket_cap_mb": cap_mb}).step_s
+    after_s = ranks.run("ddp", steps, present).step_s
+    return {"decoupled": (before_s + after_s) / 2 / decoupled_s}
 
 
 def measure_preset(
@@ -174,36 +203,27 @@ def measure_preset(
     for ratio in args.ratio:
         rate_mbit = first.wire_bytes * 8 / (ratio * first.busy_s) / 1e6
         cluster.set_rate(rate_mbit)
-        found = record(cluster, preset, args.out / f"{preset}-{ratio}", args.recorded_steps)
         runs = []
-        for _ in range(args.repeats):
-            runs.append(measure_once(siblings, args.steps, "none", ORDER))
+        for repeat in range(args.repeats):
+            found = record(cluster, preset, args.out / f"{preset}-{ratio}-{repeat}", args.recorded_steps)
+            measured = measure_siblings(siblings, args.steps, rate_mbit)
+            measured |= measure_decoupled(ranks, preset, advised_cap_mb(found), args.steps)
+            runs.append({"said": said(found), "measured": measured})
             advance()
-        keys = ("c_s", "t1_s", "wire_bytes", "crossover")
-        middle = {key: statistics.median(run[key] for run in runs) for key in keys}
-        lab = {"c_s": middle["c_s"], "n_s": middle["t1_s"] - middle["c_s"]}
-        lab["m_s"] = middle["wire_bytes"] * 8 / (rate_mbit * 1e6)
-        yield row_of(
-            found,
-            lab,
-            preset=preset,
-            ratio=ratio,
-            rate_mbit=rate_mbit,
-            crossover=middle["crossover"],
-            decoupled=measure_decoupled(ranks, preset, advised_decoupled(found).bucket_cap_mb, args),
-        )
+        yield row_of(preset, ratio, rate_mbit, runs)
     siblings.close()
     ranks.close()
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="Advice beside measurement (said/measured)")
-    for column in ("model", "M/C", "C s", "N s", "M s", "crossover", "decoupled"):
+    for column in ("model", "M/C", "C s", "N s", "M s", "crossover", "off", "decoupled", "off"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        pairs = [f"{row['said'][key]:.3f}/{row['lab'][key]:.3f}" for key in ("c_s", "n_s", "m_s")]
-        pairs += [f"{row[f'{way}_said']:.2f}/{row[way]:.2f}" for way in ("crossover", "decoupled")]
-        table.add_row(row["preset"], f"{row['lab']['m_s'] / row['lab']['c_s']:.2f}", *pairs)
+        pairs = [f"{row['said'][key]:.3f}/{row['measured'][key]:.3f}" for key in ("c_s", "n_s", "m_s")]
+        for way in WAYS:
+            pairs += [f"{row['said'][way]:.2f}/{row['measured'][way]:.2f}", f"{row['off'][way]:+.0%}"]
+        table.add_row(row["preset"], f"{row['measured']['m_s'] / row['measured']['c_s']:.2f}", *pairs)
     console.print(table, soft_wrap=True)
 
 
