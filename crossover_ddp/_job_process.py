@@ -71,7 +71,7 @@ class JobProcess:
         return ended.si_status + (_SHELLS_OFFSET if ended.si_code != os.CLD_EXITED else 0)
 
     def survivors(self) -> list[int]:
-        """Return the processes that the command has started and left, once it has ended."""
+        """Return the job's living processes: what the command has started and left, once it has ended."""
         return [pid for pid, mark in processes_with(MARK) if mark == self.mark]
 
     def signal_group(self, number: int) -> None:
@@ -84,6 +84,15 @@ class JobProcess:
         """Ask the command and its group to end; a stopped process hears nothing before it goes on."""
         self.signal_group(number)
         self.signal_group(signal.SIGCONT)
+
+    def pause(self) -> None:
+        """Stop whatever belongs to the job; twice, since one may fork between the look and the stop."""
+        for _ in range(2):
+            send(self.survivors(), signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let all go on that `pause` has stopped."""
+        send(self.survivors(), signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill whatever belongs to the job. Again, later: one may fork between the look and the kill."""

@@ -28,6 +28,7 @@ from crossover_ddp._turn_watch import TurnWatch
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm sends before the end, if asked to
+SUSPENDING: Final = signal.SIGTSTP
 _LOOK_S: Final = 0.5
 _SWEEP_S: Final = 0.1
 _STATUS_S: Final = 60.0
@@ -352,7 +353,7 @@ class Runner:
                 end.setblocking(False)
             before = {
                 number: signal.signal(number, self._on_signal)
-                for number in (*ENDING, *PASSED_ON)
+                for number in (*ENDING, *PASSED_ON, SUSPENDING)
                 if signal.getsignal(number) is not signal.SIG_IGN
             }
             waker = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
@@ -368,6 +369,9 @@ class Runner:
         """Pass a signal on. Shows nothing: it may have come in the middle of showing."""
         again = number == signal.SIGINT and number in self._signals
         self._signals.append(number)
+        if number == SUSPENDING:
+            self._suspend()
+            return
         self._stopping = self._stopping or number in ENDING
         for job in list(self._running.values()):
             if number in PASSED_ON:
@@ -378,13 +382,26 @@ class Runner:
                 job.process.signal_group(signal.SIGKILL)
                 job.kill_at_s = time.monotonic()
 
+    def _suspend(self) -> None:
+        """Stop with all jobs, whose sessions a terminal's Ctrl-Z does not reach, until somebody lets the runner go on.
+
+        Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then.
+        """
+        for job in list(self._running.values()):
+            job.process.pause()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for job in list(self._running.values()):
+            job.process.resume()
+
     def _tell_signals(self) -> None:
         while self._signals_told < len(self._signals):
             number = self._signals[self._signals_told]
             again = number == signal.SIGINT and number in self._signals[: self._signals_told]
             self._signals_told += 1
             text = f"{signal.Signals(number).name} passed on to {', '.join(self._running) or 'nobody'}"
-            if again:
+            if number == SUSPENDING:
+                text = f"going on after {SUSPENDING.name}, with {', '.join(self._running) or 'nobody'}"
+            elif again:
                 text = "killing all jobs"
             elif number in ENDING:
                 text += f"; killed in {self._settings.grace_s:.0f} s, or at once with Ctrl-C" + (

@@ -22,7 +22,7 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 2
+LAYOUT = 3
 FREE, JOINED = 0, 1
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -52,12 +52,17 @@ class Slot(ctypes.Structure):
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
         ("waits_on_host", ctypes.c_uint64),  # 1: tell it a turn only when the device has done it
         ("lease_s", ctypes.c_double),
+        ("lease_mirror_s", ctypes.c_double),  # -lease_s: an overwritten lease is not to be waited for
         ("rank", ctypes.c_uint32),
         ("world_size", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),  # for people to read; no decision rests on it
         ("event_count", ctypes.c_uint32),
         ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
     ]
+
+    def lease(self) -> float | None:
+        """Return the seconds that its owner has published; None if somebody else has written there."""
+        return self.lease_s if self.lease_s > 0 and self.lease_mirror_s == -self.lease_s else None
 
 
 HEADER_BYTES = ctypes.sizeof(Header)

@@ -300,6 +300,7 @@ class _Reader:
 
 
 def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
+    lease_s = slot.lease()
     return Place(
         slot=index,
         job=slot.job,
@@ -308,7 +309,7 @@ def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
         started=slot.started,
         returned=slot.returned,
         returned_at_ns=slot.returned_at_ns,
-        lease_s=slot.lease_s if math.isfinite(slot.lease_s) else None,
+        lease_s=lease_s if lease_s is not None and math.isfinite(lease_s) else None,
         rank=slot.rank,
         world_size=slot.world_size,
         pid=slot.pid,

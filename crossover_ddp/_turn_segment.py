@@ -63,7 +63,7 @@ from crossover_ddp._segment_files import (
     remove_unused,
     segment_directory,
 )
-from crossover_ddp._turns import Member
+from crossover_ddp._turns import DEFAULT_LEASE_S, Member
 from crossover_ddp.errors import SegmentError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 _OPEN_ATTEMPTS = 100
 _RETRY_S = 1e-3
 _LONGEST_WAIT_S = 3600.0
-_LASTING_FIELDS = ("state", "incarnation", "job", "devices", "joined_at", "lease_s")
+_LASTING_FIELDS = ("state", "incarnation", "job", "devices", "joined_at", "lease_s", "lease_mirror_s")
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 
@@ -264,6 +264,7 @@ class TurnSegment:
             devices=devices,
             joined_at=self.log_numel(),
             lease_s=lease_s,
+            lease_mirror_s=-lease_s,
             rank=rank,
             world_size=world_size,
             pid=os.getpid(),
@@ -390,9 +391,9 @@ class TurnSegment:
     def publish_lease(self, lease_s: float) -> None:
         """Tell how long siblings should wait for the own turns."""
         offset = self._offset(self.slot) + Slot.lease_s.offset
-        os.pwrite(self._fd, struct.pack("=d", lease_s), offset)
+        os.pwrite(self._fd, struct.pack("=dd", lease_s, -lease_s), offset)
         if self._own is not None:
-            self._own.lease_s = lease_s
+            self._own.lease_s, self._own.lease_mirror_s = lease_s, -lease_s
 
     def slots(self) -> dict[int, Slot]:
         """Return every slot that is in use by a living process, the own one included."""
@@ -426,7 +427,14 @@ class TurnSegment:
         slots = self.slots()
         self._check_own(slots.get(self.slot))
         return [
-            Member(index, slot.job, slot.incarnation, slot.joined_at, slot.returned, slot.lease_s)
+            Member(
+                index,
+                slot.job,
+                slot.incarnation,
+                slot.joined_at,
+                slot.returned,
+                slot.lease() or DEFAULT_LEASE_S,
+            )
             for index, slot in slots.items()
         ]
 

@@ -21,6 +21,7 @@ No clock, no I/O here: bytes of the log, views of slots and the time now are arg
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+DEFAULT_LEASE_S = 5.0
 _GRANT_HEADER_NUMEL = 3
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES, SLOT_COUNT, Slot, digest
 from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import Grant, Patience, TurnLog, blockers, message_numel
+from crossover_ddp._turns import DEFAULT_LEASE_S, Grant, Patience, TurnLog, blockers, message_numel
 from crossover_ddp.errors import (
     CrossoverError,
     SegmentError,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP = "default"
-DEFAULT_LEASE_S = 5.0
 CLOSED = "closed"
 _LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest recent turns
 _RECENT_TURNS = 16

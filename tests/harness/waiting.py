@@ -15,9 +15,14 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return True
 
 
+def state(pid: int) -> str:
+    """Return the kernel's letter for what a process does: R, S, T (stopped) …; X if it is no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
+
+
 def gone(pid: int) -> bool:
     """Tell whether a process has ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except OSError:
-        return True
+    return state(pid) in "ZX"

@@ -23,6 +23,7 @@ from crossover_ddp._findings import Gpu, Gpus
 from crossover_ddp._job_process import MARK
 from crossover_ddp._marked_processes import processes_with
 from crossover_ddp._run_commands import from_groups, named
+from tests.harness.waiting import eventually, state
 from tests.unit.mutexes import files_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,6 +201,30 @@ def test_other_signals_are_passed_on_and_end_nothing(
     document = runs(capsys, shell(saves))
     assert (document["exit_code"], document["signal"]) == (0, None)
     assert "a   | saved" in document["shown"]
+
+
+def test_ctrl_z_stops_all_jobs_until_the_runner_goes_on() -> None:
+    """Of each job a process in another session, too, as torchrun's ranks are."""
+    job = "setsid sleep 1000 & echo up; wait"
+    command = [sys.executable, "-m", "crossover_ddp.cli", "run", "--json", *["--", *shell(job)] * 2]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as runner:
+        assert runner.stderr is not None
+
+        def of_jobs() -> list[int]:
+            return [pid for pid, mark in processes_with(MARK) if mark.startswith(f"{runner.pid}-")]
+
+        for _ in range(2):
+            next(line for line in runner.stderr if "| up" in line)
+        assert eventually(lambda: len(of_jobs()) == 4), of_jobs()
+        runner.send_signal(signal.SIGTSTP)
+        assert eventually(lambda: all(state(pid) == "T" for pid in [runner.pid, *of_jobs()]))
+        assert len(of_jobs()) == 4
+        runner.send_signal(signal.SIGCONT)
+        next(line for line in runner.stderr if "going on after SIGTSTP, with a, b" in line)
+        assert eventually(lambda: all(state(pid) != "T" for pid in of_jobs()))
+        runner.send_signal(signal.SIGTERM)
+        runner.communicate(timeout=30)
+    assert runner.returncode == 128 + signal.SIGTERM
 
 
 def test_an_ignored_hang_up_stays_ignored(capsys: "pytest.CaptureFixture[str]") -> None:

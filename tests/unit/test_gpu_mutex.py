@@ -5,12 +5,14 @@ import datetime
 import itertools
 import math
 import os
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from crossover_ddp import gpu_mutex
+from crossover_ddp import _turn_segment, gpu_mutex
+from crossover_ddp._segment_files import Slot
 from crossover_ddp._turn_segment import SHARED_MEMORY
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
@@ -286,6 +288,24 @@ def test_every_turn_that_does_not_end_has_a_lease(make: Make, caplog: pytest.Log
         mutex.release()
     assert mutex.stats()["leases_expired"] == 2
     assert len(warnings(caplog)) == 1
+
+
+def test_a_lease_overwritten_while_its_owner_is_stopped_ends_the_wait_nevertheless(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_turn_segment, "DEFAULT_LEASE_S", 0.2)
+    stuck, mutex = make(lease=60.0), make()
+    stuck.acquire()
+    segment = stuck._segment
+    assert segment is not None
+    with open(segment.path, "r+b") as file:
+        file.seek(segment._offset(segment.slot) + Slot.lease_s.offset)
+        file.write(struct.pack("=d", 1e300))
+    begin_s = time.monotonic()
+    mutex.acquire()
+    assert 0.2 <= time.monotonic() - begin_s < 0.2 + SOON_S
+    mutex.release()
+    assert mutex.stats()["leases_expired"] == 1
 
 
 def test_a_lease_left_out_grows_with_the_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

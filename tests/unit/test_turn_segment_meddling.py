@@ -2,6 +2,7 @@
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from crossover_ddp import _turn_segment
 from crossover_ddp._segment_files import HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._turns import DEFAULT_LEASE_S
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
 
@@ -304,7 +307,7 @@ def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("field", ["state", "incarnation", "job", "devices", "joined_at", "lease_s"])
+@pytest.mark.parametrize("field", _turn_segment._LASTING_FIELDS)
 @pytest.mark.parametrize("value", [b"\0" * 8, b"\xff" * 8, b"\x12\x34" * 4])
 def test_an_own_slot_overwritten_under_way_is_noticed(field: str, value: bytes, join: Join) -> None:
     """Siblings would pass the job over, and nobody would be told."""
@@ -317,6 +320,16 @@ def test_an_own_slot_overwritten_under_way_is_noticed(field: str, value: bytes, 
     with pytest.raises(SegmentError, match=r"own slot of .*\.turns to stay, got it overwritten under way"):
         segment.members()
     sibling.members()
+
+
+@pytest.mark.parametrize("value", [struct.pack("=d", 1e300), b"\0" * 16, b"\xff" * 16, b"\x12\x34" * 8])
+def test_an_overwritten_lease_of_a_sibling_counts_as_the_default(value: bytes, join: Join) -> None:
+    """It may be stopped, and cannot tell; whoever believed the bytes might wait for ever, or not at all."""
+    segment, sibling = join(job=1), join(job=2, lease_s=1.5)
+    with open(segment.path, "r+b") as file:
+        file.seek(segment._offset(sibling.slot) + Slot.lease_s.offset)
+        file.write(value)
+    assert {found.job: found.lease_s for found in segment.members()} == {1: 1.0, 2: DEFAULT_LEASE_S}
 
 
 def test_a_lease_that_the_owner_has_changed_is_not_taken_for_meddling(join: Join) -> None:
