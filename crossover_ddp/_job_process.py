@@ -1,14 +1,15 @@
-"""One job of ``crossover-ddp run``: its processes, their output, and that none is left behind.
+"""A command that ``crossover-ddp`` starts: its processes, their output, and that none is left behind.
 
 [Note: no process is left behind]
-A job leads a session of its own, so one signal reaches all of its group. torchrun starts each rank in yet another
-session: whatever the job has started is found by the mark that it inherits, too. And a job whose runner is killed gets
-SIGTERM from the kernel. Our design.
+A command leads a session of its own, so one signal reaches all of its group. torchrun starts each rank in yet another
+session: whatever the command has started is found by the variable that it inherits, too; what clears its environment is
+not. And a command whose starter is killed gets SIGTERM from the kernel. Our design.
 """
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,18 +24,25 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 class JobProcess:
-    """The processes of one job.
+    """The processes of one command.
 
     Args:
         words: the command.
         environment: all its variables but the mark.
-        mark: names the job, and no other one on this machine.
+        mark: a variable and its value, which no other process on this machine has.
+        output: descriptor for what it writes; default pipes of its own, in ``streams``.
 
     On failure: `OSError` if the command cannot be started; nothing is left then.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], mark: str) -> None:
-        self.mark = mark
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        mark: tuple[str, str],
+        output: int = subprocess.PIPE,
+    ) -> None:
+        self._variable, self._value = mark
         parent = os.getpid()
 
         def die_with_parent() -> None:  # runs between fork and exec: no import, no lock
@@ -44,17 +52,15 @@ class JobProcess:
 
         self._process = subprocess.Popen(
             list(words),
-            env={**environment, MARK: mark},
+            env={**environment, self._variable: self._value},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
         self.pid = self._process.pid
-        self.streams = (self._process.stdout, self._process.stderr)
+        self.streams = tuple(each for each in (self._process.stdout, self._process.stderr) if each is not None)
         for stream in self.streams:
             os.set_blocking(stream.fileno(), False)
         self.end_fd = os.pidfd_open(self.pid)
@@ -70,9 +76,15 @@ class JobProcess:
             return None
         return ended.si_status + (_SHELLS_OFFSET if ended.si_code != os.CLD_EXITED else 0)
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the command has ended, or so long."""
+        ended = select.poll()
+        ended.register(self.end_fd, select.POLLIN)
+        ended.poll(timeout_s * 1000)
+
     def survivors(self) -> list[int]:
-        """Return the job's living processes: what the command has started and left, once it has ended."""
-        return [pid for pid, mark in processes_with(MARK) if mark == self.mark]
+        """Return the living processes: what the command has started and left, once it has ended."""
+        return [pid for pid, value in processes_with(self._variable) if value == self._value]
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the command and its group; nothing after `close`."""

@@ -241,7 +241,7 @@ class Runner:
         self._marks[mark] = planned.name
         result.began_s = self._now_s()
         try:
-            process = JobProcess(planned.words, planned.environment, mark)
+            process = JobProcess(planned.words, planned.environment, (MARK, mark))
         except OSError as error:
             self._terminal.say(f"{planned.name} cannot be started: {planned.words[0]}: {error.strerror}")
             result.state, result.ended_s = State.OVER, self._now_s()

@@ -185,7 +185,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_advice": {"_planning", "_step_figures"},
     "_step_figures": {"_planning", "_timeline_merge"},
-    "_short_run": {"_marked_processes", "_signals", "_timeline"},
+    "_short_run": {"_job_process", "_marked_processes", "_signals", "_timeline"},
     "_signals": set(),
     "_cli_doctor": {
         "_cli_output",
