@@ -60,7 +60,9 @@ class JobProcess:
             preexec_fn=die_with_parent,
         )
         self.pid = self._process.pid
-        self.streams = tuple(each for each in (self._process.stdout, self._process.stderr) if each is not None)
+        self.streams = tuple(
+            each for each in (self._process.stdout, self._process.stderr) if each is not None
+        )
         for stream in self.streams:
             os.set_blocking(stream.fileno(), False)
         self.end_fd = os.pidfd_open(self.pid)

@@ -385,11 +385,14 @@ class Runner:
     def _suspend(self) -> None:
         """Stop with all jobs, whose sessions a terminal's Ctrl-Z does not reach, until somebody lets the runner go on.
 
-        Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then.
+        Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then. Where
+        nobody could let it go on (no shell with job control), the kernel does not stop the runner, so neither do the jobs.
         """
         for job in list(self._running.values()):
             job.process.pause()
-        os.kill(os.getpid(), signal.SIGSTOP)
+        before = signal.signal(SUSPENDING, signal.SIG_DFL)
+        os.kill(os.getpid(), SUSPENDING)
+        signal.signal(SUSPENDING, before)
         for job in list(self._running.values()):
             job.process.resume()
 

@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from crossover_ddp import DecoupledState, KFACState, kfac_hook
+from crossover_ddp import DecoupledState
 from tests.harness import documents
 from tests.recipes.loops_common import Deferrals, Report, Runs, diffs, network, samples, sgd, shown, square
 
@@ -56,7 +56,7 @@ class OnFitStart(pytorch_lightning.Callback):  # type: ignore[misc]
 
 def lightning() -> Report:
     runs = Runs()
-    line, callback = diffs("Lightning")
+    line, callback, kfac = diffs("Lightning")
     plain = documents.before(line)
     train(runs, "plain", plain)
     train(runs, "line on a CPU", documents.after(line))
@@ -66,7 +66,7 @@ def lightning() -> Report:
     train(runs, "accumulated plain", plain, accumulate_grad_batches=2)
     train(runs, "accumulated callback", documents.after(callback), accumulate_grad_batches=2)
     train(runs, "clipped plain", plain, gradient_clip_val=0.01)
-    train(runs, "kfac", plain, callbacks=[OnFitStart(kfac)])
+    resumed(runs, "kfac", documents.after(kfac))
     decoupled(runs, "decoupled", plain)
     views = plain.replace("DDPStrategy()", "DDPStrategy(gradient_as_bucket_view=True)")
     decoupled(runs, "decoupled views", views)
@@ -76,12 +76,31 @@ def lightning() -> Report:
     return runs.report
 
 
-def train(runs: Runs, name: str, source: str, module: Module | None = None, **options: Any) -> None:
+def train(
+    runs: Runs,
+    name: str,
+    source: str,
+    module: Module | None = None,
+    names: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run a block of the document; return the names that it has left."""
     module = Module() if module is None else module
     loader = DataLoader(samples(), batch_size=4)
     trainer = functools.partial(pytorch_lightning.Trainer, **options)
     with runs.run(name, module.network), patch.object(pytorch_lightning, "Trainer", trainer):
-        shown(source, {"model": module, "train_loader": loader, "val_loader": loader})
+        names = {"model": module, "train_loader": loader, "val_loader": loader, **(names or {})}
+        shown(source, names)
+    return names or {}
+
+
+def resumed(runs: Runs, name: str, source: str) -> None:
+    """Train both epochs at once, and the second by resuming after the first."""
+    train(runs, name, source)
+    first = train(runs, f"{name} first", source.replace("max_epochs=2", "max_epochs=1"))
+    path = first["trainer"].checkpoint_callback.best_model_path
+    again = source.replace("val_loader)", "val_loader, ckpt_path=path)")
+    train(runs, f"{name} resumed", again, names={"path": path})
 
 
 def decoupled(runs: Runs, name: str, source: str, module: Clipping | None = None, **options: Any) -> None:
@@ -94,10 +113,6 @@ def decoupled(runs: Runs, name: str, source: str, module: Clipping | None = None
 
     train(runs, name, source, module, callbacks=[OnFitStart(register)], **options)
     runs.report[name]["deferred"] = deferrals.count
-
-
-def kfac(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
 
 
 @contextlib.contextmanager

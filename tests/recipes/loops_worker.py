@@ -12,6 +12,7 @@ import itertools
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -134,6 +135,16 @@ def lightning() -> Report:
 
 
 def compiled() -> Report:
+    """With the quickest back end that splits the graph as the default one does."""
+    return _compiled_by("aot_eager", ["inside", "outside"])
+
+
+def inductor() -> Report:
+    """With the default back end, which takes its time: only the way that torch's documentation shows."""
+    return _compiled_by("inductor", ["outside"])
+
+
+def _compiled_by(backend: str, wheres: Sequence[str]) -> Report:
     dist.init_process_group("gloo")
     runs = Runs()
 
@@ -149,9 +160,10 @@ def compiled() -> Report:
         "DistributedDataParallel": DistributedDataParallel,
         "train": train,
     }
-    # The quickest back end that splits the graph as the default one does.
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        for where, diff in zip(("inside", "outside"), diffs("torch.compile"), strict=True):
+    shown_diffs = dict(zip(("inside", "outside"), diffs("torch.compile"), strict=True))
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        for where in wheres:
+            diff = shown_diffs[where]
             for how, source in (("plain", documents.before(diff)), ("hooked", documents.after(diff))):
                 model = network()
                 with runs.run(f"{how} {where}", model):

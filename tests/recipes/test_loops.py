@@ -6,6 +6,7 @@ and nothing may be left in shared memory.
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ def test_lightning_trains_with_kfac(lightning: tuple[Runs, Runs]) -> None:
         assert all(weight.isfinite().all() for weight in runs["kfac"]["weights"])
 
 
+def test_lightning_resumes_kfac_from_its_checkpoint(lightning: tuple[Runs, Runs]) -> None:
+    for runs in lightning:
+        assert differ(runs["kfac first"], runs["kfac"])
+        assert_equal(runs["kfac resumed"], runs["kfac"])
+
+
 def test_lightning_trains_decoupled(lightning: tuple[Runs, Runs]) -> None:
     for runs in lightning:
         for decoupled, plain in (("views", "plain"), ("accumulated", "accumulated plain")):
@@ -184,6 +191,14 @@ def test_compiled_models_take_turns(tmp_path: Path) -> None:
         for where in ("inside", "outside"):
             assert_equal(runs[f"hooked {where}"], runs[f"plain {where}"])
             assert runs[f"hooked {where}"]["turns"] == 4
+
+
+def test_models_compiled_by_inductor_take_turns(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, with which torch's inductor compiles")
+    for runs in run_loop("inductor", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")):
+        assert_equal(runs["hooked outside"], runs["plain outside"])
+        assert runs["hooked outside"]["turns"] == 4
 
 
 def check_timm(plain: dict[str, Any], hooked: dict[str, Any], pausing: dict[str, Any]) -> None:

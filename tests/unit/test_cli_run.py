@@ -207,7 +207,10 @@ def test_ctrl_z_stops_all_jobs_until_the_runner_goes_on() -> None:
     """Of each job a process in another session, too, as torchrun's ranks are."""
     job = "setsid sleep 1000 & echo up; wait"
     command = [sys.executable, "-m", "crossover_ddp.cli", "run", "--json", *["--", *shell(job)] * 2]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as runner:
+    # In a group of its own, as a shell with job control starts it; else nobody could let it go on.
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as runner:
         assert runner.stderr is not None
 
         def of_jobs() -> list[int]:
