@@ -386,7 +386,7 @@ class Runner:
         """Stop with all jobs, whose sessions a terminal's Ctrl-Z does not reach, until somebody lets the runner go on.
 
         Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then. Where
-        nobody could let it go on (no shell with job control), the kernel does not stop the runner, so neither do the jobs.
+        nobody could let it go on (no shell with job control) the kernel does not stop the runner, and the jobs go on.
         """
         for job in list(self._running.values()):
             job.process.pause()

@@ -1,6 +1,6 @@
 """Run a command for a short while with its timeline recorded, and leave nothing of it behind.
 
-Whatever the command starts inherits ``CROSSOVER_TIMELINE``, which names a directory that is ours alone: that is its mark.
+Whatever the command starts inherits ``CROSSOVER_TIMELINE``, which names a directory that is ours alone: its mark.
 See [Note: no process is left behind] in `crossover_ddp._job_process`.
 """
 

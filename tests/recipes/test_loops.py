@@ -191,6 +191,7 @@ def test_compiled_models_take_turns(tmp_path: Path) -> None:
         for where in ("inside", "outside"):
             assert_equal(runs[f"hooked {where}"], runs[f"plain {where}"])
             assert runs[f"hooked {where}"]["turns"] == 4
+            assert runs[f"hooked {where}"]["graphs"] == runs[f"plain {where}"]["graphs"] > 0
 
 
 def test_models_compiled_by_inductor_take_turns(tmp_path: Path) -> None:
@@ -199,6 +200,8 @@ def test_models_compiled_by_inductor_take_turns(tmp_path: Path) -> None:
     for runs in run_loop("inductor", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")):
         assert_equal(runs["hooked outside"], runs["plain outside"])
         assert runs["hooked outside"]["turns"] == 4
+        assert runs["hooked outside"]["graphs"] == runs["plain outside"]["graphs"] > 0
+    assert list((tmp_path / "cache").rglob("*.so")), "something was compiled"
 
 
 def check_timm(plain: dict[str, Any], hooked: dict[str, Any], pausing: dict[str, Any]) -> None:
