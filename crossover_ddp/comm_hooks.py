@@ -19,7 +19,7 @@ from ._endings import on_destruction
 from ._exchange import Exchange
 from ._journey import Turn
 from ._planning import BucketPlan
-from .gpu_mutex import CLOSED, GPUMutex, turns_disabled
+from .gpu_mutex import GPUMutex, turns_disabled
 
 __all__ = [
     "BucketPlan",
@@ -173,8 +173,9 @@ class _FirstTurn:
         """Return the job's mutex: a process that trains several models is one job, not its own sibling."""
         group = resolve_group(cast(dist.ProcessGroup, self._process_group))
         mutex = _mutexes.get(group)
-        # One that failed stays: another rank's may still work, and making one is collective.
-        if mutex is None or mutex.disabled_because == CLOSED:
+        # One that failed stays: another rank's may still work, and making one is collective. One that was closed does
+        # not, failed or not: a rank whose peers are quicker to close may find their connections gone.
+        if mutex is None or mutex.closed:
             mutex = _mutexes[group] = GPUMutex(device=self.device, process_group=group)
             # A process may live on for long; at its exit the kernel tells siblings in any case.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)

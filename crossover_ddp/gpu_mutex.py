@@ -122,7 +122,7 @@ class GPUMutex:
         self._adaptive_lease = lease is None
         self._lease_s = DEFAULT_LEASE_S if lease is None else float(lease)
         self._busy = threading.RLock()
-        self._closing = False
+        self.closed = False
         self._segment: TurnSegment | None = None
         self.disabled_because: str | None = None
         self._reset_counters()
@@ -217,7 +217,7 @@ class GPUMutex:
 
         A turn that another thread waits for ends at once, without the turn.
         """
-        self._closing = True
+        self.closed = True
         segment = self._segment
         if segment is not None:
             segment.ring_self()
@@ -369,7 +369,7 @@ class GPUMutex:
     def _wait(self, segment: TurnSegment, grant: Grant) -> bool:
         """Wait until nobody on this device is before ``grant``; tell whether that took any waiting."""
         waited = False
-        while not self._closing:
+        while not self.closed:
             waiting = blockers(grant, self.job, segment.members())
             expired = self._patience.expired_count
             left_s = self._patience.remaining(waiting, time.monotonic())

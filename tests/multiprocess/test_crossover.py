@@ -113,3 +113,28 @@ def test_other_hooks_keep_their_results_inside_the_wrapper(
             assert job[rank]["losses"] == bare["losses"]
             assert job[rank]["parameters"] == bare["parameters"]
             assert job[rank]["stats"]["turns"] == STEPS
+
+
+def train_again_after_a_failure(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Two trainings in one process group; at the end of the first, peers of rank 0 are quicker to close than it."""
+    stats = []
+    for _ in range(2):
+        model = DistributedDataParallel(network(seed=1), bucket_cap_mb=0.05)
+        state = CrossoverState()
+        model.register_comm_hook(state, crossover_hook)
+        for _ in range(3):
+            model(torch.ones(8, 1, 8, 8)).sum().backward()
+        if rank == 0 and not stats:
+            assert state.mutex is not None
+            state.mutex._give_up(RuntimeError("Connection closed by peer"))
+        state.close()
+        stats.append(state.stats())
+    return stats
+
+
+def test_all_ranks_join_anew_after_one_had_failed_before_it_was_closed() -> None:
+    """They would wait for each other for half an hour if only those whose mutex had been well did."""
+    ranks = run_jobs([Job(train_again_after_a_failure, 2, environment=environment(2))], timeout_s=60)[0]
+    reasons = [[stats["disabled_because"] for stats in rank] for rank in ranks]
+    assert reasons == [["RuntimeError: Connection closed by peer", "closed"], ["closed", "closed"]]
+    assert [rank[1]["turns"] for rank in ranks] == [3, 3]
