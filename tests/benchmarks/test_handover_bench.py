@@ -7,18 +7,15 @@ waiting costs.
 import os
 import statistics
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
 
 from .conftest import BenchForm
+from .turns import lone_mutex, new_group, pinned
 
 MEDIAN_LIMIT_S = 0.2e-3
 P99_LIMIT_S = 2e-3
@@ -26,31 +23,6 @@ WAITING_CPU_LIMIT = 0.005
 COMPUTE_S = 1e-3
 TURNS = {"smoke": 50, "full": 2000}
 WAIT_S = {"smoke": 0.2, "full": 1.0}
-LEASE_S = 20.0
-
-
-def new_group() -> str:
-    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
-
-
-@contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """Run on one core; the process serves other tests afterwards."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    yield
-    os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def lone_mutex(group: str) -> Iterator[GPUMutex]:
-    """Make a mutex for this process alone, although it is in a process group with the other job."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: False)
-        mutex = GPUMutex(group, device="dev0", lease=LEASE_S)
-    yield mutex
-    dist.barrier()
-    mutex.close()
 
 
 def _compute(seconds: float) -> None:
