@@ -125,7 +125,7 @@ class CrossoverState:
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.
 
-        Not collective.
+        Not collective, but before another state of the group is used all ranks must have closed this one: joining is.
         """
         if self.mutex is not None:
             self.mutex.close()
