@@ -221,7 +221,7 @@ _NOT_KNOWN: Final = (
 def _alone(found: Figures) -> tuple[Option, ...]:
     if found.hook == WRAPPED:
         return tuple(
-            Option(what, None, None, None, "", _NOT_KNOWN) for what in (DECOUPLED_TRAINING, BUCKET_SIZE)
+            [Option(what, None, None, None, "", _NOT_KNOWN) for what in (DECOUPLED_TRAINING, BUCKET_SIZE)]
         )
     return (decoupled(found),) if found.hook == DECOUPLED else (decoupled(found), bucket_size(found))
 
@@ -301,7 +301,7 @@ def _verdict(found: Figures, options: tuple[Option, ...], best: Option | None) -
 def _runner_up(options: tuple[Option, ...], best: Option) -> str:
     """Name the best way for one job beside the best one for two, and the other way round."""
     for_two = best.what == CROSSOVER
-    other = _best(tuple(each for each in options if (each.what == CROSSOVER) is not for_two))
+    other = _best(tuple([each for each in options if (each.what == CROSSOVER) is not for_two]))
     who = "for a job alone" if for_two else "with a second job at hand"
     return "" if other is None else f"; {who} {other.what}: {other.factor:.2f}×"
 

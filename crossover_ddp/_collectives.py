@@ -63,7 +63,7 @@ def chunk_numel(layout: Layout, itemsize: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _chunks(layout: Layout, part: int, itemsize: int, chunk_bytes: int | None) -> tuple[Span, ...]:
     numel = chunk_numel(layout, itemsize) if chunk_bytes is None else chunk_bytes // itemsize
-    return tuple(layout.part(part).chunks(max(1, numel)))
+    return tuple([*layout.part(part).chunks(max(1, numel))])
 
 
 class _ScratchPool:

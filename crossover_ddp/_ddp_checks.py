@@ -1,4 +1,11 @@
-"""What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words."""
+"""What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words.
+
+[Note: looking through all objects]
+``gc.get_objects()`` also returns what other threads are just making, and CPython's ``tuple(generator)`` raises
+`SystemError` if somebody else has its unfinished tuple in hand. So no code of this package, whose threads run
+meanwhile, makes a tuple that way (`tests/unit/test_tuples.py`), and the youngest objects are looked at only if the
+model is not among the old ones.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -93,14 +100,18 @@ def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> No
 def model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
     """Return the DDP model whose gradients ``bucket`` holds, found among all objects of the process."""
     parameter = bucket.parameters()[0]
-    for candidate in gc.get_objects():
+    for generation in (2, None):  # the old ones first: [Note: looking through all objects]
         # Not isinstance: it would run the __class__ property of whatever lazy object is around.
-        if not issubclass(type(candidate), DistributedDataParallel):
-            continue
-        # None: a constructor or a copy that has failed half-way.
-        network = vars(candidate).get("_modules", {}).get("module")
-        if network is not None and any(parameter is other for other in _parameters_of(network)):
-            return cast(DistributedDataParallel, candidate)
+        models = [
+            candidate
+            for candidate in gc.get_objects(generation)
+            if issubclass(type(candidate), DistributedDataParallel)
+        ]
+        for model in models:
+            # None: a constructor or a copy that has failed half-way.
+            network = vars(model).get("_modules", {}).get("module")
+            if network is not None and any(parameter is other for other in _parameters_of(network)):
+                return cast(DistributedDataParallel, model)
     return None
 
 

@@ -307,7 +307,7 @@ class DecoupledState:
 
     def _end_round(self) -> None:
         """Learn whether DDP's buckets stay as they are: only then may their gathers wait for forward."""
-        shape = tuple((share.deferred.tensor.numel(), *map(id, share.parameters)) for share in self._round)
+        shape = tuple([(share.deferred.tensor.numel(), *map(id, share.parameters)) for share in self._round])
         self._rounds += 1
         model = self._model()
         rebuilt_after = 2 if model is not None and model.static_graph else 1

@@ -74,7 +74,7 @@ class EarlyFactors:
         self._left += 1
         parcels = [self._parcel(index) for index in group]
         loads = tuple(
-            Load(self._owners[index], 0, parcel.numel) for index, parcel in zip(group, parcels, strict=True)
+            [Load(self._owners[index], 0, parcel.numel) for index, parcel in zip(group, parcels, strict=True)]
         )
         made = manifest(self._world_size, loads, ())
         weight = self._all_layers[group[0]].weight

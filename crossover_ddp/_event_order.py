@@ -63,7 +63,7 @@ class Pools:
 
 def _new_pool(device: torch.device, event_count: int) -> Pool:
     with torch.cuda.device(device):
-        events = tuple(torch.cuda.Event(interprocess=True, enable_timing=False) for _ in range(event_count))
+        events = tuple([torch.cuda.Event(interprocess=True, enable_timing=False) for _ in range(event_count)])
         for event in events:  # an event that was never recorded has no handle on some drivers
             event.record()
         return Pool(events, b"".join(bytes(event.ipc_handle()) for event in events))
@@ -134,8 +134,10 @@ class EventOrder(GpuOrder):
         try:
             with torch.cuda.device(self._device):
                 self._opened[key] = tuple(
-                    torch.cuda.Event.from_ipc_handle(self._device, handles[start : start + size])
-                    for start in range(0, len(handles), size)
+                    [
+                        torch.cuda.Event.from_ipc_handle(self._device, handles[start : start + size])
+                        for start in range(0, len(handles), size)
+                    ]
                 )
         except RuntimeError as error:
             return f"its events cannot be opened: {error}"

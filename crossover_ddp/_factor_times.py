@@ -84,10 +84,14 @@ class FactorTimes:
         forward_s = statistics.median(step.forward_s for step in self._steps)
         home = {index: number for number, (_, layers) in enumerate(last.contents) for index in layers}
         factors = tuple(
-            EarlyFactor(
-                statistics.median(step.inputs_s[index] for step in self._steps), a_bytes[index], home[index]
-            )
-            for index in early
+            [
+                EarlyFactor(
+                    statistics.median(step.inputs_s[index] for step in self._steps),
+                    a_bytes[index],
+                    home[index],
+                )
+                for index in early
+            ]
         )
         buckets = []
         for number, (size_bytes, layers) in enumerate(last.contents):

@@ -160,7 +160,7 @@ class FactorTraffic:
             [4 * a.numel for a, _ in parcels], [4 * g.numel for _, g in parcels], self._busiest_owner_s
         )
         plan = choose_early(step, link) if early is None else decided(step, link, early=early)
-        return plan, tuple(tuple(order[place] for place in group) for group in plan.early)
+        return plan, tuple([tuple([order[place] for place in group]) for group in plan.early])
 
     def _parcels(self, index: int) -> tuple[Parcel, Parcel]:
         shape, room = self._layers[index].shape, self.room(index)

@@ -486,7 +486,7 @@ def _eigen(factor: Tensor) -> Solved:
         # One group is enough to fail all: find out which.
         if factor.shape[0] > 1:
             each = [_eigen(group) for group in factor.split(1)]
-            return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+            return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])
         return factor.new_full(factor.shape[:-1], math.nan), factor.new_full(factor.shape, math.nan)
     return values.clamp_(min=0), vectors
 

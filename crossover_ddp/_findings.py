@@ -134,7 +134,7 @@ class Network:
 def version_of(text: str) -> tuple[int, ...]:
     """Return the numbers that a version begins with."""
     found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    return tuple([*map(int, found[0].split("."))]) if found else ()
 
 
 def software(seen: Software) -> list[Finding]:

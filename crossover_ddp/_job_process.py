@@ -61,7 +61,7 @@ class JobProcess:
         )
         self.pid = self._process.pid
         self.streams = tuple(
-            each for each in (self._process.stdout, self._process.stderr) if each is not None
+            [each for each in (self._process.stdout, self._process.stderr) if each is not None]
         )
         for stream in self.streams:
             os.set_blocking(stream.fileno(), False)

@@ -235,8 +235,10 @@ class BucketCargo:
         plan = round.plan
         self._with_factors = plan.takes_factors and plan.factors_travel
         loads = tuple(
-            Load(plan.owners[each.index], each.gradient_numel, self._factor_numel(each))
-            for each in passengers
+            [
+                Load(plan.owners[each.index], each.gradient_numel, self._factor_numel(each))
+                for each in passengers
+            ]
         )
         has_message = last and (plan.kl_clip is not None or round.counts is not None)
         self._count_numel = 0 if round.counts is None else round.counts.numel()

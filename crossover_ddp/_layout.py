@@ -105,4 +105,4 @@ def _equal(numel: int, parts: int) -> Layout:
 @lru_cache(maxsize=256)
 def _spans(lengths: tuple[int, ...]) -> tuple[Span, ...]:
     stops = list(accumulate(lengths))
-    return tuple(Span(stop - length, stop) for length, stop in zip(lengths, stops, strict=True))
+    return tuple([Span(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)])

@@ -73,7 +73,7 @@ def _nccl_version() -> tuple[int, ...] | None:
         version = torch.cuda.nccl.version()
     except (AttributeError, RuntimeError):
         return None
-    return tuple(part for part in version if isinstance(part, int))
+    return tuple([part for part in version if isinstance(part, int)])
 
 
 def gpus() -> Gpus:
@@ -115,8 +115,10 @@ def parse_gpus(table: str) -> tuple[Gpu, ...]:
     """Return the GPUs in nvidia-smi's answer; lines of another form are left out."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(table.splitlines())]
     return tuple(
-        Gpu(uuid, name, _whole(total), _whole(free), mode)
-        for uuid, name, total, free, mode in (row for row in rows if len(row) == 5)
+        [
+            Gpu(uuid, name, _whole(total), _whole(free), mode)
+            for uuid, name, total, free, mode in (row for row in rows if len(row) == 5)
+        ]
     )
 
 
@@ -205,7 +207,7 @@ def _resolved(host_name: str) -> tuple[str, ...]:
         found = socket.getaddrinfo(host_name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # a name that no resolver takes is not even sent
         return ()
-    return tuple(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return tuple([*dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)])
 
 
 def _interfaces(root: Path) -> tuple[Interface, ...]:
@@ -214,7 +216,7 @@ def _interfaces(root: Path) -> tuple[Interface, ...]:
     except OSError:
         return ()
     later = _ipv6_addresses()
-    return tuple(_interface(path, later.get(path.name, ())) for path in paths)
+    return tuple([_interface(path, later.get(path.name, ())) for path in paths])
 
 
 def _interface(path: Path, ipv6: tuple[str, ...]) -> Interface:

@@ -74,8 +74,8 @@ def manifest(
         gradients.append(filled[load.owner])
         filled[load.owner] += load.gradient_numel
     shares = fill_up(filled, sum(span.numel for span in passing))
-    cut = tuple(_cut(passing, shares, filled))
-    number_offsets = tuple(before + share for before, share in zip(filled, shares, strict=True))
+    cut = tuple([*_cut(passing, shares, filled)])
+    number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
     back = [offset + number_numel for offset in number_offsets]
     there = list(back)
     factors = []

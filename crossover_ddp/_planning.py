@@ -97,7 +97,7 @@ class Workload:
         """Join the recorded buckets between ``borders``."""
         starts = [0, *sorted(borders), len(self.buckets)]
         groups = [self.buckets[start:stop] for start, stop in pairwise(starts)]
-        return Workload(self.forward_s, self.backward_s, tuple(_joined(group) for group in groups))
+        return Workload(self.forward_s, self.backward_s, tuple([_joined(group) for group in groups]))
 
     def burdened(self, cpu_s: float) -> "Workload":
         """Add (or take away, if negative) the compute that each half of each bucket's exchange costs."""
@@ -107,11 +107,13 @@ class Workload:
             max(0.0, self.forward_s + len(self.buckets) * cpu_s),
             max(0.0, self.backward_s + len(self.buckets) * cpu_s),
             tuple(
-                bucket._replace(
-                    ready_s=max(0.0, bucket.ready_s + (place + 1) * cpu_s),
-                    needed_s=max(0.0, bucket.needed_s + before[place] * cpu_s),
-                )
-                for place, bucket in enumerate(self.buckets)
+                [
+                    bucket._replace(
+                        ready_s=max(0.0, bucket.ready_s + (place + 1) * cpu_s),
+                        needed_s=max(0.0, bucket.needed_s + before[place] * cpu_s),
+                    )
+                    for place, bucket in enumerate(self.buckets)
+                ]
             ),
         )
 
@@ -275,7 +277,7 @@ def plan_buckets(
     if not per_bucket:
         return BucketPlan((cap,) * (len(borders) + 1), False, best_s, limit_s(borders))
     borders, best_s = _improved(borders, best_s, len(work.buckets), step_s)
-    sizes = tuple(bucket.size_bytes for bucket in bare.cut(borders).buckets)
+    sizes = tuple([bucket.size_bytes for bucket in bare.cut(borders).buckets])
     return BucketPlan(sizes, True, best_s, limit_s(borders))
 
 

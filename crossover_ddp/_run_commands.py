@@ -177,6 +177,8 @@ def named(entries: Sequence[Entry], names: Sequence[str] = ()) -> tuple[Command,
         if name in chosen[:index]:
             raise CommandError(f"expected different names, got {name!r} twice; choose others with --name")
     return tuple(
-        Command(name, tuple(entry.words), dict(entry.environment))
-        for name, entry in zip(chosen, entries, strict=True)
+        [
+            Command(name, tuple(entry.words), dict(entry.environment))
+            for name, entry in zip(chosen, entries, strict=True)
+        ]
     )

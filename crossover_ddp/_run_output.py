@@ -26,7 +26,7 @@ class Terminal:
     def __init__(self, names: Sequence[str], *, only_errors: bool) -> None:
         self._width = max(len(name) for name in (*names, _OWN_NAME))
         streams = (sys.stderr, sys.stderr) if only_errors else (sys.stdout, sys.stderr)
-        self._streams: tuple[BinaryIO, ...] = tuple(stream.buffer for stream in streams)
+        self._streams: tuple[BinaryIO, ...] = tuple([stream.buffer for stream in streams])
         self._prefixes = [
             {
                 name: prefix(name, self._width, index if coloured(stream, os.environ) else None)

@@ -138,7 +138,7 @@ def look(base: str = SHARED_MEMORY, *, group: str | None = None, with_log: bool 
     On failure: never raises for what it finds; see `Look.problems`. Not collective.
     """
     reader = _Reader(base, group, with_log)
-    segments = tuple(reader.segments())
+    segments = tuple([*reader.segments()])
     at_ns = time.monotonic_ns()  # after reading: nothing that was read is of a later moment
     directory = printable(segment_directory(base))
     problems = reader.problems
@@ -242,7 +242,7 @@ class _Reader:
         # A name as long as the field may have been cut: its digest says nothing.
         if len(raw_device) < 231 and f"{digest(device):016x}" != found["digest"]:
             raise SegmentError("the device inside is not the one of its name; remove it while no job runs")
-        places = tuple(self._places(fd, found["stem"]))
+        places = tuple([*self._places(fd, found["stem"])])
         return Segment(
             group=found["group"],
             device=printable(device),

@@ -180,12 +180,14 @@ def workload(found: Figures, *, pieces: int = 0) -> Workload:
         forward_s,
         backward_s,
         tuple(
-            BucketTimes(
-                size_bytes,
-                min(max(0.0, ready_s), backward_s),
-                forward_s * (1 - min(1.0, max(0.0, ready_s / backward_s))) if backward_s > 0 else 0.0,
-            )
-            for size_bytes, ready_s in parts
+            [
+                BucketTimes(
+                    size_bytes,
+                    min(max(0.0, ready_s), backward_s),
+                    forward_s * (1 - min(1.0, max(0.0, ready_s / backward_s))) if backward_s > 0 else 0.0,
+                )
+                for size_bytes, ready_s in parts
+            ]
         ),
     )
 
@@ -284,15 +286,20 @@ def _step(
         step_s=end_s - begin_s - waited_s,
         exposed_s=idle_s,
         waited_s=waited_s,
-        sizes=tuple(int(detail["bytes"]) for detail in details),
-        largest=tuple(int(detail.get("largest_bytes", 0)) for detail in details),
+        sizes=tuple([int(detail["bytes"]) for detail in details]),
+        largest=tuple([int(detail.get("largest_bytes", 0)) for detail in details]),
         ready_s=tuple(
-            detail["ready_s"] - begin_s - _stalled_s(stalls, begin_s, detail["ready_s"]) for detail in details
+            [
+                detail["ready_s"] - begin_s - _stalled_s(stalls, begin_s, detail["ready_s"])
+                for detail in details
+            ]
         ),
         halves=tuple(
-            _Half(place, kind, span.begin_s, span.end_s)
-            for place, number in enumerate(sorted(whole))
-            for kind, span in whole[number].items()
+            [
+                _Half(place, kind, span.begin_s, span.end_s)
+                for place, number in enumerate(sorted(whole))
+                for kind, span in whole[number].items()
+            ]
         ),
     )
 
@@ -321,13 +328,15 @@ def _buckets(together: Sequence[Sequence[_Step]]) -> tuple[Bucket, ...]:
             "expected both halves of each bucket's exchange, got steps without; was the job ended in its first steps?"
         )
     return tuple(
-        Bucket(
-            size_bytes,
-            first.largest[place],
-            median(max(step.ready_s[place] for step in one) for one in together),
-            median(each[place] for each in wire_s),
-        )
-        for place, size_bytes in enumerate(first.sizes)
+        [
+            Bucket(
+                size_bytes,
+                first.largest[place],
+                median(max(step.ready_s[place] for step in one) for one in together),
+                median(each[place] for each in wire_s),
+            )
+            for place, size_bytes in enumerate(first.sizes)
+        ]
     )
 
 

@@ -84,7 +84,7 @@ class StepTimes:
             return None
         steps = list(self._steps)
         forward_s = statistics.median(step.forward_end_s - step.begin_s - step.lost_s for step in steps)
-        buckets = tuple(_medians(steps))
+        buckets = tuple([*_medians(steps)])
         return Workload(forward_s, max(bucket.ready_s for bucket in buckets), buckets)
 
 

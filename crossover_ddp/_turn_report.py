@@ -86,8 +86,8 @@ def report(looks: Sequence[Look]) -> Report:
     return Report(
         directory=last.directory,
         interval_s=interval_s,
-        groups=tuple(GroupReport(group, _devices(group, looks, interval_s)) for group in groups),
-        problems=tuple({"path": problem.path, "what": problem.what} for problem in last.problems),
+        groups=tuple([GroupReport(group, _devices(group, looks, interval_s)) for group in groups]),
+        problems=tuple([{"path": problem.path, "what": problem.what} for problem in last.problems]),
     )
 
 
@@ -95,7 +95,10 @@ def _devices(group: str, looks: Sequence[Look], interval_s: float) -> tuple[Devi
     segments = [segment for segment in looks[-1].segments if segment.group == group]
     drawn, counts = _last_draws(segments), draws(looks[0].segments, segments)
     return tuple(
-        _device(segment, drawn, counts if interval_s > 0 else None, interval_s, looks) for segment in segments
+        [
+            _device(segment, drawn, counts if interval_s > 0 else None, interval_s, looks)
+            for segment in segments
+        ]
     )
 
 
@@ -172,7 +175,7 @@ def _job(job: int, segment: Segment, drawn: int | None, rate: float | None, shar
         state=_state(living, drawn),
         ranks=tuple(sorted(place.rank for place in living)),
         world_size=max(place.world_size for place in living),
-        pids=tuple(place.pid for place in sorted(living, key=lambda place: place.rank)),
+        pids=tuple([place.pid for place in sorted(living, key=lambda place: place.rank)]),
         turn=max(place.started for place in living),
         drawn=drawn,
         lease_s=max(leases, default=None),

@@ -162,4 +162,4 @@ def decode(message: Sequence[int]) -> Grant:
     """Return the grant that `encode` wrote."""
     turn, shared, count = message[:_GRANT_HEADER_NUMEL]
     pairs = message[_GRANT_HEADER_NUMEL : _GRANT_HEADER_NUMEL + 2 * count]
-    return Grant(turn, bool(shared), tuple(zip(pairs[::2], pairs[1::2], strict=True)))
+    return Grant(turn, bool(shared), tuple([*zip(pairs[::2], pairs[1::2], strict=True)]))

@@ -346,7 +346,7 @@ class KFACState:
         if self._round.plan.takes_factors:
             if bucket.is_last():
                 self._round.counts = self._traffic.own_counts()
-            indices = tuple(passenger.index for passenger in passengers)
+            indices = tuple([passenger.index for passenger in passengers])
             self._traffic.times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
         key = (bucket.index(), buffer.dtype, buffer.device)
 
