@@ -1,19 +1,26 @@
 # Every target sets up all it needs in .venv, from nothing but python3 (>= 3.10) with venv.
+# With TORCH=2.11.0 any of them does the same on that version of torch, in .venv-torch-2.11.0.
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench lint format setup clean
+.PHONY: help test marked demo bench lint format setup clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint ## lint, type check and all tests; benchmarks in their smoke form
+# Torch's own annotations differ between its versions, so the code is checked against the newest only.
+test: $(if $(TORCH),$(INSTALLED),lint) ## lint, type check and all tests; benchmarks in their smoke form
 	@echo "test: all tests; benchmarks run once, untimed"
 	@CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+marked: $(INSTALLED) ## only the tests that depend on what torch itself does
+	@echo "marked: the tests that depend on what torch itself does"
+	@$(BIN)/python -m pytest -m torch_version $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
 	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"
@@ -36,12 +43,12 @@ format: $(INSTALLED) ## let ruff sort imports and format all files
 setup: $(INSTALLED) ## create or update .venv
 
 clean: ## remove what tools and runs have left behind, .venv too
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-torch-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip leaves alone what already satisfies pyproject.toml, so an up-to-date .venv costs seconds.
 $(INSTALLED): pyproject.toml
 	@echo "setup: installing into $(VENV) (the first time this downloads PyTorch, several GB)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(if $(TORCH),torch==$(TORCH))
 	@touch $@

@@ -1,22 +1,27 @@
-"""Which layers K-FAC can treat, and the hooks that record the factors of this rank's mini-batch.
+"""The hooks that record the factors of this rank's mini-batch, while a model trains.
 
 [Note: one step of several calls] A layer may be called more than once: it is used twice in one forward, or the
 gradient of a step is accumulated over m micro-batches. Each call adds its factors to a sum. A is the mean over all
 calls. The gradient of the weight is a sum over the calls of one micro-batch, hence so is G; over micro-batches it is
 a mean. Where the loss of each was divided by m, as usual, a sample's own gradient is m N g instead of N g, so G is
 multiplied by m². "kfac-pytorch" takes plain means of both, as that package does; the result is what one large
-batch would have given there.
+batch would have given there. What does not end up in the step's gradient is no part of it: see [Note: on trial].
 
 [Note: few columns] A factor is C Cᵀ of columns, one per sample and position. Where a mini-batch has few of them they
 are smaller than the factor, so they are kept, and sent, instead of it: exactly the same, with less traffic, and the
 product is left to the layer's owner. How many may be sent is agreed before the step.
+
+[Note: hooks on views] A hook on a tensor belongs to the tensor's place in autograd's graph. Where a layer returns a
+view (a Linear layer of three-dimensional inputs does before torch 2.15, a convolution of one picture everywhere), that
+place is no longer part of the graph once the view is changed in place, as by ``ReLU(inplace=True)``: autograd then
+goes on at the tensor that the view is of. So the hook is put there.
 """
 
+import itertools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
@@ -24,179 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ._columns import (
-    LayerShape,
-    WeightSharing,
-    input_columns,
-    input_count,
-    layer_shape,
-    output_columns,
-    output_count,
-)
-from ._factors import input_factor, output_factor
+from ._columns import WeightSharing, input_columns, input_count, output_columns, output_count
+from ._factor_sums import Call, Captured, GradientMark, LayerSums, Room
+from ._factors import input_factor, input_factor_of, output_factor
+from ._kfac_layers import Layer, unwrapped
+
+logger = logging.getLogger(__name__)
 
 _NO_BACKWARD: Final = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer that K-FAC treats, and its parameters.
-
-    Args:
-        name: of its first module in the model, without the prefixes of DDP and ``torch.compile``.
-        modules: all modules that share these parameters, usually one.
-        shape: of its factors.
-        weight: as the modules have it.
-        bias: None where it has none or a frozen one.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    shape: LayerShape
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-
-class Captured(NamedTuple):
-    """The factors of one layer in this step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
-
-    a: Tensor
-    g: Tensor
-
-
-class Room(NamedTuple):
-    """How many columns of a layer's factors each rank may send, see [Note: few columns]; 0: the factor itself."""
-
-    a: int = 0
-    g: int = 0
-
-
-class _Use(NamedTuple):
-    """A module that has a parameter, and under which name."""
-
-    module: nn.Module
-    attribute: str
-    name: str
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP and ``torch.compile``."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def find_layers(model: nn.Module, skip: Sequence[str] = ()) -> tuple[list[Layer], dict[str, str]]:
-    """List the layers that K-FAC can treat, and why each other parameter passes through as it is.
-
-    Modules of equal shape that share all their parameters are one layer. A weight that is shared with anything
-    else (an embedding) passes through.
-
-    Args:
-        model: plain, or wrapped by DDP or ``torch.compile``.
-        skip: names of modules not to treat: a name with all below it, or a pattern as of the shell.
-
-    Returns: the layers in the order of registration, the same on all ranks of the same model; and reasons by name
-    of parameter.
-    """
-    root = unwrapped(model)
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    uses: dict[nn.Parameter, list[_Use]] = {}
-    for module, (name, *_) in names.items():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{name}.{attribute}" if name else attribute
-            uses.setdefault(parameter, []).append(_Use(module, attribute, full))
-    skipped = {module for module, of in names.items() if any(_named(name, skip) for name in of)}
-    layers: dict[nn.Parameter, Layer] = {}
-    reasons: dict[nn.Module, str] = {}
-    for module, (name, *_) in names.items():
-        found = _layer_of(module, name, uses, skipped)
-        if isinstance(found, Layer):
-            layers.setdefault(found.weight, found)
-        else:
-            reasons[module] = found
-    treated = {parameter for layer in layers.values() for parameter in (layer.weight, layer.bias)}
-    return list(layers.values()), {
-        name: _reason(parameter, uses[parameter], reasons)
-        for name, parameter in root.named_parameters()
-        if parameter not in treated
-    }
-
-
-def _named(name: str, patterns: Sequence[str]) -> bool:
-    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
-
-
-def _layer_of(
-    module: nn.Module, name: str, uses: dict[nn.Parameter, list[_Use]], skipped: Collection[nn.Module]
-) -> Layer | str:
-    """Return the layer that ``module`` belongs to, or why it is none."""
-    shape = layer_shape(module)
-    if shape is None:
-        frozen = isinstance(module, nn.Linear | nn.Conv2d) and not module.weight.requires_grad
-        return "beside a frozen weight" if frozen else "not Linear or Conv2d"
-    weight, bias = module.weight, module.bias if shape.has_bias else None
-    assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
-    sharers = {use.module: use for use in uses[weight]}
-    if any(sharer in skipped for sharer in sharers):
-        return "named in skip"
-    for use in uses[weight]:
-        same = use.attribute == "weight" and layer_shape(use.module) == shape
-        if not same or (bias is not None and use.module.bias is not bias):
-            return "shared"
-    if bias is not None and {(use.module, use.attribute) for use in uses[bias]} != {
-        (m, "bias") for m in sharers
-    }:
-        return "shared"
-    return Layer(name, tuple(sharers), shape, weight, bias)
-
-
-def _reason(parameter: nn.Parameter, of: list[_Use], reasons: dict[nn.Module, str]) -> str:
-    if not parameter.requires_grad:
-        return "frozen"
-    why = {reasons.get(use.module, "shared") for use in of}
-    if "named in skip" in why:
-        return "named in skip"
-    if len(of) > 1:
-        return f"shared with {of[1].name}"
-    return "beside a shared parameter" if why == {"shared"} else why.pop()
-
-
-@dataclass
-class _Sum:
-    """What one layer has gathered of one of its factors in this step: a sum, or columns."""
-
-    total: Tensor | None = None
-    columns: list[Tensor] = field(default_factory=list)
-    count: int = 0  # of columns
-    calls: int = 0
-
-    def add(self, factor: Tensor) -> None:
-        self.total = factor if self.total is None else self.total.add_(factor)
-
-    def take(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
-        """Return the factor, times ``scale`` of the number of calls, or its columns; None if there is none."""
-        if not self.calls or self.count > room > 0:
-            return None
-        if not room:
-            assert self.total is not None
-            return self.total.mul_(scale(self.calls))
-        return torch.cat(self.columns, dim=2).mul_(math.sqrt(scale(self.calls)))
-
-
-@dataclass
-class _Sums:
-    """Both factors of one layer, and how often it was called in this micro-batch, not to recompute in backward."""
-
-    a: _Sum = field(default_factory=_Sum)
-    g: _Sum = field(default_factory=_Sum)
-    forward_calls: int = 0
 
 
 class FactorCapture:
@@ -220,7 +60,7 @@ class FactorCapture:
     Attributes:
         active: whether anything is captured.
         on_begin: called when a micro-batch begins.
-        on_input: called with the layer's index when A has been added to.
+        on_input: called with the layer's index when it was called.
         room: by the layer's index, the same during a step: whether columns are kept.
     """
 
@@ -246,8 +86,14 @@ class FactorCapture:
         self._scale: float | None = None
         self._accumulated = accumulated
         chosen = range(len(self._layers)) if only is None else sorted(only)
-        self._sums = {index: _Sums() for index in chosen}
-        self._micro_batches = 0
+        self._sums = {index: LayerSums() for index in chosen}
+        # Of all layers: those that are not captured tell which micro-batches count, too.
+        self._marks = [GradientMark() for _ in self._layers]
+        self._step = 0
+        self._numbers = itertools.count()
+        self._newest_task = _NO_BACKWARD
+        self._warned = False
+        self._micro_batch = 0
         self._gradients_came = False
         self._began_before_backward = False
         self._handles = list(self._hooked(model))
@@ -258,19 +104,26 @@ class FactorCapture:
                 hook = _Hook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+        for index, layer in enumerate(self._layers):
+            yield layer.weight.register_post_accumulate_grad_hook(_Hook(self, "_on_accumulated", index))
         if model is not None:
             yield unwrapped(model).register_forward_pre_hook(_Hook(self, "_on_root"))
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches this step has had, the one in progress included."""
-        return self._micro_batches
+        """How many micro-batches have their gradients in this step's so far."""
+        return len(set().union(*(mark.micro_batches for mark in self._marks)))
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
-        for index in self._sums:
-            self._sums[index] = _Sums()
-        self._micro_batches = 0
+        for index, sums in self._sums.items():
+            for call in sums.open:
+                call.make_a = None
+            self._sums[index] = LayerSums()
+        for mark in self._marks:
+            mark.clear()
+        self._step += 1
+        self._micro_batch = 0
         self._gradients_came = False
         self._scale = None
 
@@ -279,40 +132,52 @@ class FactorCapture:
 
         Several forwards before a gradient comes (two views of a picture, a recomputed forward) are one micro-batch.
         """
-        if self._micro_batches and (
+        if self._micro_batch and (
             not self._gradients_came or (self._began_before_backward and _in_backward())
         ):
             return
         self._began_before_backward = not _in_backward()
-        self._micro_batches += 1
+        self._micro_batch += 1
         self._gradients_came = False
         self._scale = None
         if self.on_begin is not None:
             self.on_begin()
-        for sums in self._sums.values():
-            sums.forward_calls = 0
+
+    def begin_exchange(self) -> None:
+        """The step's gradients are about to be exchanged: drop what was given up, if no layer's gradient did so."""
+        if self.active:
+            self._begin_pass()
 
     def take_input(self, index: int) -> Tensor | None:
         """Return A of a layer as of now, or its columns [groups, a_dim, count], and forget it.
 
-        None if it was not called, or has more columns than there is room for.
+        None if it had no gradient, or has more columns than there is room for.
         """
-        sums = self._sums[index]
-        found = sums.a.take(self.room(index).a, lambda calls: 1 / calls)
-        sums.a = _Sum(count=sums.a.count)
-        return found
+        return self._sums[index].take_input(self.room(index).a)
+
+    def take_input_ahead(self, index: int) -> Tensor | None:
+        """Return A as `take_input`, of calls whose backward is still to come, too.
+
+        If it does not come `take_output` returns what is not a number, so that the layer's factors are dropped.
+        """
+        if not _in_backward():
+            self._drop_given_up()
+        return self._sums[index].take_input_ahead(self.room(index).a)
 
     def take_output(self, index: int) -> Tensor | None:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
-        sums = self._sums[index]
-        found = sums.g.take(self.room(index).g, self._output_scale)
-        sums.g = _Sum(count=sums.g.count)
-        return found
+        sums, room = self._sums[index], self.room(index).g
+        found = sums.take_output(room, self._output_scale)
+        if not sums.spoiled:
+            return found
+        self._warn_of_spoiled(index)
+        shape = self._layers[index].shape
+        return self._not_a_number(index, shape.groups, shape.g_dim, 1 if room else shape.g_dim)
 
     def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
             return 1 / calls
-        m = max(1, self._micro_batches)
+        m = max(1, self.micro_batches)
         return m if self._accumulated == "mean" else 1 / m
 
     def counts(self, index: int) -> Room:
@@ -333,6 +198,8 @@ class FactorCapture:
         self.active = False
         self.begin_step()
 
+    # --- forward ---------------------------------------------------------------------------------------------
+
     def _on_root(self, module: nn.Module, args: object) -> None:
         if self._captures(module):
             self.begin_micro_batch()
@@ -340,59 +207,186 @@ class FactorCapture:
     def _on_forward(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        if not self._captures(module):
+        if not self._captures(module) or not output.requires_grad:
             return
-        if self._is_new(index):
-            self._add_input(index, module, args[0] if args else kwargs["input"], output)
-        if output.requires_grad:
-            output.register_hook(partial(self._on_gradient, index, module))
+        sums, input = self._sums[index], args[0] if args else kwargs["input"]
+        if not _in_backward():
+            sums.trials.clear()  # of passes that added to no gradient
+        call = Call(
+            number=next(self._numbers),
+            step=self._step,
+            micro_batch=self._micro_batch,
+            count=input_count(module, input, output, self._sharing),
+            make_a=None,
+            announced=not _in_backward(),
+        )
+        if not call.announced:
+            # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then
+            # the first output has the hook that will fire.
+            call.make_a = partial(self._make_later, index, module, input, input._version, call.count)
+        else:
+            call.make_a = self._made(index, module, input, call.count)
+        sums.open.add(call)
+        self._hook_output(output, partial(self._on_gradient, index, module, call))
+        if call.announced:
+            self._input_came(index)
+
+    @staticmethod
+    def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Have ``hook`` called with the gradient of what ``output`` is now, see [Note: hooks on views]."""
+        base = output._base if output._is_view() else None
+        if base is None:
+            output.register_hook(hook)
+        else:
+            base.register_hook(partial(_on_gradient_of_base, hook, _View.of(output, base)))
 
     def _captures(self, module: nn.Module) -> bool:
         return self.active and module.training and torch.is_grad_enabled()
 
-    def _is_new(self, index: int) -> bool:
-        """Tell whether this input was not counted before; count it.
+    def _made(self, index: int, module: nn.Module, input: Tensor, count: int) -> Callable[[], Tensor | None]:
+        """Return A of one call: now, or, of a layer that waits for many gradients at once, in the smallest form."""
+        room, shape = self.room(index).a, self._layers[index].shape
+        if not room and count < shape.a_dim and self._sums[index].open:
+            columns = input_columns(module, shape, input, self._sharing)
+            # A copy: the input may be changed in place where activations are recomputed.
+            columns = columns._replace(columns=columns.columns.clone())
+            return partial(input_factor_of, columns, shape)
+        made = self._part_of_input(index, module, input, count)
+        return lambda: made
 
-        Activation checkpointing calls a layer again in backward. The reentrant kind had gradients disabled the
-        first time. With the other kind the first output has the hook that will fire, and the second never fires.
-        """
-        sums = self._sums[index]
-        if _in_backward():
-            return sums.forward_calls == 0
-        sums.forward_calls += 1
-        return True
+    def _make_later(
+        self, index: int, module: nn.Module, input: Tensor, version: int, count: int
+    ) -> Tensor | None:
+        if input._version == version:
+            return self._part_of_input(index, module, input, count)
+        self._warn_of_spoiled(index)
+        shape = self._layers[index].shape
+        return self._not_a_number(index, shape.groups, shape.a_dim, 1 if self.room(index).a else shape.a_dim)
 
-    def _add_input(self, index: int, module: nn.Module, input: Tensor, output: Tensor) -> None:
-        total, shape, room = self._sums[index].a, self._layers[index].shape, self.room(index).a
-        total.calls += 1
-        total.count += input_count(module, input, output, self._sharing)
+    def _part_of_input(self, index: int, module: nn.Module, input: Tensor, count: int) -> Tensor | None:
+        room, shape = self.room(index).a, self._layers[index].shape
         if not room:
-            total.add(input_factor(module, shape, input, self._sharing))
-        elif total.count <= room:
-            total.columns.append(input_columns(module, shape, input, self._sharing).scaled())
+            return input_factor(module, shape, input, self._sharing)
+        return input_columns(module, shape, input, self._sharing).scaled() if count <= room else None
+
+    def _input_came(self, index: int) -> None:
         if self.on_input is not None:
             self.on_input(index)
 
-    def _on_gradient(self, index: int, module: nn.Module, gradient: Tensor) -> None:
-        if not self._handles:
+    # --- backward --------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, index: int, module: nn.Module, call: Call, gradient: Tensor) -> None:
+        if not self._handles or call.step != self._step:
             return
-        self._gradients_came = True
+        self._begin_pass()
         if self._scale is None:  # a GradScaler's makes the host wait for the device
             self._scale = self._loss_scale()
-        total, shape, room = self._sums[index].g, self._layers[index].shape, self.room(index).g
-        total.calls += 1
-        total.count += output_count(module, gradient, self._sharing)
+        trial, shape, room = (
+            self._sums[index].trial(_task()),
+            self._layers[index].shape,
+            self.room(index).g,
+        )
+        if not call.announced:
+            call.announced = True
+            self._input_came(index)
+        trial.calls.append(call)
+        count = output_count(module, gradient, self._sharing)
+        part = None
         if not room:
-            factor = output_factor(module, shape, gradient, self._sharing)
-            total.add(factor.div_(self._scale**2))
-        elif total.count <= room:
-            columns = output_columns(module, shape, gradient, self._sharing).scaled()
-            total.columns.append(columns.div_(self._scale))
+            part = output_factor(module, shape, gradient, self._sharing).div_(self._scale**2)
+        elif trial.g.count + count <= room:
+            part = output_columns(module, shape, gradient, self._sharing).scaled().div_(self._scale)
+        trial.g.add(part, count, room)
+
+    def _on_accumulated(self, index: int, weight: Tensor) -> None:
+        """The gradient of a layer's weight was added to: what its pass has brought is the step's."""
+        if not self.active:
+            return
+        sums = self._sums.get(index)
+        trial = None if sums is None else sums.trials.pop(_task(), None)
+        if sums is not None and trial is None:
+            return
+        self._gradients_came = True
+        made_in = {self._micro_batch} if trial is None else {call.micro_batch for call in trial.calls}
+        self._marks[index].left(weight.grad, made_in)
+        if sums is None or trial is None:
+            return
+        sums.commit(trial, self.room(index))
+
+    def _begin_pass(self) -> None:
+        """Once per backward pass, before it adds to any gradient: drop what was given up."""
+        if _task() > self._newest_task:
+            self._newest_task = _task()
+            self._drop_given_up()
+
+    def _drop_given_up(self) -> None:
+        """Drop what belongs to gradients that were cleared since."""
+        written: dict[int, Tensor] = {}
+        for index, (mark, layer) in enumerate(zip(self._marks, self._layers, strict=True)):
+            gradient = layer.weight.grad
+            if not mark.micro_batches:
+                continue
+            if gradient is None:
+                self._drop(index)
+            elif not mark.is_as_left(gradient):
+                written[index] = gradient  # cleared, or clipped, or scaled
+        if written:
+            left = torch.stack([gradient.detach().any() for gradient in written.values()]).tolist()
+            for index, something in zip(written, left, strict=True):
+                if not something:
+                    self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        self._marks[index].clear()
+        if index in self._sums:
+            self._sums[index].drop()
+
+    def _not_a_number(self, index: int, *size: int) -> Tensor:
+        weight = self._layers[index].weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return torch.full(size, math.nan, dtype=dtype, device=weight.device)
+
+    def _warn_of_spoiled(self, index: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the input factor of layer %s was taken from a forward whose backward was not the step's; the factors "
+                "of such layers are dropped in such steps. If this goes on, call plan_factors(early=False)",
+                self._layers[index].name,
+            )
+
+
+class _View(NamedTuple):
+    """Where in the memory of its base a view lies."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    base_stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, view: Tensor, base: Tensor) -> "_View":
+        offset = int(view.storage_offset() - base.storage_offset())
+        return cls(view.size(), view.stride(), offset, base.stride())
+
+    def taken_of(self, gradient: Tensor) -> Tensor:
+        """Return the part of the base's gradient that is the view's."""
+        if gradient.stride() != self.base_stride:
+            gradient = gradient.new_empty_strided(gradient.size(), self.base_stride).copy_(gradient)
+        return gradient.as_strided(self.size, self.stride, gradient.storage_offset() + self.offset)
+
+
+def _on_gradient_of_base(hook: Callable[[Tensor], None], view: _View, gradient: Tensor) -> None:
+    hook(view.taken_of(gradient.detach()))
+
+
+def _task() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def _in_backward() -> bool:
     """Tell whether autograd is what runs this, on whichever thread."""
-    return torch._C._current_graph_task_id() != _NO_BACKWARD
+    return _task() != _NO_BACKWARD
 
 
 def _no_room(index: int) -> Room:
@@ -400,7 +394,7 @@ def _no_room(index: int) -> Room:
 
 
 class _Hook:
-    """A hook of a module that knows the capture weakly, and whose copies know none."""
+    """A hook of a module or a parameter that knows the capture weakly, and whose copies know none."""
 
     def __init__(self, capture: FactorCapture | None, method: str, *arguments: object) -> None:
         self._capture = None if capture is None else weakref.ref(capture)

@@ -1,13 +1,14 @@
 """``crossover-ddp advise``: a short run of one job, and what would make it faster."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from crossover_ddp._cli_output import (
     write_json,
 )
 from crossover_ddp._segment_view import sweep
+from crossover_ddp._signals import endings_raise, undisturbed
 from crossover_ddp._step_figures import WARM_UP_STEPS, Figures, NotMeasurableError, figures
 from crossover_ddp._timeline_files import Reading, read
 from crossover_ddp._timeline_merge import RawSpan
@@ -134,8 +136,8 @@ def _measured(arguments: argparse.Namespace) -> Figures:
     if len(words) == 1 and "/" in words[0] and not Path(words[0]).exists():
         raise _UsageError(f"expected a directory with a timeline, or a command after --, got {words[0]!r}")
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings: it is measured alone
-    with tempfile.TemporaryDirectory(prefix="crossover-advise-") as directory:
-        recording = Path(directory) / "timeline"
+    with _clearing_up(group) as directory:
+        recording = directory / "timeline"
         progress = _Progress(recording, arguments)
         try:
             ended = _short_run.run(
@@ -147,11 +149,23 @@ def _measured(arguments: argparse.Namespace) -> Figures:
             ) from error
         finally:
             progress.close()
-            sweep(group=group)  # what it could not take along
         try:
             return figures(read_spans(recording))
         except NotMeasurableError as error:
             raise NotMeasurableError(_why(error, ended, progress)) from error
+
+
+@contextlib.contextmanager
+def _clearing_up(group: str) -> Iterator[Path]:
+    """Make a directory for a run; remove it, and what the run's job may have left of its turns, whatever happens."""
+    with endings_raise():
+        directory = tempfile.TemporaryDirectory(prefix="crossover-advise-")
+        try:
+            yield Path(directory.name)
+        finally:
+            with undisturbed():
+                sweep(group=group)
+                directory.cleanup()
 
 
 def _why(error: NotMeasurableError, ended: _short_run.Ended, progress: "_Progress") -> str:

@@ -9,9 +9,10 @@ Two ways, one for each kind of backend:
 [Note: the ring] Ranks stand in a circle and every rank sends only to its right neighbour. In the
 reduce-scatter part p starts at rank p + 1 and travels W - 1 links, gaining one rank's addend at each
 stop, until it ends at its owner p. In the all-gather it starts at p and travels W - 1 links, ending at
-p - 1. So each link carries every part but one in either half, whatever the parts' sizes: that is the
-least possible for equal parts, and a single owner of everything costs no more wire time. Parts move in
-chunks: a chunk is passed on as soon as it is added, while the next one is still being received.
+p - 1. So each link carries every part but one in either half: (W - 1)/W of the buffer if the parts are equal, the
+least possible. Uneven parts cost more: where one owner has everything, all links but one carry the whole buffer,
+which takes W/(W - 1) of the time, twice as long with two ranks. Parts move in chunks: a chunk is passed on as soon
+as it is added, while the next one is still being received.
 """
 
 import contextlib

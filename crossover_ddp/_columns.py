@@ -30,12 +30,14 @@ class LayerShape:
         a_dim: input features per group, and the column of ones if there is a bias.
         g_dim: outputs per group.
         has_bias: whether there is a bias that is trained.
+        transposed: whether the weight is [inputs, outputs].
     """
 
     groups: int
     a_dim: int
     g_dim: int
     has_bias: bool
+    transposed: bool = False
 
     @property
     def a_numel(self) -> int:
@@ -51,9 +53,10 @@ class LayerShape:
 def layer_shape(module: nn.Module) -> LayerShape | None:
     """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.
 
-    Subclasses count as long as they compute what the class computes. None also for a lazy, quantized, pruned or
-    parametrized one (its weight is not what the optimizer updates), and for the projection in
-    ``nn.MultiheadAttention``, whose weight is read without calling the module.
+    ``Conv1D`` of the package transformers, as in GPT-2, is a Linear layer whose weight is transposed. Subclasses count
+    as long as they compute what the class computes. None also for a lazy, quantized, pruned or parametrized one (its
+    weight is not what the optimizer updates), and for the projection in ``nn.MultiheadAttention``, whose weight is
+    read without calling the module.
     """
     if not _computes_as_known(module) or not _trained(module, "weight"):
         return None
@@ -61,6 +64,8 @@ def layer_shape(module: nn.Module) -> LayerShape | None:
     if not weight.is_floating_point():
         return None
     has_bias = _trained(module, "bias")
+    if not isinstance(module, nn.Linear | nn.Conv2d):
+        return LayerShape(1, weight.shape[0] + has_bias, weight.shape[1], has_bias, transposed=True)
     groups = module.groups if isinstance(module, nn.Conv2d) else 1
     return LayerShape(groups, weight[0].numel() + has_bias, weight.shape[0] // groups, has_bias)
 
@@ -68,13 +73,23 @@ def layer_shape(module: nn.Module) -> LayerShape | None:
 def _computes_as_known(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
-    if not isinstance(module, nn.Linear | nn.Conv2d) or parametrize.is_parametrized(module):
+    known = _known_class(module)
+    if known is None or parametrize.is_parametrized(module):
         return False
-    known = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
     names = {"forward", "_conv_forward"}
     return not names & vars(module).keys() and all(
         getattr(type(module), name, None) is getattr(known, name, None) for name in names
     )
+
+
+def _known_class(module: nn.Module) -> type[nn.Module] | None:
+    for known in type(module).__mro__:
+        if known in (nn.Linear, nn.Conv2d):
+            return known
+        # Not imported here: whoever has such a module has done so.
+        if known.__name__ == "Conv1D" and known.__module__ == "transformers.pytorch_utils":
+            return known
+    return None
 
 
 def _trained(module: nn.Module, name: str) -> bool:

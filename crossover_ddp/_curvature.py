@@ -60,6 +60,11 @@ class Curvature:
         self._a = update_running(self._a, a, decay, start=self._start)
         self._g = update_running(self._g, g, decay, start=self._start)
 
+    @property
+    def lacks_solver(self) -> bool:
+        """Whether there are factors and, as the first ones were not finite or came late, no solver of them."""
+        return self._solver is None and self._a is not None and self._pending is None
+
     def invert(self, damping: float, worker: Worker | None = None) -> None:
         """Make a new solver of the running factors: now, or on ``worker`` while the old one serves on."""
         self.settle()

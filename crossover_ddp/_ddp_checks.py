@@ -1,21 +1,30 @@
 """What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words.
 
-[Note: looking through all objects]
-``gc.get_objects()`` also returns what other threads are just making, and CPython's ``tuple(generator)`` raises
-`SystemError` if somebody else has its unfinished tuple in hand. So no code of this package, whose threads run
-meanwhile, makes a tuple that way (`tests/unit/test_tuples.py`), and the youngest objects are looked at only if the
-model is not among the old ones.
+[Note: finding the model]
+A bucket does not know its model, and DDP tells a hook nothing of itself. But every object refers to its class, so
+Python's collector, asked who refers to `DistributedDataParallel` or a class below it, returns all models. That takes
+some tens of milliseconds for a million objects, and is done once for each model: `_known_models` remembers it.
+
+Whoever asks the collector may get what another thread is just making, and CPython's ``tuple(generator)`` raises
+`SystemError` if somebody else has its unfinished tuple in hand. Only a tuple *of these classes* could be met here, and
+even that is dropped before any other thread runs: asking and sorting out are one call of C code.
 """
 
+import functools
 import gc
-from collections.abc import Iterator
-from typing import cast
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import UnsupportedConfigurationError
+
+logger = logging.getLogger(__name__)
 
 # The C++ reducer passes a GradBucket, the python reducer a (gradient, parameter) tuple.
 Bucket = dist.GradBucket | tuple[torch.Tensor, ...]
@@ -83,42 +92,111 @@ def _is_captured(bucket: Bucket) -> bool:
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
-    It would average over the wrong ranks without a word. A bucket does not know its model, so this looks
-    through all objects: tens of milliseconds, to be spent once per bucket and not once per step.
+    It would average over the wrong ranks without a word.
     """
-    model = model_of(bucket)
-    if model is None:
+    got = dist.get_process_group_ranks(process_group)
+    models: list[DistributedDataParallel] = []
+    for look in _PLACES:
+        models = _holders(bucket, look())
+        if any(sorted(_ranks(model)) == sorted(got) for model in models):
+            return
+    if not models:
+        _tell_hidden()
         return
-    expected, got = (dist.get_process_group_ranks(group) for group in (model.process_group, process_group))
-    if sorted(expected) != sorted(got):
-        raise UnsupportedConfigurationError(
-            f"expected the process group that DDP was given, of ranks {expected}, got a process_group of "
-            f"ranks {got}; register the hook with the model's own process_group"
-        )
+    raise UnsupportedConfigurationError(
+        f"expected the process group that DDP was given, of ranks {_ranks(models[-1])}, got a process_group of "
+        f"ranks {got}; pass process_group=model.process_group to the hook's state"
+    )
 
 
-def model_of(bucket: dist.GradBucket) -> DistributedDataParallel | None:
-    """Return the DDP model whose gradients ``bucket`` holds, found among all objects of the process."""
+def _ranks(model: DistributedDataParallel) -> list[int]:
+    """Return the ranks of a model's group; none if the group is destroyed, as after an elastic restart."""
+    try:
+        return dist.get_process_group_ranks(model.process_group)
+    except (KeyError, ValueError, RuntimeError):
+        return []
+
+
+@functools.cache
+def _tell_hidden() -> None:
+    logger.warning(
+        "the hook's process group is not compared with the model's, which is not among the objects that Python's "
+        "collector knows; call gc.freeze() after the first backward(), not before"
+    )
+
+
+# --- the model: see [Note: finding the model] ----------------------------------------------------------------------
+
+
+def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDataParallel | None:
+    """Return the DDP model whose gradients ``bucket`` holds; None if ``gc.freeze()`` has hidden it.
+
+    Args:
+        bucket: of any backward pass.
+        state: that the model's hook was registered with, or that its wrappers pass on as ``hook_state``, as far as is
+            known. It tells models apart that wrap one module, such as an old one that is not collected yet.
+    """
+    found: DistributedDataParallel | None = None
+    for look in _PLACES:
+        for model in _holders(bucket, look()):
+            if state is None or _is_hooked(model, state):
+                return model
+            found = model
+    return found
+
+
+def _holders(
+    bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]
+) -> list[DistributedDataParallel]:
+    """Return those of ``models`` that have the bucket's parameters, and remember them."""
     parameter = bucket.parameters()[0]
-    for generation in (2, None):  # the old ones first: [Note: looking through all objects]
-        # Not isinstance: it would run the __class__ property of whatever lazy object is around.
-        models = [
-            candidate
-            for candidate in gc.get_objects(generation)
-            if issubclass(type(candidate), DistributedDataParallel)
-        ]
-        for model in models:
-            # None: a constructor or a copy that has failed half-way.
-            network = vars(model).get("_modules", {}).get("module")
-            if network is not None and any(parameter is other for other in _parameters_of(network)):
-                return cast(DistributedDataParallel, model)
-    return None
+    # No network: a constructor or a copy that has failed half-way.
+    networks = ((model, vars(model).get("_modules", {}).get("module")) for model in models)
+    found = [
+        model
+        for model, network in networks
+        if network is not None and any(parameter is other for other in _parameters_of(network))
+    ]
+    _known_models.update(found)
+    return found
+
+
+def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
+    for _, registered in getattr(model, "_comm_hooks", ()):
+        each = registered
+        while each is not None and each is not state:
+            each = getattr(each, "hook_state", None)
+        if each is state:
+            return True
+    return False
+
+
+_known_models: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+
+
+def _all_models() -> list[DistributedDataParallel]:
+    classes: list[type] = [DistributedDataParallel]
+    for each in classes:
+        classes += type.__subclasses__(each)
+    everybody = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
+    # Nothing but C until the list is made, and nothing but the list is left of it afterwards.
+    return list(_of_types(frozenset(classes), *itertools.tee(everybody)))
+
+
+def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
+    """Select by type, not with isinstance: that would run the ``__class__`` property of lazy objects."""
+    return itertools.compress(objects, map(types.__contains__, map(type, same)))
+
+
+_PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (lambda: list(_known_models), _all_models)
 
 
 def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
     """Yield the parameters as they are: looking at a model must not make a decoupled one update itself."""
     for module in network.modules():
-        yield from dict.values(module._parameters)
+        own = module._parameters
+        # Not a dictionary: of a scripted module, which has no guards.
+        yield from dict.values(own) if isinstance(own, dict) else own.values()
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

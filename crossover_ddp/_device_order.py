@@ -1,14 +1,20 @@
 """Order of turns on the device itself: what the next holder's kernels wait for.
 
 On a GPU the host runs ahead of the device, so a turn given back on the host still has kernels in the queue.
-The holder marks their end before it gives back; the next holder's stream waits for that mark, and no host
-synchronises. Our design.
+``CROSSOVER_DEVICE_ORDER`` says what the next holder waits for. Our design.
 
-``CROSSOVER_DEVICE_ORDER`` names the way:
+- ``host``, the default, and wherever another way does not work: a thread of the holder waits for the device, then
+  publishes the turn. The next holder's host waits for that, or for the holder's death.
+- ``semaphores``: the holder's stream writes a 64-bit word in host memory that siblings share, and the next holder's
+  stream waits for it; a host releases the words of the dead. See `_semaphore_order`.
+- ``events``: the holder records an inter-process CUDA event, and the next holder's stream waits for it. See
+  `_event_order`.
 
-- ``events``, the default: an inter-process CUDA event is recorded; see `_event_order`.
-- ``semaphores``: the stream writes a 64-bit word in host memory that siblings share; see `_semaphore_order`.
-- ``host``, and wherever the wanted one does not work: no mark; a thread waits for the device, then tells.
+[Note: why the host waits]
+With ``events`` a stream of one process waits for a record of another one. If that one dies first (out of memory, a
+SIGTERM, a SIGKILL), its record may never come, and nobody can take the wait back: an innocent job stands still for
+ever. So no such wait is enqueued unless somebody asks for it. The price of ``host`` is the time in which a thread
+notices the end, some tens of microseconds once per turn.
 
 Siblings may mix them: see [Note: telling late] in `_gpu_order`.
 """
@@ -28,7 +34,8 @@ from ._semaphore_order import SemaphoreOrder
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "CROSSOVER_DEVICE_ORDER"
-WAYS: Final = ("events", "semaphores", "host")
+WAYS: Final = ("host", "semaphores", "events")
+"""The default first; see [Note: why the host waits]."""
 
 
 class DeviceOrder(Protocol):
@@ -93,10 +100,7 @@ class HostOrder:
 
 
 class SynchronizedOrder(GpuOrder):
-    """GPUs whose marks siblings cannot wait for: a thread waits for the device, then tells siblings.
-
-    Costs the hand-over the time the host takes to notice, and the host's run-ahead across a turn's end.
-    """
+    """The host's way: a thread waits for the device, then publishes the turn; see [Note: why the host waits]."""
 
     kind: ClassVar[str] = "host"
     waits_on_host: ClassVar[bool] = True

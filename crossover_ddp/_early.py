@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._capture import FactorCapture, Layer
+from ._capture import FactorCapture
 from ._journey import Cargo, Freight
 from ._kfac_cargo import Parcel
+from ._kfac_layers import Layer
 from ._manifest import Load, manifest
 
 Groups = Sequence[Sequence[int]]
@@ -82,7 +83,7 @@ class EarlyFactors:
         there = weight.new_empty(made.there.numel, dtype=dtype)
         for index, parcel, load, offset in zip(group, parcels, loads, made.factors, strict=True):
             start = made.there.part(load.owner).start + offset
-            factor = self._capture.take_input(index)
+            factor = self._capture.take_input_ahead(index)
             parcel.pack(factor, there[start : start + parcel.numel], self._rank)
         arrived = self.arrived
 

@@ -39,6 +39,8 @@ from .errors import CrossoverError
 
 _JOIN_TIMEOUT_S: Final = 5.0
 _AS_IT_IS: Final = contextlib.nullcontext()
+# NCCL is much slower on shares that begin elsewhere (pytorch#195450, nccl#413).
+_NATIVE_ALIGNMENT_BYTES: Final = 128
 
 
 class Exchange:
@@ -113,7 +115,7 @@ class Exchange:
         turn: Turn | None = None,
         owner_step: OwnerStep | None = None,
         layout: Layout | None = None,
-        cargo: Cargo | None = None,
+        load: Callable[[], Cargo] | None = None,
     ) -> GradientFuture:
         """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
 
@@ -122,11 +124,12 @@ class Exchange:
             turn: given away after the last bucket, taken again before the last Future completes.
             owner_step: changes the averaged own part in place, between the halves; None changes nothing.
             layout: who owns which part; None cuts equally.
-            cargo: what travels instead of the buffer, which its ``unload`` fills; the Futures of all such buckets
-                of a step complete together.
+            load: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
+                buckets of a step complete together, also if ``load`` raises.
         """
         step = self._enter(bucket)
         try:
+            cargo = None if load is None else load()
             journey = self._journey(bucket, step, turn)
             journey.owner_step, journey.layout = owner_step, layout or journey.layout
             if cargo is not None:
@@ -134,6 +137,8 @@ class Exchange:
             step.keeps_turn = step.keeps_turn or journey.keeps_turn
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
+            for held in step.let_go(refused=True) if _is_last(bucket) else ():
+                self._finish(held, None)
         else:
             future = journey.future
             self._launch(journey)
@@ -272,7 +277,7 @@ class Exchange:
         return Journey(
             index=bucket.index(),
             tensor=tensor,
-            layout=Layout.equal(tensor.numel(), self.world_size),
+            layout=self._equal_layout(tensor),
             sequence=next(self._sequence),
             step=step,
             last=bucket.is_last(),
@@ -281,6 +286,11 @@ class Exchange:
             ready_s=step.last_hook_s,
             largest_bytes=largest_bytes(bucket) if self._spans.timeline is not None else 0,
         )
+
+    def _equal_layout(self, tensor: torch.Tensor) -> Layout:
+        on_ring = self._backends.get(tensor.device.type) == "gloo"
+        multiple = 1 if on_ring else max(1, _NATIVE_ALIGNMENT_BYTES // tensor.itemsize)
+        return Layout.equal(tensor.numel(), self.world_size, multiple=multiple)
 
     def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
         key = (bucket.index(), tensor.numel())
@@ -496,8 +506,7 @@ class Exchange:
         if journey.cargo is not None:
             with journey.side.current():
                 journey.cargo.unload()
-            if not journey.last and journey.index >= 0:
-                journey.step.held.append(journey)
+            if not journey.last and journey.index >= 0 and journey.step.hold(journey):
                 return
         if journey.last and not journey.deferred:
             done_s = time.monotonic()
@@ -507,7 +516,7 @@ class Exchange:
             self._turn_taken_s = time.monotonic()
             self._spans.exchange(journey, done_s, meets=meets and not ahead)
             self._spans.wait(journey.step.number + 1, done_s, self._turn_taken_s)
-        for other in journey.step.held if journey.last else ():
+        for other in journey.step.let_go() if journey.last else ():
             self._finish(other, None)
         self._finish(journey, None)
 

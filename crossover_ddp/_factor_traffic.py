@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ._capture import FactorCapture, Layer, Room
-from ._ddp_checks import model_of, resolve_group
+from ._capture import FactorCapture
+from ._ddp_checks import resolve_group
 from ._early import EarlyFactors
 from ._exchange import Exchange
+from ._factor_sums import Room
 from ._factor_times import FactorTimes
 from ._journey import Cargo
 from ._kfac_cargo import Parcel, Round
+from ._kfac_layers import Layer
 from ._kfac_planning import (
     FactorPlan,
     InverseCost,
@@ -76,9 +78,8 @@ class FactorTraffic:
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self.early = self._early_factors(())
 
-    def adopt(self, bucket: dist.GradBucket) -> None:
-        """Find the DDP model, which knows whether a forward is the last of its step."""
-        model = model_of(bucket)
+    def adopt(self, model: DistributedDataParallel | None) -> None:
+        """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
         self._model = _no_model if model is None else weakref.ref(model)
 
     def room(self, index: int) -> Room:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ._columns import (
+    Columns,
     LayerShape,
     WeightSharing,
     at_least_float32,
@@ -67,8 +68,12 @@ def input_factor(module: nn.Module, shape: LayerShape, input: Tensor, sharing: W
         with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
             x = at_least_float32(input)
             return _unfolded_factor(windows_of(module, x if x.dim() == 4 else x.unsqueeze(0)), shape, sharing)
-    found = input_columns(module, shape, input, sharing)
-    with torch.autocast(input.device.type, enabled=False):
+    return input_factor_of(input_columns(module, shape, input, sharing), shape)
+
+
+def input_factor_of(found: Columns, shape: LayerShape) -> Tensor:
+    """Compute A of the columns of `input_columns`: the same as `input_factor`."""
+    with torch.no_grad(), torch.autocast(found.columns.device.type, enabled=False):
         return _gram_with_ones(found.columns, shape).mul_(found.scale)
 
 

@@ -317,6 +317,9 @@ def environment(variables: Mapping[str, str], *, timeline_writable: bool = True)
     else:
         what = "CROSSOVER_DISABLE set: hooks behave as plain all-reduce, nobody takes turns"
         found.append(Finding(topic, State.NOTE, what, "unset CROSSOVER_DISABLE"))
+    if variables.get("CROSSOVER_CHECK", "") not in ("", "0"):
+        what = "CROSSOVER_CHECK set: decoupled training checks every step, and overlaps nothing"
+        found.append(Finding(topic, State.NOTE, what, "unset CROSSOVER_CHECK"))
     timeline = variables.get("CROSSOVER_TIMELINE")
     if timeline and not timeline_writable:
         what = f"CROSSOVER_TIMELINE={timeline}: nothing can be written there, so nothing is recorded"
@@ -327,6 +330,7 @@ def environment(variables: Mapping[str, str], *, timeline_writable: bool = True)
         "CROSSOVER_GROUP",
         "CROSSOVER_DEVICE",
         "CROSSOVER_DEVICE_ORDER",  # see `_gpu_findings`
+        "CROSSOVER_CHECK",
         "CROSSOVER_DISABLE",
         "CROSSOVER_TIMELINE",
     }

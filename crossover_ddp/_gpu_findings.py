@@ -247,11 +247,7 @@ def ordering(seen: Sequence[Ordering], wanted: str | None, ways: Sequence[str]) 
 def _ordered(gpu: Ordering, way: str) -> Finding:
     works = {"events": gpu.events, "semaphores": gpu.semaphores, "host": True}
     if works[way]:
-        cost = "; costs some of the gain, waits for nobody who has died" if way == "host" else ""
-        return Finding("gpu", State.OK, f"turns on {gpu.name} are ordered by {way}{cost}")
-    other = "semaphores" if gpu.semaphores and way == "events" else None
-    mend = (
-        f"export CROSSOVER_DEVICE_ORDER={other}" if other else "use Linux itself, not WSL, for the whole gain"
-    )
-    what = f"the driver says that {gpu.name} has no {way}: turns are ordered on the host, which costs some of the gain"
-    return Finding("gpu", State.NOTE, what, mend)
+        risk = "; a sibling that dies may leave this job's stream waiting for ever" if way == "events" else ""
+        return Finding("gpu", State.OK, f"turns on {gpu.name} are ordered by {way}{risk}")
+    what = f"the driver says that {gpu.name} has no {way}: turns are ordered on the host"
+    return Finding("gpu", State.NOTE, what, "unset CROSSOVER_DEVICE_ORDER")

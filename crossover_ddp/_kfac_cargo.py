@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ._capture import Room
 from ._columns import LayerShape, triangle_numel
 from ._curvature import Curvature
+from ._factor_sums import Room
 from ._factors import (
     Solver,
     factor_of,
@@ -313,7 +313,8 @@ class BucketCargo:
             curvature = self._round.curvatures[passenger.index]
             if plan.takes_factors:
                 self._take_factors(curvature, passenger, part[factor_offset:])
-            if plan.inverts:
+            # Not to send plain gradients for a whole period where the first factors were not finite.
+            if plan.inverts or curvature.lacks_solver:
                 curvature.invert(plan.damping, plan.inverter)
             self._precondition(curvature, passenger, part, back, offset, final)
         if not self.manifest.in_place:

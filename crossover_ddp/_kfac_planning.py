@@ -168,7 +168,7 @@ def place(
         link: only where parts travel straight to their owner: half of an exchange of m bytes moves
             m·(W−1)/W per rank when cut evenly, and the owner of m bytes receives m·(W−1), so that β of the even cut
             is W·β at the owner, once for its factors and twice for its gradient (in and out). On a ring uneven
-            parts cost nothing: leave it out.
+            parts cost up to W/(W − 1) of an even cut, whoever owns them: leave it out.
 
     Raises:
         ValueError: if ``world_size`` is below 1.

@@ -1,13 +1,27 @@
 """K-FAC's arguments: hyper-parameters that may change with the step, and what is refused."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ._capture import Layer
+from ._columns import WeightSharing
+from ._kfac_layers import TOO_LARGE, Layer
 from .errors import UnsupportedConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "solver": ("inverse", "eigen"),
+    "weight_sharing": get_args(WeightSharing),
+    "factors": ("global", "local"),
+    "inversion": ("at_once", "background"),
+    "accumulated": ("mean", "sum"),
+    "costs": ("typical", "measured"),
+}
 
 Hyper = float | Callable[[int], float]
 
@@ -54,10 +68,13 @@ class Hypers(NamedTuple):
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
-def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {name}={value!r}")
+def check_choices(**given: str) -> None:
+    """Raise ``ValueError`` unless each argument is one of its choices."""
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(
+                f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}"
+            )
 
 
 def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
@@ -80,6 +97,69 @@ def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
                 f"expected parameters of float32, float64 or bfloat16, got {layer.name}.weight of float16, whose range "
                 "is too small for preconditioned gradients; keep the parameters in float32 and use autocast, or skip it"
             )
+
+
+def check_max_dim(max_factor_dim: int) -> None:
+    """Raise ``ValueError`` unless it is a number of rows."""
+    if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
+        raise ValueError(
+            f"expected a whole number of rows, 1 or more, got max_factor_dim={max_factor_dim!r}; 8192 is the default"
+        )
+
+
+def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
+    """Refuse a model of which K-FAC would treat nothing."""
+    if not layers:
+        found = "; ".join(f"{name}: {reason}" for name, reason in list(passing.items())[:3])
+        raise UnsupportedConfigurationError(
+            f"expected a model with a layer that K-FAC treats, got none of {len(passing)} parameters ({found}); "
+            "Linear and Conv2d layers count unless they are frozen, shared, skipped or too large: see skip= and "
+            "max_factor_dim=, or train without kfac_hook"
+        )
+
+
+def warn_of_large(passing: Mapping[str, str]) -> None:
+    """Name the parameters whose layers are too large, in one warning."""
+    large = [name for name, reason in passing.items() if TOO_LARGE in reason]
+    if large:
+        logger.warning(
+            "%s of %d in all pass through as plain gradients: %s. Raise max_factor_dim to treat them, or name them in "
+            "skip=",
+            ", ".join(large[:4]),
+            len(large),
+            passing[large[0]],
+        )
+
+
+def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
+    """Return the learning rates of this moment, by the parameters' ids."""
+    if optimizer is None:
+        return {}
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise ValueError(
+                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
+                "torch.optim.Optimizer objects"
+            )
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+
+
+def check_held(layers: Sequence[Layer], rates: Mapping[int, float]) -> None:
+    """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
+    missing = [
+        f"{layer.name}.{name}" if layer.name else name
+        for layer in layers
+        for name, parameter in (("weight", layer.weight), ("bias", layer.bias))
+        if parameter is not None and id(parameter) not in rates
+    ]
+    if missing:
+        raise UnsupportedConfigurationError(
+            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
+            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
+            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
+        )
 
 
 def check_together(*, kl_clip: object, optimizer: object, inversion: str, mutex: object) -> None:

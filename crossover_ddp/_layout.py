@@ -48,8 +48,8 @@ class Layout:
                 )
 
     @classmethod
-    def equal(cls, numel: int, parts: int) -> "Layout":
-        """Give every part ``numel // parts`` elements, and the remainder to the last part as well.
+    def equal(cls, numel: int, parts: int, *, multiple: int = 1) -> "Layout":
+        """Give every part ``numel // parts`` elements, rounded down to a ``multiple``, and the rest to the last part.
 
         The main region then is exactly what an equal-size, in-place ``reduce_scatter_tensor`` wants.
         """
@@ -57,7 +57,9 @@ class Layout:
             raise ValueError(f"expected parts >= 1, got parts={parts}; pass the world size")
         if numel < 0:
             raise ValueError(f"expected numel >= 0, got numel={numel}; pass the buffer's size")
-        return _equal(numel, parts)
+        if multiple < 1:
+            raise ValueError(f"expected multiple >= 1, got multiple={multiple}; pass a number of elements")
+        return _equal(numel, parts, multiple)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> "Layout":
@@ -81,9 +83,9 @@ class Layout:
 
     @property
     def is_equal(self) -> bool:
-        """Whether this is the layout that :meth:`equal` makes: only the last part has a small remainder."""
-        share = self.numel // self.parts
-        return all(length == share for length in self.lengths[:-1])
+        """Whether all parts are equal but the last one, which may be longer."""
+        first, *between, last = (*self.lengths[:1], *self.lengths)
+        return all(length == first for length in between) and last >= first
 
     def part(self, rank: int) -> Span:
         """Return the span that ``rank`` owns."""
@@ -92,13 +94,13 @@ class Layout:
         return _spans(self.lengths)[rank]
 
     def tail(self) -> Span:
-        """Return the remainder behind the main region of an equal layout (fewer elements than parts)."""
+        """Return what the last part has behind the main region of an equal layout."""
         return Span(self.main_numel, self.numel)
 
 
 @lru_cache(maxsize=256)
-def _equal(numel: int, parts: int) -> Layout:
-    share = numel // parts
+def _equal(numel: int, parts: int, multiple: int) -> Layout:
+    share = numel // parts // multiple * multiple
     return Layout((*(share,) * (parts - 1), numel - share * (parts - 1)))
 
 

@@ -120,13 +120,15 @@ def check_separable(optimizer: Optimizer) -> None:
         raise TypeError(
             f"expected a torch.optim.Optimizer, got optimizer={type(optimizer).__name__}; pass the optimizer object"
         )
-    if "param_groups" not in vars(optimizer):
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if inner or "param_groups" not in vars(optimizer):
+        wrapped = f" ({_name(inner[0])})" if inner else ""
         raise UnsupportedConfigurationError(
             f"expected an optimizer with param_groups of its own, got {_name(optimizer)}, which wraps another; "
-            "pass the optimizer that it wraps"
+            f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
         )
     try:
-        whole, parts = (_tried(optimizer, in_parts=in_parts) for in_parts in (False, True))
+        whole, parts = _tried_both_ways(optimizer)
     except Exception as error:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that treats each parameter by itself and needs no closure, got {_name(optimizer)}, "
@@ -157,7 +159,24 @@ def _is_wrapper_of_torch(function: Any) -> bool:
     return code is not None and code.co_name == "wrapper" and module in _WRAPPING_MODULES
 
 
-def _tried(optimizer: Optimizer, *, in_parts: bool) -> list[torch.Tensor]:
+def _tried_both_ways(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what becomes of tiny parameters in whole steps, and in parts.
+
+    Most optimizers make their state in the first step. Some make it in the constructor, as Adagrad does before torch
+    2.14: their copy begins with the likes of what they have.
+    """
+    try:
+        return _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
+    except Exception:
+        if not optimizer.state:
+            raise
+    return (
+        _tried(optimizer, in_parts=False, with_state=True),
+        _tried(optimizer, in_parts=True, with_state=True),
+    )
+
+
+def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) -> list[torch.Tensor]:
     """Take some steps with a copy of ``optimizer`` on tiny parameters; return what becomes of them."""
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(vars(optimizer))
@@ -171,6 +190,13 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> list[torch.Tensor]:
         for group in optimizer.param_groups[:_PROBE_GROUPS]
     ]
     tiny = [parameter for group in copy.param_groups for parameter in group["params"]]
+    if with_state:
+        originals = [p for group in optimizer.param_groups[:_PROBE_GROUPS] for p in _chosen(group["params"])]
+        for original, stand_in in zip(originals, tiny, strict=True):
+            entries = optimizer.state.get(original, {})
+            copy.state[stand_in] = {
+                key: _tiny_entry(value, original, stand_in) for key, value in entries.items()
+            }
     partial = PartialOptimizer(copy)
     with torch.random.fork_rng():
         for step in range(_PROBE_STEPS):
@@ -186,9 +212,21 @@ def _tried(optimizer: Optimizer, *, in_parts: bool) -> list[torch.Tensor]:
 
 def _tiny(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make stand-ins, two elements wide, for two of these parameters."""
-    chosen = [parameters[0], parameters[-1]] if parameters else []
-    stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in chosen)
+    stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in _chosen(parameters))
     return [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(stand_ins)]
+
+
+def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters[0], parameters[-1]] if parameters else []
+
+
+def _tiny_entry(value: Any, original: torch.Tensor, stand_in: torch.Tensor) -> Any:
+    """Make the like of what an optimizer keeps for ``original``, for its stand-in."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != original.shape or not value.numel():
+        return value.clone()
+    return torch.full(stand_in.shape, value.flatten()[0].item(), dtype=value.dtype, device=value.device)
 
 
 def _ramp(like: torch.Tensor, start: float) -> torch.Tensor:

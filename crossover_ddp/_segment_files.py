@@ -115,7 +115,28 @@ def check_owned(fd: int, path: str, *, directory: bool = False) -> None:
 
 def segment_directory(base: str) -> str:
     """Return where all segments of this user live, below ``base``."""
-    return os.path.join(base, f"crossover_ddp-{os.geteuid()}")
+    return os.path.join(base, f"crossover_ddp-{outer_user(os.geteuid(), _uid_map())}")
+
+
+def outer_user(user: int, uid_map: str) -> int:
+    """Return the number that the user has outside of the container, where it is his alone.
+
+    In rootless containers everybody is user 0. ``uid_map`` is what ``/proc/self/uid_map`` holds: lines of first number
+    inside, first number outside, count. A user that it does not name keeps the number.
+    """
+    for line in uid_map.splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= user < inside + count:
+            return outside + user - inside
+    return user
+
+
+def _uid_map() -> str:
+    try:
+        with open("/proc/self/uid_map") as file:
+            return file.read()
+    except OSError:  # no /proc, or a kernel without user name spaces
+        return ""
 
 
 def open_directory(base: str) -> int:

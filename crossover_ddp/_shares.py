@@ -2,6 +2,7 @@
 
 [Note: versions] A tensor counts its in-place changes. What we do to a bucket goes through an alias with a counter of
 its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
+Changes through ``.data`` are not counted: see [Note: changes that no counter sees].
 """
 
 import math
@@ -12,14 +13,26 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from ._fingerprints import fingerprint
 from ._journey import Deferred
 from ._partial_optimizer import StepPlan, Update
 from .errors import UnsupportedConfigurationError
 
 CHANGED: Final = (
     "expected the gradients that backward() left, got gradients that were changed in place (by "
-    "torch.nn.utils.clip_grad_norm_, GradScaler, zero_grad(set_to_none=False) ...) while only a part of them had been "
-    "averaged; use state.clip_grad_norm_, or call state.flush() before"
+    "torch.nn.utils.clip_grad_norm_ on a list of parameters made earlier, p.grad.mul_, p.grad.data.mul_) while only "
+    "a part of them had been averaged; use state.clip_grad_norm_, or call state.flush() before that line"
+)
+WRITTEN: Final = (
+    "expected parameters that nobody writes between optimizer.step() and their update, got some changed in place (by "
+    "p.add_, p.data.clamp_, ... on parameters taken earlier); call state.flush() after step(), or go through "
+    "model.parameters() in that line"
+)
+UNSTEPPED: Final = (
+    "expected step() of the optimizer that DecoupledState was made with, got parameters that were written without it "
+    "while only a part of their gradients had been averaged (by another optimizer, or p -= lr * p.grad on parameters "
+    "taken earlier); call state.flush() before that line, or wrap the model again, with a DecoupledState of the "
+    "optimizer that steps"
 )
 
 
@@ -33,6 +46,8 @@ class Share:
         buffer: DDP's buffer, of which the gradients are views.
         urgency: when forward first needs one of them.
         place: its number in backward.
+
+    ``pending``: its update is still to come; ``unseen``: it is not known that forward reads all of it through guards.
     """
 
     deferred: Deferred
@@ -43,8 +58,12 @@ class Share:
     updates: list[Update] = field(default_factory=list)
     plan: StepPlan | None = None
     factor: torch.Tensor | None = None
+    pending: bool = False
+    unseen: bool = False
     _version: int = field(init=False)
     _parameter_versions: list[int] = field(default_factory=list)
+    _bits: torch.Tensor | None = None
+    _parameter_bits: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._version = self.buffer._version
@@ -65,23 +84,43 @@ class Share:
                 )
             self.updates.append(Update(parameter, gradient))
 
-    def take_step(self, plan: StepPlan) -> None:
-        """Note that the collected gradients are to be applied as ``plan`` says."""
+    def note_gradients(self) -> None:
+        """Note the gradients, which are whole, and the parameters, so that changes show that count no version."""
+        self._bits = fingerprint(self.buffer)
+        self._parameter_bits = [fingerprint(parameter) for parameter in self.parameters]
+
+    def note_parameters(self) -> None:
+        """Note the parameters at the end of backward: whoever writes them before ``step()`` may have read gradients."""
+        self._parameter_versions = [parameter._version for parameter in self.parameters]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written the parameters since the end of backward; before `take_step`."""
+        if [parameter._version for parameter in self.parameters] != self._parameter_versions:
+            return True
+        noted = zip(self.parameters, self._parameter_bits or (), strict=False)
+        return any([not torch.equal(fingerprint(parameter), bits) for parameter, bits in noted])
+
+    def take_step(self, plan: StepPlan, *, checked: bool) -> None:
+        """Note that the collected gradients are to be applied as ``plan`` says; ``checked``: note the parameters."""
         self.plan = plan
         self._parameter_versions = [update.parameter._version for update in self.updates]
+        self._parameter_bits = [fingerprint(update.parameter) for update in self.updates] if checked else None
 
     def check_gradients(self) -> None:
         """Refuse gradients that somebody has changed, see [Note: versions]."""
         if self.buffer._version != self._version:
             raise UnsupportedConfigurationError(CHANGED)
+        if self._bits is not None and not torch.equal(fingerprint(self.buffer), self._bits):
+            raise UnsupportedConfigurationError(CHANGED)
 
     def check_parameters(self) -> None:
         """Refuse parameters that somebody has written since ``step()``."""
         if [update.parameter._version for update in self.updates] != self._parameter_versions:
-            raise UnsupportedConfigurationError(
-                "expected parameters that nobody writes between optimizer.step() and their update, got some changed "
-                "in place; call state.flush() after step()"
-            )
+            raise UnsupportedConfigurationError(WRITTEN)
+        for update, bits in zip(self.updates, self._parameter_bits or (), strict=False):
+            if not torch.equal(fingerprint(update.parameter), bits):
+                raise UnsupportedConfigurationError(WRITTEN)
 
     def clip(self, factor: torch.Tensor) -> None:
         """Have the gradients scaled when they are whole."""
@@ -91,7 +130,7 @@ class Share:
         """Scale the gradients, which are whole."""
         if self.factor is not None:
             self.deferred.tensor.mul_(self.factor)
-            self.factor = None
+            self.factor = self._bits = None
 
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the part of the mean that ``rank``, this one, owns, without gradients that are not applied."""

@@ -2,9 +2,14 @@
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any, Final
+
+_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ATTEMPTS: Final = 100
+_Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 @contextmanager
@@ -26,12 +31,68 @@ def endings_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Hold further signals back; the block must have an end of its own."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def undisturbed() -> AbstractContextManager[None]:
+    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then let them have their effect.
+
+    The block must have an end of its own. A signal that comes while the block is being entered waits too.
+
+    [Note: held back by handlers] To mask signals would not do: a signal for the whole process goes to any thread that
+    does not mask it (torch has several), and Python then runs the handler in the main thread, masked or not. So the
+    handlers themselves are replaced. Python runs them in the main thread only; in any other one this does nothing.
+    """
+    return _Undisturbed()
+
+
+class _Undisturbed(AbstractContextManager[None]):
+    """Replaces the handlers of signals that end a process; see `undisturbed`."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, _Handler] = {}
+        self._came: list[int] = []
+        self._raised: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._insist(self._hold)
+
+    def __exit__(self, *_: object) -> None:
+        self._insist(self._restore)
+        self._deliver()
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+
+    def _insist(self, change: Callable[[], None]) -> None:
+        """Make a change as a whole though handlers raise amidst it; keep what they raise for later."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return change()
+            except BaseException as raised:
+                self._raised = raised
+        assert self._raised is not None
+        raise self._raised
+
+    def _hold(self) -> None:
+        for number in _ENDINGS:
+            handler = self._before.setdefault(number, signal.getsignal(number))
+            # Ignored (nohup): nothing to hold. None: of somebody who does not speak Python, and cannot be put back.
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, self._note)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._came:
+            self._came.append(number)
+
+    def _deliver(self) -> None:
+        """Send what came to the own thread; each has its effect, though the handler of the one before raises."""
+        try:
+            while self._came:
+                signal.raise_signal(self._came.pop(0))
+        finally:
+            if self._came:
+                self._deliver()

@@ -25,7 +25,8 @@ class Step:
         self.number = number
         self.futures: list[GradientFuture] = []
         self.deferred: list[Any] = []
-        self.held: list[Any] = []
+        self._held: list[Any] = []
+        self._is_cut_short = False
         self.entered = False
         self.last_hook_s = 0.0
         self.compute_ended = False
@@ -47,6 +48,20 @@ class Step:
                 self._error = self._error or error
             return self._watching > 0
 
+    def hold(self, journey: Any) -> bool:
+        """Keep ``journey``'s Future open until the step's last bucket is done; return False if that was refused."""
+        with self._lock:
+            if not self._is_cut_short:
+                self._held.append(journey)
+            return not self._is_cut_short
+
+    def let_go(self, *, refused: bool = False) -> list[Any]:
+        """Return what was held, once; ``refused``: the last bucket never goes, so hold nothing any more."""
+        with self._lock:
+            self._is_cut_short = refused
+            held, self._held = self._held, []
+        return held
+
     def _at_end_of_backward(self) -> None:
         if not _queue_callback(self._after_ddp):
             self._after_ddp()
@@ -59,6 +74,19 @@ class Step:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def after_backward(callback: Callable[[], None]) -> bool:
+    """Have ``callback`` called when DDP is through with this backward pass; False outside of one.
+
+    Call it in a hook. What ``callback`` raises is raised by ``backward()``.
+    """
+
+    def at_end_of_backward() -> None:
+        if not _queue_callback(callback):
+            callback()
+
+    return _queue_callback(at_end_of_backward)
 
 
 def _queue_callback(callback: Callable[[], None]) -> bool:

@@ -83,7 +83,7 @@ def merge(recordings: Sequence[Recording]) -> Merged:
     """
     filled = [each for each in recordings if each.spans]
     alignment = _align(filled)
-    names = job_names(filled)
+    names = job_names(filled, alignment)
     devices = _device_names(filled)
     spans = [
         _placed(span, names[_job_key(each)], devices[_device_key(each)], each, alignment)
@@ -115,10 +115,11 @@ def _job_key(recording: Recording) -> Hashable:
     return recording.header.job or ("directory", recording.label)
 
 
-def job_names(recordings: Iterable[Recording]) -> dict[Hashable, str]:
+def job_names(recordings: Iterable[Recording], alignment: Alignment) -> dict[Hashable, str]:
     """Name every job after its directory, with a number if that holds several, or by its key if it has several.
 
-    In the order of the directories, and of the jobs' begins in each.
+    In the order of the directories, and of the jobs' begins in each, in the common time: a host's wall clock may
+    be wrong by more than lies between two jobs.
     """
     labels: dict[Hashable, set[str]] = defaultdict(set)
     places: dict[str, int] = {}
@@ -126,7 +127,8 @@ def job_names(recordings: Iterable[Recording]) -> dict[Hashable, str]:
     for each in recordings:
         key = _job_key(each)
         labels[key].add(each.label)
-        begin = (places.setdefault(each.label, len(places)), each.header.wall_s, str(key))
+        begin_s = alignment.corrections[each.header.clock](each.header.monotonic_s)
+        begin = (places.setdefault(each.label, len(places)), begin_s, str(key))
         order[key] = min(order.get(key, begin), begin)
     together = Counter(next(iter(own)) for own in labels.values() if len(own) == 1)
     names: dict[Hashable, str] = {}

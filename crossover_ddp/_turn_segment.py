@@ -19,7 +19,8 @@ way costs an error that is caught (the job goes on without turns), where a mappi
 eight-byte fields are copied by the kernel in one piece on the machines that run torch.
 
 A slot belongs to whoever holds the lock on its byte (an open-file-description lock, which the kernel drops
-when the owner ends, in whatever way). A forked child would inherit lock and bell, so it closes them.
+when the owner ends, in whatever way). A forked child would inherit lock and bell, so it closes them; for it to know
+them all, no thread may fork between the opening of a descriptor and its being noted: see `_forks`.
 Our design.
 """
 
@@ -70,25 +71,33 @@ logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 100
 _RETRY_S = 1e-3
+_SLOT_PATIENCE_S = (
+    5.0  # whoever leaves holds all slots while it removes the files, on a busy machine for long
+)
 _LONGEST_WAIT_S = 3600.0
 _LASTING_FIELDS = ("state", "incarnation", "job", "devices", "joined_at", "lease_s", "lease_mirror_s")
 _BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
 
 
 _open_segments: "weakref.WeakSet[TurnSegment]" = weakref.WeakSet()
+# Held while a descriptor is opened and noted, or closed and forgotten, and by whoever forks; never over a wait.
+_forks = threading.RLock()
 _fork_guarded = False
 
 
 def _guard_forks() -> None:
     global _fork_guarded
     if not _fork_guarded:
-        os.register_at_fork(after_in_child=_forget_in_child)
+        os.register_at_fork(
+            before=_forks.acquire, after_in_parent=_forks.release, after_in_child=_forget_in_child
+        )
         _fork_guarded = True
 
 
 def _forget_in_child() -> None:
     for segment in list(_open_segments):
         segment.forget()
+    _forks.release()
 
 
 def _open_directory(base: str) -> tuple[int, str]:
@@ -134,7 +143,8 @@ class TurnSegment:
         self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
         self._bells: dict[tuple[int, int], int] = {}
         self._bells_lock = threading.RLock()  # a turn may be given back by a thread of its own
-        _open_segments.add(self)
+        with _forks:
+            _open_segments.add(self)
         try:
             self._open()
         except BaseException:
@@ -178,11 +188,12 @@ class TurnSegment:
             # The last one to leave takes the file and the directory with it, at any moment of this.
             with contextlib.suppress(FileNotFoundError):
                 self._enter_directory()
-                try:
-                    self._fd = self._open_private(".turns", os.O_RDWR)
-                except FileNotFoundError:
-                    self._create()
-                    self._fd = self._open_private(".turns", os.O_RDWR)
+                with _forks:
+                    try:
+                        self._fd = self._open_private(".turns", os.O_RDWR)
+                    except FileNotFoundError:
+                        self._create()
+                        self._fd = self._open_private(".turns", os.O_RDWR)
                 self._check_contents()
                 return
         raise SegmentError(f"expected {self.path} to stay after it was made, got it removed again and again")
@@ -190,10 +201,11 @@ class TurnSegment:
     def _enter_directory(self) -> None:
         if self._directory_fd >= 0 and os.fstat(self._directory_fd).st_nlink:
             return
-        if self._directory_fd >= 0:
-            os.close(self._directory_fd)
-            self._directory_fd = -1
-        self._directory_fd, self._directory = _open_directory(self._base)
+        with _forks:
+            if self._directory_fd >= 0:
+                os.close(self._directory_fd)
+                self._directory_fd = -1
+            self._directory_fd, self._directory = _open_directory(self._base)
 
     def _create(self) -> None:
         """Make the whole file aside and link it in, so that nobody ever sees half of one."""
@@ -286,15 +298,17 @@ class TurnSegment:
             self._publish(state=FREE)
 
     def _take_slot(self) -> None:
-        for _ in range(_OPEN_ATTEMPTS):
+        deadline_s = time.monotonic() + _SLOT_PATIENCE_S
+        while time.monotonic() < deadline_s:
             self.slot = next((index for index in range(SLOT_COUNT) if self._lock(index, 1)), -1)
             if self.slot >= 0 and self._is_current():
                 return
             # The last one to leave holds all slots for a moment and takes the file with it.
             time.sleep(_RETRY_S if self.slot < 0 else 0.0)
-            self.slot, stale = -1, self._fd
-            self._fd = -1
-            os.close(stale)
+            with _forks:
+                self.slot, stale = -1, self._fd
+                self._fd = -1
+                os.close(stale)
             self._open()
         raise SegmentError(
             f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
@@ -312,7 +326,8 @@ class TurnSegment:
                 f"cannot make {path}: {error.strerror}; remove it or free some of {self._base}"
             ) from error
         # Open for writing too, or its poll would report a hang-up whenever no sibling holds it.
-        self._bell_fd = self._open_private(f".{self.slot}.bell", os.O_RDWR, is_kind=stat.S_ISFIFO)
+        with _forks:
+            self._bell_fd = self._open_private(f".{self.slot}.bell", os.O_RDWR, is_kind=stat.S_ISFIFO)
 
     def leave(self) -> None:
         """Give the slot up, wake whoever waits for it, and remove the files if nobody is left."""
@@ -338,15 +353,16 @@ class TurnSegment:
 
     def forget(self) -> None:
         """Close every file without a word to anybody (in a forked child the parent's slot stays as it is)."""
-        fds = [self._fd, self._log_fd, self._bell_fd, self._directory_fd, *self._bells.values()]
-        self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
-        self._bells = {}
-        self.slot = -1
-        for fd in fds:
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        _open_segments.discard(self)
+        with _forks:
+            fds = [self._fd, self._log_fd, self._bell_fd, self._directory_fd, *self._bells.values()]
+            self._fd = self._log_fd = self._bell_fd = self._directory_fd = -1
+            self._bells = {}
+            self.slot = -1
+            for fd in fds:
+                if fd >= 0:
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+            _open_segments.discard(self)
 
     # --- files of the processes' own, beside the segment -----------------------------------------------------
 
@@ -432,6 +448,7 @@ class TurnSegment:
                 slot.job,
                 slot.incarnation,
                 slot.joined_at,
+                slot.started,
                 slot.returned,
                 slot.lease() or DEFAULT_LEASE_S,
             )
@@ -456,20 +473,28 @@ class TurnSegment:
         """Return the writing end of a sibling's bell, or None if the sibling is dead."""
         key = (slot, incarnation)
         with self._bells_lock:
-            if key not in self._bells:
-                for stale in [known for known in self._bells if known[0] == slot]:
-                    os.close(self._bells.pop(stale))
-                try:
-                    self._bells[key] = self._open_private(f".{slot}.bell", os.O_WRONLY, is_kind=stat.S_ISFIFO)
-                except OSError:  # no reader, or no bell: its owner has ended
-                    return None
+            if key not in self._bells and not self._hold_bell(slot, incarnation):
+                return None
             fd = self._bells[key]
             watch = select.poll()
             watch.register(fd, 0)
             if watch.poll(0):
-                os.close(self._bells.pop(key))
+                with _forks:
+                    os.close(self._bells.pop(key))
                 return None
             return fd
+
+    def _hold_bell(self, slot: int, incarnation: int) -> bool:
+        """Open a sibling's bell in place of its slot's earlier owner's; tell whether anybody reads it."""
+        with _forks:
+            for stale in [known for known in self._bells if known[0] == slot]:
+                os.close(self._bells.pop(stale))
+            try:
+                fd = self._open_private(f".{slot}.bell", os.O_WRONLY, is_kind=stat.S_ISFIFO)
+            except OSError:  # no reader, or no bell: its owner has ended
+                return False
+            self._bells[slot, incarnation] = fd
+            return True
 
     def ring_others(self) -> None:
         """Wake every sibling process on this device."""
@@ -514,7 +539,8 @@ class TurnSegment:
     def draw_turn(self) -> int:
         """Append the own slot to the log; its place there is the turn's number, from 1."""
         if self._log_fd < 0:
-            self._log_fd = self._open_private(".log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            with _forks:
+                self._log_fd = self._open_private(".log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
         if not os.fstat(self._log_fd).st_nlink:
             raise SegmentError(f"expected the log beside {self.path} to stay, got it removed under way")
         os.write(self._log_fd, bytes([self.slot]))

@@ -3,9 +3,7 @@
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -15,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ._ddp_checks import check_not_capturing, resolve_group
 from ._decoupled import DecoupledState, decoupled_hook
-from ._endings import on_destruction
 from ._exchange import Exchange
+from ._job_turn import JobTurn
 from ._journey import Turn
 from ._planning import BucketPlan
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -82,12 +80,15 @@ class CrossoverState:
 
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
-        mutex: the mutex to take turns with. Default: one on the device of the first bucket, in the group named by
-            ``CROSSOVER_GROUP``, made when the first exchange ends and closed with the process group.
+        mutex: the mutex to take turns with. Default: the one of this process, on the device of the first bucket, in the
+            group named by ``CROSSOVER_GROUP``, made when the first exchange ends and closed with the process group.
+            All models of the process share it. A model whose process group has only some of the job's ranks takes no
+            turns of its own; its gradients travel inside the turns of the job.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
 
-    On failure: what a `GPUMutex` raises when it joins is raised by the first ``backward()``, on all ranks; if turns
-    fail later, the job trains on without them, with one warning.
+    On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
+    warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` or
+    ``CROSSOVER_DEVICE_ORDER`` is raised, by the first ``backward()``.
 
     **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
 
@@ -105,12 +106,12 @@ class CrossoverState:
     ) -> None:
         self.process_group = process_group
         self.hook_state = hook_state
-        self.turn: Turn = mutex if mutex is not None else _FirstTurn(process_group)
+        self.turn: Turn = mutex if mutex is not None else JobTurn(process_group)
 
     @property
     def mutex(self) -> GPUMutex | None:
         """The mutex, or None before the end of the first exchange."""
-        return self.turn.mutex if isinstance(self.turn, _FirstTurn) else cast(GPUMutex, self.turn)
+        return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,57 +140,6 @@ class CrossoverState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(hook_state=state["hook_state"])  # type: ignore[misc]
-
-
-_mutexes: "weakref.WeakKeyDictionary[dist.ProcessGroup, GPUMutex]" = weakref.WeakKeyDictionary()
-
-
-class _FirstTurn:
-    """Turns on whatever device the first bucket is on: makes the mutex at the end of the first exchange.
-
-    Making it is collective and may block, so it happens on the engine's worker, where all ranks come to the
-    same point; the first iteration, which DDP runs as one big bucket, computes before the job has joined.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._process_group = process_group
-        self.device: torch.device | None = None
-        self.mutex: GPUMutex | None = None
-
-    @property
-    def shared(self) -> bool:
-        return self.mutex is None or self.mutex.shared
-
-    def release(self) -> None:
-        if self.mutex is not None:
-            self.mutex.release()
-
-    def request(self) -> None:
-        if self.mutex is None:
-            self.mutex = self._join()
-        self.mutex.request()
-
-    def _join(self) -> GPUMutex:
-        """Return the job's mutex: a process that trains several models is one job, not its own sibling."""
-        group = resolve_group(cast(dist.ProcessGroup, self._process_group))
-        mutex = _mutexes.get(group)
-        # One that failed stays: another rank's may still work, and making one is collective. One that was closed does
-        # not, failed or not: a rank whose peers are quicker to close may find their connections gone.
-        if mutex is None or mutex.closed:
-            mutex = _mutexes[group] = GPUMutex(device=self.device, process_group=group)
-            # A process may live on for long; at its exit the kernel tells siblings in any case.
-            on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
-        return mutex
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        self.request()
-        assert self.mutex is not None
-        self.mutex.acquire(ahead=ahead)
-
-
-def _close(mutex: "weakref.ref[GPUMutex]") -> None:
-    if (alive := mutex()) is not None:
-        alive.close()
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -262,6 +212,6 @@ def crossover_wrapper(hook: Hook) -> Hook:
 
 
 def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:
-    if isinstance(state.turn, _FirstTurn) and isinstance(bucket, dist.GradBucket):
+    if isinstance(state.turn, JobTurn) and isinstance(bucket, dist.GradBucket):
         state.turn.device = bucket.buffer().device
     return state.turn

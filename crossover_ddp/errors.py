@@ -22,4 +22,4 @@ class SegmentError(CrossoverError):
 
 
 class TurnError(CrossoverError):
-    """Turns cannot be agreed on (siblings share only some devices, the control group is broken)."""
+    """Turns cannot be agreed on (siblings share only some devices, the job's store fails)."""

@@ -3,13 +3,19 @@
 A turn belongs to a job, all its ranks; every device sees the same order of turns; see [Note: turn order] in
 `crossover_ddp._turns`. `CrossoverState` and the other hooks use a mutex by themselves; this class
 is for whoever wants turns without a hook, and for giving the turn away during evaluation and checkpoints.
+
+[Note: one draw for each acquire]
+The lead rank draws turns, and the job's other ranks take their numbers in the same order. Where a process trains two
+models, one's exchange may end before or after the other's compute, differently on each rank. So neither the number of
+turns drawn nor which of them a rank is in may depend on whether it is inside a turn at that moment: in a job of
+several ranks every `acquire` draws one, and a rank that is still inside a turn gives that back first. If it kept both,
+it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock.
 """
 
 import contextlib
 import datetime
 import logging
 import os
-import secrets
 import statistics
 import threading
 import time
@@ -18,15 +24,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES, SLOT_COUNT, Slot, digest
+from crossover_ddp._group_timeout import patience_limit_s
+from crossover_ddp._joining import Membership, NotJoinedError, join
+from crossover_ddp._segment_files import EVENT_HANDLE_BYTES, Slot
 from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import DEFAULT_LEASE_S, Grant, Patience, TurnLog, blockers, message_numel
-from crossover_ddp.errors import (
-    CrossoverError,
-    SegmentError,
-    TurnError,
-    UnsupportedConfigurationError,
-)
+from crossover_ddp._turns import Grant, Lease, Patience, TurnLog, blockers
+from crossover_ddp.errors import CrossoverError, UnsupportedConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,19 +37,16 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from crossover_ddp._device_order import DeviceOrder
+    from crossover_ddp._turn_channel import TurnChannel
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP = "default"
 CLOSED = "closed"
-_LEASE_TURNS = 4.0  # an adaptive lease covers this many of the job's longest recent turns
-_RECENT_TURNS = 16
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
 _LEAVING_LOOK_S = 0.01
-_JOIN_ERRORS = {"TurnError": TurnError, "ValueError": ValueError}
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks come from the same exchange
 
 _P = ParamSpec("_P")
 
@@ -91,10 +91,12 @@ class GPUMutex:
             is ``CROSSOVER_DEVICE`` or made from the machine's boot id.
         process_group: the job; default the default group, or this process alone where there is none.
         lease: seconds that siblings wait for a turn of this job that does not end, or a ``timedelta``. Default
-            5 s, or four of the job's longest recent turns if that is more.
+            four of the job's long recent turns (an outlier does not count), at least 5 s and at most 60 s. However long
+            siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
 
     On failure: `SegmentError` for a foreign or malformed segment, `TurnError` when siblings share only some of the
-    job's devices, on every rank alike; nothing is held then.
+    job's devices, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns
+    instead, with one warning.
 
     **Collective**: the constructor and `acquire` must be called by all ranks of the job; nothing else.
 
@@ -114,103 +116,92 @@ class GPUMutex:
         process_group: "ProcessGroup | None" = None,
         lease: float | datetime.timedelta | None = None,
     ) -> None:
-        self.name = name if name is not None else os.environ.get("CROSSOVER_GROUP", DEFAULT_GROUP)
         if isinstance(lease, datetime.timedelta):
             lease = lease.total_seconds()
         if lease is not None and not lease > 0:
             raise ValueError(f"expected a lease > 0 seconds, got lease={lease}; leave it out for the default")
-        self._adaptive_lease = lease is None
-        self._lease_s = DEFAULT_LEASE_S if lease is None else float(lease)
-        self._busy = threading.RLock()
-        self.closed = False
-        self._segment: TurnSegment | None = None
-        self.disabled_because: str | None = None
-        self._reset_counters()
-        if turns_disabled():
-            self.disabled_because = "CROSSOVER_DISABLE is set"
-            return
-        self._join(device, process_group)
+        self._prepare(name, lease, process_group)
+        if self.disabled_because is None:
+            try:
+                self._enter(
+                    join(self.name, device, process_group, lease_s=self._lease.seconds, timeout_s=None)
+                )
+            except NotJoinedError as error:
+                raise error.reason from error.__cause__
 
-    def _reset_counters(self) -> None:
+    @classmethod
+    def for_hook(cls, device: "torch.device | None", process_group: "ProcessGroup") -> "GPUMutex":
+        """Return the mutex of a hook's own: where the job cannot join it takes no turns, with one warning.
+
+        Raises wrong arguments only (a bad ``CROSSOVER_GROUP``): nobody asked for a mutex, so none may stop the job.
+        **Collective.**
+        """
+        mutex = cls.__new__(cls)
+        mutex._prepare(None, None, process_group)
+        if mutex.disabled_because is None:
+            try:
+                membership = join(
+                    mutex.name,
+                    device,
+                    process_group,
+                    lease_s=mutex._lease.seconds,
+                    timeout_s=_HOOK_JOIN_TIMEOUT_S,
+                )
+            except NotJoinedError as error:
+                if isinstance(error.reason, ValueError | TypeError):
+                    raise error.reason from error.__cause__
+                mutex._stay_out(error, process_group.rank())
+            else:
+                mutex._enter(membership)
+        return mutex
+
+    def _prepare(self, name: str | None, lease_s: float | None, process_group: "ProcessGroup | None") -> None:
+        self.name = name if name is not None else os.environ.get("CROSSOVER_GROUP", DEFAULT_GROUP)
+        self._lease = Lease(None if lease_s is None else float(lease_s))
+        self._busy = threading.RLock()
+        self.closed = False  # `close` was called, whether or not turns had failed before
+        self.device = ""
+        self._channel: TurnChannel | None = None
+        self._segment: TurnSegment | None = None
+        self.disabled_because = "CROSSOVER_DISABLE is set" if turns_disabled() else None
+        self._reset_counters(patience_limit_s(process_group))
+
+    def _reset_counters(self, patience_limit_s: float) -> None:
         self._holding = False
-        self._requested = False
+        # [Note: one draw for each acquire]
+        self._asked = 0  # requests whose `acquire` is still to come
+        self._drawn = 0  # turns drawn for this job whose numbers this rank has not looked at
+        self._grants: deque[Grant] = deque()  # of those, on the lead rank
         self._turn = 0
         self._turn_count = 0
         self._started_s = 0.0
         self._held_s = 0.0
         self._waited_s = 0.0
-        self._recent_held_s: deque[float] = deque(maxlen=_RECENT_TURNS)
         self._handovers_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
         self._shared = True
-        self._grant: Grant | None = None
-        self._patience = Patience()
+        self._patience = Patience(patience_limit_s)
+        self._warned_of: set[bool] = set()
         self._log = TurnLog()
         self._waits_on_host = False
 
     # --- joining and leaving -------------------------------------------------------------------------------
 
-    def _join(self, device: "torch.device | str | int | None", process_group: "ProcessGroup | None") -> None:
-        self._channel = _channel(process_group)
-        problem, torch_device, self.device = "", None, ""
-        try:
-            torch_device, self.device = _resolve_device(device)
-        except Exception as error:  # told to all ranks below: either all take turns or none
-            problem = f"{type(error).__name__}: {error}"
-        everyone = self._gather((self.device, secrets.randbits(62) | 1, problem))
-        self._raise_first({rank: text for rank, (_, _, text) in enumerate(everyone) if text})
-        assert torch_device is not None
-        devices = [name for name, _, _ in everyone]
-        self._lead = devices.index(min(devices))
-        self.job = everyone[self._lead][1]
-        self._is_lead = (self._channel.rank if self._channel else 0) == self._lead
-        segment, problem = self._take_slot(torch_device, devices)
-        problems = {rank: text for rank, text in enumerate(self._gather(problem)) if text}
-        self._raise_first(problems, segment)
-        assert segment is not None
-        self._segment = segment
-        self._waits_on_host = self._order.waits_on_host
-        self._finalizer = weakref.finalize(self, _depart, self._order, segment, os.getpid())
+    def _enter(self, membership: Membership) -> None:
+        self.job, self.device, self._is_lead = membership.job, membership.device, membership.is_lead
+        self._channel, self._order, self._segment = membership.channel, membership.order, membership.segment
+        self._waits_on_host = membership.order.waits_on_host
+        self._finalizer = weakref.finalize(self, _depart, membership, os.getpid())
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
 
-    def _take_slot(self, device: "torch.device", devices: list[str]) -> tuple[TurnSegment | None, str]:
-        """Join the own device's segment; return it, and what is wrong if anything is."""
-        from crossover_ddp._device_order import device_order
-
-        segment = None
-        try:
-            segment = TurnSegment(self.name, self.device)
-            segment.reserve()  # the order may put files beside it
-            self._order: DeviceOrder = device_order(device, EVENT_COUNT, segment)
-            segment.join(
-                job=self.job,
-                devices=digest("\n".join(sorted(set(devices)))),
-                rank=self._channel.rank if self._channel else 0,
-                world_size=len(devices),
-                lease_s=self._lease_s,
-                events=self._order.handles,
-                waits_on_host=self._order.waits_on_host,
-            )
-            _check_siblings(segment, self.job, set(devices))
-        except Exception as error:  # as above
-            return segment, f"{type(error).__name__}: {error}"
-        return segment, ""
-
-    def _raise_first(self, problems: dict[int, str], segment: TurnSegment | None = None) -> None:
-        """Leave nothing behind and raise the first rank's problem, if there is one."""
-        if not problems:
-            return
-        if hasattr(self, "_order"):
-            self._order.close()
-        if segment is not None:
-            segment.leave()
-        if self._channel:
-            self._channel.close()
-        rank, text = next(iter(problems.items()))
-        kind, _, what = text.partition(": ")
-        raise _JOIN_ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
-
-    def _gather(self, value: Any) -> list[Any]:
-        return self._channel.gather(value) if self._channel else [value]
+    def _stay_out(self, error: NotJoinedError, rank: int) -> None:
+        """Train on without turns. What all ranks know, rank 0 tells."""
+        self.disabled_because = f"{type(error.reason).__name__}: {error.reason}"
+        logger.log(
+            logging.INFO if error.agreed and rank else logging.WARNING,
+            "cannot take turns in group %r: %s. This job trains on without them: same results, no crossover",
+            self.name,
+            error.reason,
+        )
 
     def close(self) -> None:
         """Leave for good: siblings no longer wait for this job. Not collective; may be called twice.
@@ -221,28 +212,27 @@ class GPUMutex:
         segment = self._segment
         if segment is not None:
             segment.ring_self()
-        idle = self._busy.acquire(
-            timeout=_CLOSE_TIMEOUT_S
-        )  # not idle: another thread listens to the lead rank
+            if self._channel is not None:
+                self._channel.interrupt()
+        idle = self._busy.acquire(timeout=_CLOSE_TIMEOUT_S)  # not idle: another thread waits for the device
         try:
             if self._segment is not None:
-                self._leave(CLOSED, hear_out=True)
+                self._leave(CLOSED)
         finally:
             if idle:
                 self._busy.release()
 
-    def _leave(self, reason: str, *, hear_out: bool = False) -> None:
+    def _leave(self, reason: str) -> None:
         self.disabled_because = reason
         self._segment = None
         self._holding = False
-        try:
-            self._finalizer()
-        finally:
-            if self._channel:
-                self._channel.close(hear_out=hear_out)
+        self._finalizer()
 
     def _give_up(self, error: Exception) -> None:
         if self._segment is None:  # closed meanwhile by another thread
+            return
+        if self.closed:  # whoever closes ends the waits of other threads
+            self._leave(CLOSED)
             return
         logger.warning(
             "turns on %s failed (%s: %s); this job trains on without them: same results, no crossover",
@@ -262,7 +252,7 @@ class GPUMutex:
 
     def __repr__(self) -> str:
         state = self.disabled_because or ("holds a turn" if self._holding else "between turns")
-        return f"GPUMutex(name={self.name!r}, device={getattr(self, 'device', None)!r}, {state})"
+        return f"GPUMutex(name={self.name!r}, device={self.device or None!r}, {state})"
 
     # --- turns ---------------------------------------------------------------------------------------------
 
@@ -285,49 +275,49 @@ class GPUMutex:
     def _settle(self) -> None:
         """Learn the number of a turn that was taken ahead; it has begun, so nobody is waited for."""
         segment = self._segment
-        if segment is not None and self._requested and self._holding:
+        while segment is not None and self._holding and self._drawn > self._asked:
             grant = self._take_grant()
             self._turn, self._shared = grant.turn, grant.shared
             segment.publish_started(grant.turn)
 
     @_never_raises
     def request(self) -> None:
-        """Join the queue for the next turn before it is needed, so that its number travels meanwhile.
+        """Join the queue for the turn of the next `acquire` before it is needed, so that its number travels meanwhile.
 
-        Optional before `acquire`, and like it called by all ranks. Never blocks, never raises.
+        Optional, once for an `acquire`, and like it called by all ranks. Never blocks, never raises.
         """
-        self._request()
+        self._draw()
+        self._asked += 1
 
-    def _request(self) -> None:
-        if self._requested:
-            return
-        self._requested = True
+    def _draw(self) -> None:
+        """Draw one turn, see [Note: one draw for each acquire]."""
+        self._drawn += 1
         if not self._is_lead:
-            assert self._channel is not None
-            self._channel.expect(self._lead)
             return
         segment = self._segment
         assert segment is not None
         turn = segment.draw_turn()
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        self._grant = self._log.grant(turn, self.job, segment.members())
-        if self._channel:
-            self._channel.send(self._grant)
+        grant = self._log.grant(turn, self.job, segment.members())
+        self._grants.append(grant)
+        if self._channel is not None:
+            self._channel.send(grant)
 
     def _take_grant(self) -> Grant:
-        if not self._is_lead:
+        if self._is_lead:
+            grant = self._grants.popleft()
+        else:
             assert self._channel is not None
-            self._grant = self._channel.receive()
-        self._requested = False
-        assert self._grant is not None
-        return self._grant
+            grant = self._channel.receive()
+        self._drawn -= 1
+        return grant
 
     @_never_raises
     def acquire(self, *, ahead: bool = False, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Block until this job's turn has come on this device; on a GPU let the current stream wait as well.
 
         Siblings that die are passed over at once, others after their lease. If turns fail the job goes on
-        without them. Does nothing inside a turn.
+        without them. Inside a turn a job of one rank goes on at once, one of several ranks gives it back first.
 
         Args:
             ahead: go on at once although the turn's number is not known yet; for callers that have seen
@@ -337,10 +327,16 @@ class GPUMutex:
         On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
             would take no turn; nothing has changed then. Raises nothing else.
         """
+        if not self._holding or self._channel is not None:
+            self._order.check_usable()
+        if self._channel is not None:  # see [Note: one draw for each acquire]
+            self._give_back()
+        if self._asked:
+            self._asked -= 1
+        elif not self._holding:
+            self._draw()
         if self._holding:  # waiting for siblings that wait for us would cost a lease
             return
-        self._order.check_usable()
-        self._request()
         if ahead and not self._shared:
             self._begin_turn(self._turn)
         else:
@@ -354,7 +350,10 @@ class GPUMutex:
         since_s = time.monotonic()
         waited = self._wait(segment, grant)
         self._follow_on_device(segment, grant, since_s if waited else None)
-        self._waited_s += time.monotonic() - since_s
+        waited_s = time.monotonic() - since_s
+        self._waited_s += waited_s
+        if self._patience.lost and self._channel is not None:
+            self._channel.tell_wait(grant.turn, waited_s)  # before peers that wait for this rank give back
         self._patience.started()
         self._shared = grant.shared
         segment.publish_started(grant.turn)
@@ -370,20 +369,21 @@ class GPUMutex:
         """Wait until nobody on this device is before ``grant``; tell whether that took any waiting."""
         waited = False
         while not self.closed:
-            waiting = blockers(grant, self.job, segment.members())
-            expired = self._patience.expired_count
-            left_s = self._patience.remaining(waiting, time.monotonic())
-            if self._patience.expired_count == expired + 1 == 1:
-                logger.warning(
-                    "a sibling on %s kept its turn for longer than its lease of %.1f s; going on beside it (said once)",
-                    self.device,
-                    waiting[0].member.lease_s,
-                )
+            members = segment.members()
+            waiting = blockers(grant, self.job, members)
+            left_s = self._patience.remaining(waiting, members, time.monotonic())
+            self._warn_of_lost_patience()
             if left_s is None:
                 break
             waited = True
             segment.wait([blocker.member for blocker in waiting], left_s)
         return waited
+
+    def _warn_of_lost_patience(self) -> None:
+        for lost in self._patience.lost:
+            if lost.at_limit not in self._warned_of:
+                self._warned_of.add(lost.at_limit)
+                logger.warning("%s; going on beside it (said once)", lost.words(self.device))
 
     def _follow_on_device(self, segment: TurnSegment, grant: Grant, since_s: float | None) -> None:
         """Order the device behind every sibling's last turn, and note how long the hand-over took."""
@@ -439,16 +439,19 @@ class GPUMutex:
         """
         if self._holding:
             self._order.check_usable()
+        self._give_back(streams)
+
+    def _give_back(self, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         self._settle()
         if not self._holding:
             return
         self._holding = False
         held_s = time.monotonic() - self._started_s
         self._held_s += held_s
-        self._recent_held_s.append(held_s)
         segment, turn = self._segment, self._turn
         assert segment is not None
-        self._adapt_lease(segment)
+        if self._lease.note(self._own_seconds(turn, held_s)):
+            segment.publish_lease(self._lease.seconds)
         self._order.finish(
             turn,
             lambda: self._publish_returned(segment, turn),
@@ -472,11 +475,15 @@ class GPUMutex:
                     finally:
                         self._busy.release()
 
-    def _adapt_lease(self, segment: TurnSegment) -> None:
-        wanted_s = _LEASE_TURNS * max(self._recent_held_s)
-        if self._adaptive_lease and wanted_s > self._lease_s:
-            self._lease_s = wanted_s
-            segment.publish_lease(wanted_s)
+    def _own_seconds(self, turn: int, held_s: float) -> float:
+        """Return how much of a turn was the job's own doing.
+
+        A rank's own waits for siblings end before its turn begins. But inside it may wait for a peer that still waits
+        for a stopped sibling. Such a peer tells how long that took, and who asks does so only where it matters.
+        """
+        if self._channel is None or not self._lease.matters(held_s):
+            return held_s
+        return max(0.0, held_s - self._channel.told_wait_s(turn))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -501,7 +508,7 @@ class GPUMutex:
         latencies = sorted(list(self._handovers_s))
         return {
             "group": self.name,
-            "device": getattr(self, "device", None),
+            "device": self.device or None,
             "job": f"{getattr(self, 'job', 0):x}",
             "turn": self._turn,
             "turns": self._turn_count,
@@ -509,7 +516,7 @@ class GPUMutex:
             "siblings": self._count_siblings(),
             "held_s": self._held_s,
             "waited_s": self._waited_s,
-            "lease_s": self._lease_s,
+            "lease_s": self._lease.seconds,
             "leases_expired": self._patience.expired_count,
             "handovers": len(latencies),
             "handover_median_s": statistics.median(latencies) if latencies else None,
@@ -538,61 +545,12 @@ class GPUMutex:
             self._busy.release()
 
 
-def _depart(order: "DeviceOrder", segment: TurnSegment, pid: int) -> None:
+def _depart(membership: Membership, pid: int) -> None:
     """Leave, also at the end of the process: first end what is on the device, where siblings wait for it."""
     try:
         if os.getpid() == pid:
-            order.close()
+            membership.order.close()
     finally:
-        segment.leave()
-
-
-def _channel(process_group: "ProcessGroup | None") -> Any:
-    """Return the job's channel, or None for a job of one process."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    from crossover_ddp._turn_channel import TurnChannel
-
-    channel = TurnChannel(process_group, message_numel(SLOT_COUNT - 1))
-    return channel if channel.size > 1 else None
-
-
-def _resolve_device(device: "torch.device | str | int | None") -> "tuple[torch.device, str]":
-    """Return the torch device and the name under which its siblings know it."""
-    import torch
-
-    from crossover_ddp._device_order import default_device, device_name
-
-    found = default_device() if device is None else None
-    if isinstance(device, str):
-        with contextlib.suppress(RuntimeError):  # not one of torch's: a name of the user's own
-            found = torch.device(device)
-        if found is None:
-            return torch.device("cpu"), device
-    elif device is not None:
-        found = torch.device("cuda", device) if isinstance(device, int) else device
-    assert found is not None
-    if found.type == "cuda":
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        return found, device_name(found)
-    return found, os.environ.get("CROSSOVER_DEVICE") or f"cpu-{_machine()}"
-
-
-def _machine() -> str:
-    """Return what all containers of one machine have in common."""
-    with open(_BOOT_ID) as file:
-        return file.read().strip()
-
-
-def _check_siblings(segment: TurnSegment, job: int, devices: set[str]) -> None:
-    """Refuse siblings that share only some devices: they would have no common order of turns."""
-    own = digest("\n".join(sorted(devices)))
-    for slot in segment.slots().values():
-        if slot.job != job and slot.devices != own:
-            raise TurnError(
-                f"expected siblings to use the same set of devices, got a job (process {slot.pid}) that shares "
-                f"{segment.device} but not all of {sorted(devices)}; give both jobs the same devices, or name "
-                "different groups with CROSSOVER_GROUP"
-            )
+        membership.segment.leave()
+        if membership.channel is not None:
+            membership.channel.close(tell=membership.is_lead)

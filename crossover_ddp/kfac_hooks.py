@@ -12,7 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ._capture import FactorCapture, Layer, find_layers, unwrapped
+from ._capture import FactorCapture
 from ._columns import WeightSharing
 from ._curvature import Curvature, Start
-from ._ddp_checks import check_not_capturing, flat_gradients, resolve_group
+from ._ddp_checks import check_not_capturing, flat_gradients, model_of, resolve_group
 from ._exchange import Exchange
 from ._factor_traffic import FactorTraffic
 from ._factors import DampedInverse, Eigenbasis, Solver
 from ._inverse_probe import measure_inverse
-from ._journey import Turn
+from ._journey import Cargo, Turn
+from ._kfac_buckets import Content, contents_of
 from ._kfac_cargo import BucketCargo, Passenger, Round, StepPlan
+from ._kfac_layers import Layer, find_layers, group_of, unwrapped
 from ._kfac_planning import (
     FactorPlan,
     InverseCost,
@@ -38,7 +40,18 @@ from ._kfac_planning import (
     place,
     placed,
 )
-from ._kfac_settings import Hyper, Hypers, check_choice, check_parameters, check_together
+from ._kfac_settings import (
+    Hyper,
+    Hypers,
+    check_any,
+    check_choices,
+    check_held,
+    check_max_dim,
+    check_parameters,
+    check_together,
+    learning_rates,
+    warn_of_large,
+)
 from ._layout import Span
 from ._worker import Worker
 from .errors import UnsupportedConfigurationError
@@ -62,7 +75,8 @@ class KFACState:
 
     Args:
         model: the model, wrapped by DDP or not. Loss: the mean over the local mini-batch.
-        optimizer: whose learning rates enter the KL clip. Needed unless ``kl_clip`` is None.
+        optimizer: whose learning rates enter the KL clip, or a sequence of several. They must hold the parameters of
+            all layers that are treated. Needed unless ``kl_clip`` is None.
         damping: γ, added to the factors' product. Default 0.001.
         factor_decay: weight of the old factors in the running mean, new = decay * old + (1 - decay) * batch.
         kl_clip: κ: all preconditioned gradients V are scaled by min(1, √(κ / Σ lr² V·∇)); None leaves them.
@@ -77,9 +91,12 @@ class KFACState:
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
         accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
         skip: names of modules, or patterns of names, that shall pass through.
+        max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
+            time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.
         costs: by what owners are found: "typical" costs of inversions, so that the same job has the same owners, and
             rounds its sums alike, in every run; or those "measured" on rank 0 when the state is made.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
+            wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
@@ -100,7 +117,7 @@ class KFACState:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         damping: Hyper = 0.001,
         factor_decay: Hyper = 0.95,
@@ -115,30 +132,32 @@ class KFACState:
         loss_scale: float | Callable[[], float] = 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         skip: Sequence[str] = (),
+        max_factor_dim: int = 8192,
         costs: Literal["typical", "measured"] = "typical",
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
     ) -> None:
-        for name, (value, choices) in {
-            "solver": (solver, _SOLVERS),
-            "weight_sharing": (weight_sharing, get_args(WeightSharing)),
-            "factors": (factors, ("global", "local")),
-            "inversion": (inversion, ("at_once", "background")),
-            "accumulated": (accumulated, ("mean", "sum")),
-            "costs": (costs, ("typical", "measured")),
-        }.items():
-            check_choice(name, value, choices)
+        check_choices(
+            solver=solver,
+            weight_sharing=weight_sharing,
+            factors=factors,
+            inversion=inversion,
+            accumulated=accumulated,
+            costs=costs,
+        )
         self._hyper = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
         self._hyper.at(0)  # says what is wrong with them
+        check_max_dim(max_factor_dim)
         check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
-        self.process_group = process_group
+        self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
         self._loss_scale = loss_scale
         self._solver = solver
         self._local = factors == "local"
+        self._take_model(model, skip, max_factor_dim, measure=costs == "measured")
+        self._lrs = self._learning_rates(kl_clip is not None)
         self._inverter = Worker("crossover-invert") if inversion == "background" else None
-        self._take_model(model, skip, measure=costs == "measured")
         start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
         self._new_curvature = functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)
         self._new_capture = functools.partial(
@@ -152,7 +171,6 @@ class KFACState:
         self._capture = FactorCapture((), sharing=weight_sharing)
         self._steps = 0
         self._round: Round | None = None
-        self._lrs: dict[int, float] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._own(place(self._costs, self._world_size, self._inverse_cost))
         logger.info("%s", self)
@@ -178,16 +196,21 @@ class KFACState:
             local=self._local,
         )
 
-    def _take_model(self, model: nn.Module, skip: Sequence[str], *, measure: bool) -> None:
-        """Find the model's layers and give each an owner."""
+    def _take_model(
+        self, model: nn.Module, skip: Sequence[str], max_factor_dim: int, *, measure: bool
+    ) -> None:
+        """Find the model's layers, the same as on all ranks, and what they cost."""
         group = resolve_group(self.process_group)
         self._rank, self._world_size = group.rank(), group.size()
         self._network = weakref.ref(unwrapped(model))
-        self._layers, self.passing = find_layers(model, skip)
+        self._layers, self.passing = find_layers(model, skip, max_factor_dim)
         check_parameters(self._layers, model)
         self._roles = _roles(self._layers)
         self._costs = [_layer_cost(layer) for layer in self._layers]
         self._inverse_cost = self._agree(group, measure=measure)
+        check_any(self._layers, self.passing)
+        if self._rank == 0:
+            warn_of_large(self.passing)
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -316,7 +339,8 @@ class KFACState:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "a KFACState belongs to one process and cannot be pickled or copied; save its state_dict()"
+            "expected a model without its hook, got a KFACState to be pickled or copied, which belongs to one process; "
+            "copy or save model.module, also in AveragedModel(model.module), and the state's state_dict()"
         )
 
     # --- for the hook ----------------------------------------------------------------------------------------
@@ -325,22 +349,22 @@ class KFACState:
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
-        buffer = flat_gradients(bucket)
         try:
-            cargo = self._load(bucket, buffer)
             turn = cast(Turn | None, self.mutex)
-            return Exchange.of(group).submit(bucket, turn=turn, cargo=cargo.cargo())
+            return Exchange.of(group).submit(bucket, turn=turn, load=functools.partial(self._load, bucket))
         finally:
-            if bucket.is_last():
+            if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
                 self._end_round()
 
     @torch.no_grad()
-    def _load(self, bucket: dist.GradBucket, buffer: Tensor) -> BucketCargo:
+    def _load(self, bucket: dist.GradBucket) -> Cargo:
+        buffer = flat_gradients(bucket)
         if self._round is None or bucket.index() == 0:
+            self._capture.begin_exchange()
             self._round = self._new_round()
             if self._round.plan.takes_factors:
                 self._traffic.early.send_rest()
-        contents = _contents(bucket, buffer)
+        contents = contents_of(bucket, buffer)
         self._check_known(bucket, contents)
         passengers, passing = self._board(self._round, contents)
         if self._round.plan.takes_factors:
@@ -356,12 +380,11 @@ class KFACState:
                 buffer_of_key = self._buffers[key] = buffer.new_empty(numel)
             return buffer_of_key
 
-        return BucketCargo(self._round, passengers, buffer, passing, last=bucket.is_last(), take=take)
+        return BucketCargo(self._round, passengers, buffer, passing, last=bucket.is_last(), take=take).cargo()
 
     def _new_round(self) -> Round:
         hyper = self._hyper.at(self._steps)
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        self._lrs = {id(each): float(group["lr"]) for group in groups for each in group["params"]}
+        self._lrs = self._learning_rates(hyper.kl_clip is not None)
         plan = StepPlan(
             rank=self._rank,
             world_size=self._world_size,
@@ -378,7 +401,15 @@ class KFACState:
         )
         return Round(plan, self._curvatures, self._traffic.early.arrived)
 
-    def _board(self, round: Round, contents: "list[_Content]") -> tuple[list[Passenger], tuple[Span, ...]]:
+    def _learning_rates(self, clips: bool) -> dict[int, float]:
+        """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
+        if not clips:
+            return {}
+        rates = learning_rates(self.optimizer)
+        check_held(self._layers, rates)
+        return rates
+
+    def _board(self, round: Round, contents: Sequence[Content]) -> tuple[list[Passenger], tuple[Span, ...]]:
         """Return the layers that this bucket completes, and the spans that pass through."""
         passengers, passing = [], []
         for parameter, gradient, span in contents:
@@ -395,12 +426,14 @@ class KFACState:
 
     def _passenger(self, round: Round, index: int, layer: Layer) -> Passenger:
         weight = round.waiting[id(layer.weight)]
+        if layer.shape.transposed:
+            weight = weight.mT
         bias = None if layer.bias is None else round.waiting[id(layer.bias)]
         wanted = round.plan.takes_factors and (round.plan.factors_travel or index in self._curvatures)
         sends_a = index not in self._traffic.early.layers
         a = self._capture.take_input(index) if wanted and sends_a else None
         g = self._capture.take_output(index) if wanted else None
-        lr = self._lrs.get(id(layer.weight), 0.0)
+        lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
         return Passenger(index, layer.shape, weight, bias, lr, a, g, sends_a, self._traffic.room(index))
 
     def _scale_now(self) -> float:
@@ -414,7 +447,7 @@ class KFACState:
         self._capture.begin_step()
         self._capture.active = self._hyper.at(self._steps).takes_factors
 
-    def _check_known(self, bucket: dist.GradBucket, contents: "list[_Content]") -> None:
+    def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
         network = self._network()
         if network is None or bucket.index() or self._model_seen:
             return
@@ -424,7 +457,7 @@ class KFACState:
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
-        self._traffic.adopt(bucket)
+        self._traffic.adopt(model_of(bucket, state=self))
         self._model_seen = True
 
     def _agree(self, group: dist.ProcessGroup, *, measure: bool) -> InverseCost:
@@ -482,45 +515,6 @@ def _check_state(state: object) -> None:
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
         )
-
-
-class _Content(NamedTuple):
-    """One parameter in a bucket: its gradient, and where that is in the flat buffer."""
-
-    parameter: Tensor
-    gradient: Tensor
-    span: Span
-
-
-def _contents(bucket: dist.GradBucket, buffer: Tensor) -> list[_Content]:
-    contents, start = [], 0
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        # DDP shows complex gradients as pairs of real numbers.
-        stop = start + parameter.numel() * (2 if parameter.is_complex() and not buffer.is_complex() else 1)
-        span = Span(start, stop)
-        contents.append(_Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span))
-        start = stop
-    if start != buffer.numel():
-        raise UnsupportedConfigurationError(
-            f"expected a bucket of {start} elements, got {buffer.numel()}; this torch lays out its buckets in a way "
-            "that K-FAC does not know"
-        )
-    return contents
-
-
-def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
-    """Return the gradient as DDP lays it out in its part of the buffer: in the memory order of the parameter.
-
-    ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
-    """
-    if parameter.is_contiguous() or parameter.is_complex():
-        return gradient
-    strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
-    in_memory = parameter.permute(order)
-    if not in_memory.is_contiguous():  # has gaps: then DDP takes the contiguous order
-        return gradient
-    return part.view(in_memory.shape).permute([order.index(dim) for dim in range(len(order))])
 
 
 def _roles(layers: Sequence[Layer]) -> dict[int, int]:

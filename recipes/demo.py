@@ -7,7 +7,8 @@
 Two jobs train the same convolutional net on scanned digits, with different learning rates: each alone, side
 by side as they are, and side by side with ``crossover_hook``. The link's rate follows from a short
 calibration: a step's gradients take ``--ratio`` times as long on the wire as its computation takes on the
-device. Arguments that the demo does not know go to recipes/train.py.
+device. So does the number of steps, unless it is given: all of it takes at most four minutes. Arguments that
+the demo does not know go to recipes/train.py.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from demo_figures import (
     foreign_share,
     outcome_of,
     rate_for,
+    steps_within,
     summarize,
     verdict,
 )
 from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
+from lab_analysis import JobFigures
 from timeline_picture import draw_run
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
@@ -57,11 +60,18 @@ CALIBRATION: Final = "calibrate the link"
 CALIBRATION_MBIT: Final = 1000.0
 CALIBRATION_STEPS: Final = 12
 TIMEOUT_S: Final = 300.0
+# All of the demo: what it costs to start it and to draw the picture is kept back.
+BUDGET_S: Final = 240.0
+RESERVE_S: Final = 20.0
+MOST_STEPS: Final = 100
+# Fewer say nothing: the first three are for DDP to find its buckets.
+LEAST_STEPS: Final = 12
 FOREIGN_TOLERATED: Final = 0.05
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    began_s = time.monotonic()
     args = parse_arguments(argv)
     console = Console(highlight=False)
     reason = "--unshaped was given" if args.unshaped else why_not_shaped()
@@ -69,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with (
             Cluster(nodes=NODES, rate_mbit=CALIBRATION_MBIT, shaped=reason is None) as cluster,
-            Display(console, args.steps) as display,
+            Display(console) as display,
         ):
-            runs = Runs(cluster, display, args)
+            runs = Runs(cluster, display, args, deadline_s=began_s + BUDGET_S - RESERVE_S)
             alone, together = runs.all()
             rate_mbit = cluster.rate_mbit
         figures = report(alone, together, args, rate_mbit)
@@ -83,20 +93,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("demo: interrupted; everything has been cleaned up")
         return 130
     show(figures, console)
+    console.print(f"all of this took:  {time.monotonic() - began_s:.0f} s", soft_wrap=True)
     return 0 if figures["identical"] else 1
 
 
 class Runs:
-    """The demo's runs: one training job or two at a time."""
+    """The demo's runs: one training job or two at a time; until ``deadline_s`` unless ``--steps`` is given."""
 
-    def __init__(self, cluster: Cluster, display: Display, args: argparse.Namespace) -> None:
+    def __init__(
+        self, cluster: Cluster, display: Display, args: argparse.Namespace, *, deadline_s: float
+    ) -> None:
         self.cluster = cluster
         self.display = display
         self.args = args
+        self.deadline_s = deadline_s
 
     def all(self) -> tuple[dict[str, Run], dict[str, Run]]:
         """Return each job's run alone, and the runs of both by variant."""
-        if self.cluster.rate_mbit is not None:
+        if self.cluster.rate_mbit is not None or self.args.steps is None:
             self.calibrate()
         alone = {job: self.train(f"job {job} alone", f"alone-{job}", [job], "none") for job in LEARNING_RATES}
         together = {
@@ -106,9 +120,17 @@ class Runs:
         return alone, together
 
     def calibrate(self) -> None:
-        """Measure a few steps on a fast link, then set the rate that makes M/C the ratio asked for."""
+        """Measure a few steps on a fast link; set the rate that makes M/C the ratio asked for, and choose the steps."""
+        began_s = time.monotonic()
         run = self.train(CALIBRATION, "calibration", ["a"], "none", steps=CALIBRATION_STEPS)
+        length_s = time.monotonic() - began_s
         figures = run.figures()["a"]
+        if self.cluster.rate_mbit is not None:
+            self.set_rate(figures)
+        if self.args.steps is None:
+            self.choose_steps(figures, length_s)
+
+    def set_rate(self, figures: JobFigures) -> None:
         if figures.busy_s is None or figures.wire_bytes is None:
             raise ValueError("expected each core's load and the bytes sent, got neither; is /proc mounted?")
         rate_mbit = rate_for(self.args.ratio, figures.busy_s, figures.wire_bytes)
@@ -117,6 +139,21 @@ class Runs:
             f"A step computes for {figures.busy_s:.2f} s and sends {figures.wire_bytes / 1e6:.1f} MB per node: "
             f"at {rate_mbit:.0f} Mbit/s that takes {self.args.ratio:g} times as long."
         )
+
+    def choose_steps(self, figures: JobFigures, length_s: float) -> None:
+        """Choose as many steps as fit into the time that is left, by what the calibration took."""
+        if figures.step_s is None or figures.makespan_s is None:
+            raise ValueError("expected steps in the calibration, got none")
+        self.args.steps = steps_within(
+            self.deadline_s - time.monotonic(),
+            overhead_s=max(0.0, length_s - figures.makespan_s),
+            step_s=max(figures.step_s, figures.busy_s or 0.0),
+            ratio=self.args.ratio if self.cluster.rate_mbit is not None else 0.0,
+            least=LEAST_STEPS,
+            most=MOST_STEPS,
+        )
+        fit = "fit into" if self.args.steps > LEAST_STEPS else "are the fewest, even if they do not fit into"
+        self.display.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
 
     def train(
         self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None
@@ -196,7 +233,7 @@ def cost(run: Run, job: str) -> Cost:
 class Display:
     """How far the demo is: a bar per run on a terminal, else a line per run."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
         # Refreshed with the watch only: the jobs need the processor more than the bar does.
         columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
@@ -243,9 +280,10 @@ def steps_done(line: str, steps: int) -> int:
 
 
 def introduce(console: Console, args: argparse.Namespace, reason: str | None) -> None:
+    steps = f"up to {MOST_STEPS}" if args.steps is None else args.steps
     rates = " and ".join(f"{rate:g} (job {job})" for job, rate in LEARNING_RATES.items())
     console.print(
-        f"Two sibling jobs train a small ResNet on scanned digits, {args.steps} steps each, with learning rates\n"
+        f"Two sibling jobs train a small ResNet on scanned digits, {steps} steps each, with learning rates\n"
         f"{rates}, on {NODES} emulated nodes. Core i is the device of node i, and both jobs share it.\n",
         soft_wrap=True,
     )
@@ -322,12 +360,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--steps", type=int, default=100, help="of each job (default 100)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"of each job (default: as many as fit into {BUDGET_S / 60:g} minutes, at most {MOST_STEPS})",
+    )
     parser.add_argument("--ratio", type=float, default=0.9, help="M/C (default 0.9)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="(default runs/demo)")
     parser.add_argument("--unshaped", action="store_true", help="emulate no network: needs no root")
     args, training = parser.parse_known_args(argv)
-    if args.steps < 1 or args.ratio <= 0:
+    if (args.steps is not None and args.steps < 1) or args.ratio <= 0:
         parser.error(f"expected steps >= 1 and ratio > 0, got steps={args.steps}, ratio={args.ratio}")
     args.training = training
     return args

@@ -16,6 +16,8 @@ CROSSOVER: Final = "crossover"
 NOISE: Final = 0.03
 # What the kernel does for a job's messages is not in the job's own processor time.
 MESSAGES_SHARE: Final = 0.15
+# Side by side, unmanaged and with crossover, against one after the other: what can be relied on.
+LEAST_GAINS: Final = (1.3, 1.5)
 
 Record = Mapping[str, Any]
 
@@ -89,6 +91,31 @@ def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
             f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
         )
     return wire_bytes * 8 / (ratio * compute_s) / 1e6
+
+
+def steps_within(
+    budget_s: float, *, overhead_s: float, step_s: float, ratio: float, least: int, most: int
+) -> int:
+    """How many steps of each job the four runs of the demo can have, so that all of them end within ``budget_s``.
+
+    Args:
+        budget_s: for each job alone, then both side by side without and with crossover.
+        overhead_s: of a run of one job beside its steps: start, first steps of compilers and caches, evaluation. Two
+            jobs need twice as long for it, since they share the cores.
+        step_s: time of a step of one job alone on a fast link.
+        ratio: M/C; a step alone takes 1 + ratio times as long on the link that this makes.
+        least: of steps; a machine on which these do not fit takes longer.
+        most: of steps.
+    """
+    if step_s <= 0 or ratio < 0 or not 0 < least <= most:
+        raise ValueError(
+            f"expected step_s > 0, ratio >= 0 and 0 < least <= most, got {step_s=}, {ratio=}, {least=}, {most=}"
+        )
+    one_after_the_other_s = 2 * (1 + ratio) * step_s
+    gains = (1.0, 1.0, 1.0) if ratio == 0 else (1.0, *LEAST_GAINS)
+    of_a_step_s = sum(one_after_the_other_s / gain for gain in gains)
+    left_s = budget_s - (2 * 1 + 2 * 2) * overhead_s
+    return max(least, min(most, int(left_s / of_a_step_s)))
 
 
 def makespan_s(outcomes: Mapping[str, Outcome]) -> float:

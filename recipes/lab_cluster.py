@@ -195,11 +195,13 @@ class Cluster:
         """
         return lab_jobs.run(self, jobs, timeout_s=timeout_s, directory=Path(out).resolve(), watch=watch)
 
-    def end(self, process: "subprocess.Popen[Any]") -> None:
-        """End one process of ``popen`` and its session, and forget it."""
-        lab_processes.end([process])
-        with suppress(ValueError):
-            self._processes.remove(process)
+    def end(self, *processes: "subprocess.Popen[Any]") -> None:
+        """End processes of ``popen`` and their sessions, and forget them; Ctrl-C waits meanwhile."""
+        with undisturbed():
+            lab_processes.end(processes)
+            for process in processes:
+                with suppress(ValueError):
+                    self._processes.remove(process)
 
     def dropped(self) -> int:
         """Packets that the links dropped so far; more than 0 spoils timings."""

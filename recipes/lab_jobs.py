@@ -202,8 +202,7 @@ def run(
         attempt.until_done(timeout_s, watch)
     finally:
         end_s = time.monotonic()
-        for rank in attempt.ranks:
-            cluster.end(rank.process)
+        cluster.end(*[rank.process for rank in attempt.ranks])
     result = RunResult(
         directory=directory,
         begin_s=attempt.begin_s,

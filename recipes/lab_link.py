@@ -70,8 +70,7 @@ def _run_ends(cluster: Cluster, payload_bytes: int, *, timeout_s: float) -> list
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:
-        for process in processes:
-            cluster.end(process)
+        cluster.end(*processes)
     if any(process.returncode for process in processes):
         raise LabError("expected both ends of the link to measure it, got one that failed; see above")
     return [json.loads(output) for output in outputs]

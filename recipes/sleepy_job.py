@@ -8,6 +8,7 @@ Each layer has a quarter of a megabyte of gradients in a bucket of its own, and 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ class Layer(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         # Before the linear on the way back, hence after it on the way there.
-        slept: torch.Tensor = Compute.apply(self.linear(inputs), *self.seconds)
-        return slept
+        sleep: Callable[..., torch.Tensor] = Compute.apply
+        return sleep(self.linear(inputs), *self.seconds)
 
 
 def register(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, hook: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.harness.waiting import eventually
 
 from .conftest import BenchForm
 from .turns import lone_mutex, new_group, pinned
@@ -58,13 +59,11 @@ def watching(group: str, core: int, interval_s: str, shown: Path) -> Iterator[No
     with shown.open("w") as file, pinned(core):
         watcher = subprocess.Popen(command, cwd=ROOT, stdout=file)
     try:
-        while not shown.stat().st_size:  # its start is no watching
-            assert watcher.poll() is None
-            time.sleep(0.05)
+        assert eventually(lambda: shown.stat().st_size > 0)  # its start is no watching
         yield
     finally:
         watcher.terminate()
-        watcher.wait()
+        watcher.wait(30)
 
 
 def _one_round(form: BenchForm, shown: Path) -> tuple[float, float, float]:

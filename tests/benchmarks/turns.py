@@ -22,8 +22,10 @@ def pinned(core: int) -> Iterator[None]:
     """Run on one core; the process serves other tests afterwards."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
-    yield
-    os.sched_setaffinity(0, before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from crossover_ddp import _device_order, _turn_segment, gpu_mutex
 from crossover_ddp._segment_files import Slot
-from crossover_ddp._turns import Patience
+from crossover_ddp._turns import Lost, Patience
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.faults.late_device import LateEvents, LateThread
@@ -46,23 +46,23 @@ class Book:
 class NotedPatience(Patience):
     """Notes whom the rank has lost patience with, and since when it had waited."""
 
-    def __init__(self, book: Book) -> None:
-        super().__init__()
+    def __init__(self, book: Book, limit_s: float) -> None:
+        super().__init__(limit_s)
         self._book = book
-        self._since: tuple[object, float] = (None, 0.0)
+        self._noted: tuple[object, float] = (None, 0.0)
 
-    def remaining(self, waiting: Any, now_s: float) -> float | None:
-        before = self._front
-        left_s = super().remaining(waiting, now_s)
-        if self._front != before or self._since[0] != self._front:
-            self._since = self._front, self._book.now_s()
+    def remaining(self, waiting: Any, members: Any, now_s: float) -> float | None:
+        before_s = self._book.now_s()
+        left_s = super().remaining(waiting, members, now_s)
+        if self._noted[0] != self._front:
+            self._noted = self._front, before_s
         return left_s
 
-    def _forgive(self, key: tuple[int, int], turn: int) -> None:
-        front = (*key, turn)
-        since_s = self._since[1] if self._since[0] == front else self._book.now_s()
-        self._book.note("forgave", *key, turn, since_s)
-        super()._forgive(key, turn)
+    def _lose(self, lost: Lost, members: Any) -> None:
+        front = (lost.job, lost.turn)
+        since_s = self._noted[1] if self._noted[0] == front else self._book.now_s()
+        self._book.note("forgave", *front, since_s, lost.lease_s, lost.at_limit)
+        super()._lose(lost, members)
 
 
 class Sabotage:
@@ -152,7 +152,8 @@ class Rank:
         assert segment is not None
         raw = os.pread(segment._fd, _turn_segment.SLOT_BYTES, segment._offset(segment.slot))
         incarnation = Slot.from_buffer_copy(raw).incarnation
-        self._book.note("joined", segment.slot, incarnation, mutex._is_lead)
+        self._book.note("lease", mutex.stats()["lease_s"])
+        self._book.note("joined", segment.slot, incarnation, mutex._is_lead, mutex.job)
         self._watch(mutex)
         return mutex
 
@@ -176,7 +177,8 @@ class Rank:
             self._book.note("left", reason)
 
         mutex._leave = leaving  # type: ignore[method-assign]
-        mutex._patience = NotedPatience(self._book)
+        mutex._patience = NotedPatience(self._book, mutex._patience.limit_s)
+        self._watch_lease(mutex)
         if channel is None:
             return
         send = channel.send
@@ -186,6 +188,18 @@ class Rank:
             send(grant)
 
         channel.send = send_late
+
+    def _watch_lease(self, mutex: GPUMutex) -> None:
+        """Note every lease before siblings can see it."""
+        segment = mutex._segment
+        assert segment is not None
+        publish = segment.publish_lease
+
+        def publishing(lease_s: float) -> None:
+            self._book.note("lease", lease_s)
+            publish(lease_s)
+
+        segment.publish_lease = publishing  # type: ignore[method-assign]
 
     def _note_log(self, mutex: GPUMutex) -> None:
         """Keep what the order log says, as far as this rank has it open."""
@@ -245,6 +259,8 @@ class Rank:
     def _evaluate(self, mutex: GPUMutex, lasts_s: float) -> None:
         held = mutex.holding
         ended_s = self._book.now_s()
+        if held:
+            self._book.note("ending", at_s=ended_s)
         with mutex.paused():
             if held and mutex.disabled_because is None:
                 self._book.note("end", mutex._turn, at_s=ended_s)
@@ -254,6 +270,8 @@ class Rank:
 
     def _release(self, mutex: GPUMutex) -> None:
         ended_s, held = self._book.now_s(), mutex.holding
+        if held:
+            self._book.note("ending", at_s=ended_s)
         mutex.release()
         if held and mutex.disabled_because is None:
             self._book.note("end", mutex._turn, at_s=ended_s)

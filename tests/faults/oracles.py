@@ -2,8 +2,9 @@
 
 A *claim* is one rank's turn on its device: when it was wanted, begun, and ended. For every two claims of siblings on a
 device, the later turn begins after the earlier one has ended, or its rank has died, left or given up, or the later
-rank has lost patience with it; and it begins soon after that. Whoever loses patience has waited a lease, and for
-somebody who really held on. All ranks of a job have the same turns, and the order log names the job's slot at each.
+rank has lost patience with its job and it has not moved since; and it begins soon after that. Whoever loses patience
+has waited a lease that the job had published, for somebody who really held on, and not a second time while nobody of
+that job has moved. Leases follow turns. All ranks of a job have the same turns, and the log names its slot at each.
 """
 
 import itertools
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from crossover_ddp._turns import DEFAULT_LEASE_S, LONGEST_LEASE_S
 from tests.faults.schedules import LATE_S, JobPlan, Schedule
 
 FOREVER = float("inf")
@@ -33,14 +35,19 @@ class Claim(NamedTuple):
     log: int
     """The order log's inode, on lead ranks; else 0."""
     ahead: bool
+    ending_s: float = FOREVER
+    """From when it may have been given back, by a rank that was killed before it could note the end."""
 
 
 class Forgiven(NamedTuple):
     at_s: float
-    slot: int
-    incarnation: int
+    job: int
+    """The job's number in shared memory."""
     turn: int
     since_s: float
+    lease_s: float
+    """As the waiting rank has seen it."""
+    at_limit: bool
 
 
 @dataclass
@@ -51,6 +58,8 @@ class Rank:
     rank: int
     claims: list[Claim] = field(default_factory=list)
     forgave: list[Forgiven] = field(default_factory=list)
+    leases: list[tuple[float, float]] = field(default_factory=list)
+    """(when, seconds): what it has published."""
     stops: list[tuple[float, float]] = field(default_factory=list)
     killed_s: float = FOREVER
     leaving_s: float = FOREVER
@@ -60,6 +69,8 @@ class Rank:
     slot: int = -1
     incarnation: int = 0
     is_lead: bool = False
+    job_number: int = 0
+    """The job's number in shared memory."""
     joined_s: float = FOREVER
     broken: str | None = None
     done: dict[str, Any] | None = None
@@ -98,12 +109,16 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
         if kind == "begin":
             turn, wanted_s, log = what
             found.claims.append(Claim(turn, wanted_s, at_s, FOREVER, log, ahead=turn == 0))
+        elif kind == "ending":
+            found.claims[-1] = found.claims[-1]._replace(ending_s=at_s)
         elif kind == "end":
             found.claims[-1] = found.claims[-1]._replace(turn=what[0], ends_s=at_s)
         elif kind == "forgave":
             found.forgave.append(Forgiven(at_s, *what))
+        elif kind == "lease":
+            found.leases.append((at_s, what[0]))
         elif kind == "joined":
-            found.slot, found.incarnation, found.is_lead = what[:3]
+            found.slot, found.incarnation, found.is_lead, found.job_number = what
             found.joined_s = at_s
         elif kind == "refused":
             found.refused = (what[0], what[1])
@@ -161,7 +176,9 @@ def violations(story: Story) -> list[str]:
         *_ends(story),
         *_log_order(story),
         *_job_order(story),
+        *_leases(story),
         *_patience(story),
+        *_second_leases(story),
         *_turn_order(story),
         *_device_order(story),
         *_left(story),
@@ -282,28 +299,79 @@ def _overlap_s(intervals: Iterable[tuple[float, float]], start_s: float, stop_s:
     return sum(max(0.0, min(stop_s, end) - max(start_s, begin)) for begin, end in intervals)
 
 
+def _leases(story: Story) -> Iterator[str]:
+    """A lease that follows the turns covers all but one of them, and is never far longer than they are."""
+    for rank in story.ranks.values():
+        if rank.job.lease_s is not None:
+            continue
+        for at_s, lease_s in rank.leases:
+            held_s = sorted(claim.ends_s - claim.begins_s for claim in rank.claims if claim.ends_s <= at_s)
+            # A turn in which the clock jumped was as long as the jump, for all that the package can know.
+            held_s += [FOREVER for jumped_s, kind in rank.deeds if kind == "suspend" and jumped_s <= at_s]
+            second_s = ([0.0, 0.0, *held_s])[-2] + story.tolerance_s()
+            if not DEFAULT_LEASE_S <= lease_s <= min(LONGEST_LEASE_S, max(DEFAULT_LEASE_S, 4 * second_s)):
+                yield f"job {rank.job.number} rank {rank.rank} published a lease of {lease_s} s after {held_s[-2:]}"
+
+
 def _patience(story: Story) -> Iterator[str]:
-    owners = {(rank.slot, rank.incarnation): rank for rank in story.ranks.values()}
     for rank in story.ranks.values():
         for lost in rank.forgave:
-            owner = owners.get((lost.slot, lost.incarnation))
-            if _meddled_around(story, rank.job.group, lost.at_s) or owner is None:
+            owners = _owners(story, rank, lost)
+            if _meddled_around(story, rank.job.group, lost.at_s) or not owners:
                 continue
-            whose = f"turn {lost.turn} of job {owner.job.number}"
-            where = f"job {rank.job.number} rank {rank.rank} lost patience with {whose}"
-            waited_s = lost.at_s - lost.since_s
-            jumped = any(
-                kind == "suspend" and lost.since_s - EARLY_S <= at_s <= lost.at_s + EARLY_S
-                for at_s, kind in rank.deeds
-            )
-            if waited_s < owner.job.lease_s - EARLY_S and not jumped:
-                yield f"{where} after {waited_s:.3f} s of a lease of {owner.job.lease_s} s"
-            own_stops_s = _overlap_s(rank.stops, lost.since_s, lost.at_s)
-            if waited_s - own_stops_s > owner.job.lease_s + story.tolerance_s():
-                yield f"{where} only after {waited_s:.3f} s: the lease is {owner.job.lease_s} s"
-            released_s = _released_by(owner, lost.turn)
-            if released_s < lost.at_s - own_stops_s - story.tolerance_s():
-                yield f"{where}, which was given back {lost.at_s - released_s:.3f} s before"
+            yield from _one_patience(story, rank, lost, owners)
+
+
+def _owners(story: Story, rank: Rank, lost: Forgiven) -> list[Rank]:
+    """The ranks on the same device of the job that ``rank`` has lost patience with."""
+    return [
+        other
+        for other in story.ranks.values()
+        if other.job_number == lost.job and other.device == rank.device and other.joined_s < FOREVER
+    ]
+
+
+def _one_patience(story: Story, rank: Rank, lost: Forgiven, owners: Sequence[Rank]) -> Iterator[str]:
+    whose = f"turn {lost.turn} of job {owners[0].job.number}"
+    where = f"job {rank.job.number} rank {rank.rank} lost patience with {whose}"
+    waited_s = lost.at_s - lost.since_s
+    jumped = any(
+        kind == "suspend" and lost.since_s - EARLY_S <= at_s <= lost.at_s + EARLY_S
+        for at_s, kind in rank.deeds
+    )
+    published = {lease_s for owner in owners for at_s, lease_s in owner.leases if at_s <= lost.at_s}
+    if lost.lease_s not in published:
+        yield f"{where} after a lease of {lost.lease_s} s: published were {sorted(published)}"
+    if (waited_s < lost.lease_s - EARLY_S or lost.at_limit) and not jumped:
+        yield f"{where} after {waited_s:.3f} s of a lease of {lost.lease_s} s"
+    own_stops_s = _overlap_s(rank.stops, lost.since_s, lost.at_s)
+    if waited_s - own_stops_s > lost.lease_s + story.tolerance_s():
+        yield f"{where} only after {waited_s:.3f} s: the lease is {lost.lease_s} s"
+    released_s = max(_released_by(owner, lost.turn) for owner in owners)
+    if released_s < lost.at_s - own_stops_s - story.tolerance_s():
+        yield f"{where}, which was given back {lost.at_s - released_s:.3f} s before"
+
+
+def _second_leases(story: Story) -> Iterator[str]:
+    """Nobody waits twice for a job of which no rank on the device has moved, however many slots or turns it has."""
+    for rank in story.ranks.values():
+        last: dict[int, Forgiven] = {}
+        for lost in rank.forgave:
+            before, last[lost.job] = last.get(lost.job), lost
+            owners = _owners(story, rank, lost)
+            if before is None or not owners or _meddled_around(story, rank.job.group, lost.at_s):
+                continue
+            margin_s = story.tolerance_s()
+            if not any(_moved(owner, before.at_s - margin_s, lost.at_s + margin_s) for owner in owners):
+                yield (
+                    f"job {rank.job.number} rank {rank.rank} lost patience with job {owners[0].job.number} at turn "
+                    f"{lost.turn} as at turn {before.turn}, although nobody of it had moved"
+                )
+
+
+def _moved(rank: Rank, since_s: float, until_s: float) -> bool:
+    """Whether a rank has started a turn, or given one back."""
+    return any(since_s < at_s <= until_s for claim in rank.claims for at_s in (claim.begins_s, claim.ends_s))
 
 
 def _released_by(rank: Rank, turn: int) -> float:
@@ -320,7 +388,8 @@ def _told_by(rank: Rank, claim: Claim) -> float:
 
 def _meddled_around(story: Story, group: int, at_s: float) -> bool:
     """Whether files were meddled with and ranks may not have noticed yet."""
-    window_s = max(job.lease_s for job in story.schedule.jobs) + story.tolerance_s()
+    leases_s = [lease_s for rank in story.ranks.values() for _, lease_s in rank.leases]
+    window_s = max([DEFAULT_LEASE_S, *leases_s]) + story.tolerance_s()
     return any(
         meddled_s - EARLY_S <= at_s <= meddled_s + window_s for meddled_s in story.meddled_s.get(group, ())
     )
@@ -371,8 +440,8 @@ def _turn_order(story: Story) -> Iterator[str]:
             for before, other in open_before:
                 if other.job.number == rank.job.number:
                     continue
-                end_s = min(before.ends_s, other.gone_from_s)
-                forgiven_s = _forgiven_at(rank, other, before.turn)
+                end_s = min(before.ends_s, before.ending_s, other.gone_from_s)
+                forgiven_s = _forgiven_at(rank, other, before.turn, claim.begins_s)
                 if min(end_s, forgiven_s) > claim.begins_s and not _excused(story, claim, rank, other):
                     yield _both_hold(claim, rank, before, other)
                 freed_s = max(freed_s, min(_told_by(other, before), other.gone_by_s, forgiven_s))
@@ -403,13 +472,14 @@ def _both_hold(claim: Claim, rank: Rank, before: Claim, other: Rank) -> str:
     )
 
 
-def _forgiven_at(rank: Rank, other: Rank, turn: int) -> float:
-    """When ``rank`` lost patience with ``turn`` of ``other``; for ever if it did not."""
+def _forgiven_at(rank: Rank, other: Rank, turn: int, begins_s: float) -> float:
+    """When ``rank``, which begins a turn, lost patience with ``turn`` of ``other``; for ever if it did not."""
     return min(
         (
             lost.at_s
             for lost in rank.forgave
-            if (lost.slot, lost.incarnation) == (other.slot, other.incarnation) and lost.turn >= turn
+            if lost.job == other.job_number
+            and (lost.turn >= turn or not _moved(other, lost.at_s + EARLY_S, begins_s))
         ),
         default=FOREVER,
     )
@@ -472,7 +542,7 @@ def _device_order(story: Story) -> Iterator[str]:
                 claim = next((each for each in rank.claims if each.turn == turn), None)
                 if claim is None or _excused(story, claim, rank, other):
                     continue
-                if _forgiven_at(rank, other, before) < FOREVER:
+                if _forgiven_at(rank, other, before, claim.begins_s) < FOREVER:
                     continue
                 yield (
                     f"device {rank.device} began turn {turn} of job {rank.job.number} {ends_s - begins_s:.4f} s "

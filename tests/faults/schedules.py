@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crossover_ddp._turns import DEFAULT_LEASE_S
+
 MAX_JOBS = 4
 DEVICE_COUNTS = ((1, 5), (2, 5), (3, 1), (4, 1))
 GAP_S = 0.09  # between two faults, on average
 FIRST_S = 0.5  # the first jobs have joined by then
-LEASES_S = (0.8, 1.2)
 LATE_S = 0.02  # longest time that a device of late events runs behind the host
 CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
 ORDERS = {"host": 5, "events": 3, "thread": 2}
@@ -77,7 +78,8 @@ class JobPlan:
     """The device of each rank."""
     joins_at_s: float
     leaves_at_s: float
-    lease_s: float
+    lease_s: float | None
+    """None: the default, which follows the job's turns."""
     hold_s: float
     pause_s: float
     order: str
@@ -217,7 +219,7 @@ class _Writer:
             devices=devices,
             joins_at_s=self._now_s,
             leaves_at_s=float("inf"),
-            lease_s=chance.choice(LEASES_S),
+            lease_s=None,
             hold_s=chance.uniform(0.0005, 0.008),
             pause_s=chance.uniform(0.0005, 0.008),
             order=self._order,
@@ -274,7 +276,9 @@ class _Writer:
             return NOTHING
         ranks = self._some_ranks(job)
         long = kind == "long-stop"
-        stop_s = job.lease_s + self._chance.uniform(0.2, 0.8) if long else self._chance.uniform(0.005, 0.3)
+        stop_s = (
+            DEFAULT_LEASE_S + self._chance.uniform(0.2, 0.8) if long else self._chance.uniform(0.005, 0.3)
+        )
         self._blow("stop", job, ranks)
         self._blow("continue", job, ranks, after_s=stop_s)
         self._busy_until_s[job.number] = self._now_s + stop_s
@@ -286,11 +290,11 @@ class _Writer:
         duration_s = uniform(0.05, 0.5)
         value = {
             "slow-compute": uniform(0.01, 0.15),
-            "too-slow-compute": job.lease_s + uniform(0.2, 0.6),
+            "too-slow-compute": DEFAULT_LEASE_S + uniform(0.2, 0.6),
             "slow-link": uniform(0.01, 0.15),
             "slow-grant": uniform(0.005, 0.1),
             "wall-clock": self._chance.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9]),
-            "suspend": uniform(1.0, 3.0) * max(LEASES_S),
+            "suspend": uniform(1.0, 3.0) * DEFAULT_LEASE_S,
         }.get(kind, 0.0)
         self._do(job, kind, duration_s, value)
 

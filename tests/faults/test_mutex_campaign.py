@@ -15,6 +15,7 @@ from tests.faults.oracles import FOREVER, Leftovers, Rank, Story, read_rank, vio
 from tests.faults.schedules import FAULTS, MEDDLINGS, Deed, JobPlan, Schedule, schedule
 
 SHORT_EVENTS = 120
+BROKEN_SEEDS, BROKEN_EVENTS = (11, 6, 3, 24), 20
 SABOTAGES = {
     "overlap": "two holders on device",
     "deafness": "after it could",
@@ -37,20 +38,27 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     assert found["turns"] > SHORT_EVENTS
 
 
+def run_broken(tmp_path: Path, sabotage: str) -> tuple[int, dict[str, Any]]:
+    """Return the first seed whose schedule gave the sabotage away: on a busy machine siblings may not meet in one."""
+    for seed in BROKEN_SEEDS:
+        arguments = ["--seed", str(seed), "--events", str(BROKEN_EVENTS), "--lanes", "1"]
+        found = run(tmp_path / sabotage, *arguments, "--sabotage", sabotage)
+        violations = [each for failure in found["failures"] for each in failure["violations"]]
+        if any(SABOTAGES[sabotage] in each for each in violations):
+            return seed, found
+    raise AssertionError(f"nobody noticed {sabotage}: {violations}")
+
+
 def test_the_campaign_notices_a_broken_package(tmp_path: Path) -> None:
-    arguments = ["--seed", "3", "--events", "8", "--lanes", "1", "--sabotage"]
-
-    def run_broken(sabotage: str) -> dict[str, Any]:
-        return run(tmp_path / sabotage, *arguments, sabotage)
-
     with ThreadPoolExecutor(len(SABOTAGES)) as pool:
-        results = dict(zip(SABOTAGES, pool.map(run_broken, SABOTAGES), strict=True))
-    for sabotage, violation in SABOTAGES.items():
-        (failure,) = results[sabotage]["failures"]
-        assert failure["seed"] == 3
-        assert any(violation in each for each in failure["violations"]), failure
-        kept = json.loads((tmp_path / sabotage / "kept" / "seed3" / "schedule.json").read_text())
-        plan = schedule(3, 8, isolated=results[sabotage]["isolated"])
+        results = dict(
+            zip(SABOTAGES, pool.map(lambda each: run_broken(tmp_path, each), SABOTAGES), strict=True)
+        )
+    for sabotage, (seed, found) in results.items():
+        (failure,) = found["failures"]
+        assert failure["seed"] == seed
+        kept = json.loads((tmp_path / sabotage / "kept" / f"seed{seed}" / "schedule.json").read_text())
+        plan = schedule(seed, BROKEN_EVENTS, isolated=found["isolated"])
         assert kept["faults"] == list(plan.faults), "it replays from its seed"
 
 
@@ -105,9 +113,14 @@ def plan_of(number: int, **changes: Any) -> JobPlan:
 
 
 def rank_of(number: int, *lines: Sequence[Any], **changes: Any) -> Rank:
-    joined = ["joined", 0.1, number, 100 + number, True]
+    joined = ["joined", 0.1, number, 200 + number, True, 100 + number]
     ends = [["leaving", 9.0, "closed"], ["left", 9.1, "closed"], ["done", 9.1, {}]]
-    return read_rank(plan_of(number, **changes), 0, [joined, *lines, *ends])
+    return read_rank(plan_of(number, **changes), 0, [["lease", 0.1, LEASE_S], joined, *lines, *ends])
+
+
+def forgave(at_s: float, turn: int, since_s: float, lease_s: float = LEASE_S) -> list[Any]:
+    """Lose patience with job 0."""
+    return ["forgave", at_s, 100, turn, since_s, lease_s, False]
 
 
 def turn(number: int, wanted_s: float, begins_s: float, ends_s: float) -> list[list[Any]]:
@@ -130,7 +143,7 @@ def test_two_holders_are_told_unless_a_lease_was_over_or_the_files_were_meddled_
     first = rank_of(0, *turn(1, 1.0, 1.0, 4.0))
     overlapping = turn(2, 1.0, 2.5, 3.0)
     assert "two holders on device 0" in told(first, rank_of(1, *overlapping))[0]
-    assert told(first, rank_of(1, ["forgave", 2.5, 0, 100, 1, 1.5], *overlapping)) == []
+    assert told(first, rank_of(1, forgave(2.5, 1, 1.5), *overlapping)) == []
     assert told(first, rank_of(1, *overlapping), meddled_s=[2.4]) == []
 
 
@@ -142,7 +155,7 @@ def test_a_late_begin_is_told_unless_the_rank_itself_was_stopped() -> None:
 
 
 def test_a_death_frees_the_turn_and_not_before() -> None:
-    killed = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 100, True], ["begin", 1.0, 1, 1.0, 77]])
+    killed = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 200, True, 100], ["begin", 1.0, 1, 1.0, 77]])
     killed.killed_s = 2.0
     assert told(killed, rank_of(1, *turn(2, 1.0, 2.001, 3.0))) == []
     assert "two holders" in told(killed, rank_of(1, *turn(2, 1.0, 1.9, 3.0)))[0]
@@ -152,17 +165,53 @@ def test_a_death_frees_the_turn_and_not_before() -> None:
 @pytest.mark.parametrize(
     ("line", "violation"),
     [
-        (["forgave", 2.5, 0, 100, 1, 2.0], "after 0.500 s of a lease of 1.0 s"),
-        (["forgave", 3.5, 0, 100, 1, 1.5], "only after 2.000 s"),
-        (["forgave", 5.0, 0, 100, 1, 4.0], "which was given back 1.000 s before"),
+        (forgave(2.5, 1, 2.0), "after 0.500 s of a lease of 1.0 s"),
+        (forgave(3.5, 1, 1.5), "only after 2.000 s"),
+        (forgave(5.0, 1, 4.0), "which was given back 1.000 s before"),
+        (forgave(2.5, 1, 2.0, lease_s=0.5), "after a lease of 0.5 s: published were [1.0]"),
+        ([*forgave(2.5, 1, 1.5)[:-1], True], "after 1.000 s of a lease of 1.0 s"),
     ],
 )
 def test_patience_lost_too_early_too_late_or_with_nobody_is_told(line: list[Any], violation: str) -> None:
     assert violation in told(rank_of(0, *turn(1, 1.0, 1.0, 4.0)), rank_of(1, line))[0]
 
 
+def test_a_rank_killed_before_it_could_note_the_end_may_have_given_its_turn_back() -> None:
+    lines = [["joined", 0.1, 0, 200, True, 100], ["begin", 1.0, 1, 1.0, 77], ["ending", 1.8]]
+    killed = read_rank(plan_of(0), 0, lines)
+    killed.killed_s = 2.0
+    assert told(killed, rank_of(1, *turn(2, 1.0, 1.9, 3.0))) == []
+    assert "two holders" in told(killed, rank_of(1, *turn(2, 1.0, 1.7, 3.0)))[0]
+
+
+def test_a_second_lease_of_a_job_that_has_not_moved_is_told() -> None:
+    first = rank_of(0, *turn(1, 1.0, 1.0, 7.0))
+    again = rank_of(1, forgave(2.5, 1, 1.5), forgave(4.0, 3, 3.0))
+    assert any("although nobody of it had moved" in each for each in told(first, again))
+    moving = rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 7.0))
+    assert told(moving, again) == []
+
+
+def test_a_later_turn_of_a_job_that_has_not_moved_may_be_passed_over() -> None:
+    passing = rank_of(1, forgave(2.5, 1, 1.5), *turn(4, 3.0, 3.0, 5.0))
+    unmoved = rank_of(0, *turn(1, 1.0, 1.0, 3.5), *turn(3, 3.6, 3.6, 4.5))
+    assert told(unmoved, passing) == []
+    moved = rank_of(0, *turn(1, 1.0, 1.0, 2.6), *turn(3, 2.7, 2.8, 4.5))
+    assert "two holders on device 0" in told(moved, passing)[0]
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "is_told"), [(5.0, False), (8.0, False), (12.0, True), (4.9, True), (61.0, True)]
+)
+def test_a_lease_that_does_not_follow_the_turns_is_told(lease_s: float, is_told: bool) -> None:
+    lines = [*turn(1, 1.0, 1.0, 2.9), *turn(2, 3.0, 3.0, 8.0), ["lease", 8.5, lease_s]]
+    rank = rank_of(0, ["lease", 0.1, 5.0], *lines, lease_s=None)
+    del rank.leases[0]
+    assert any("published a lease of" in each for each in told(rank)) == is_told
+
+
 def test_a_turn_whose_end_a_stop_kept_back_was_not_given_back() -> None:
-    impatient = rank_of(1, ["forgave", 5.0, 0, 100, 1, 4.0])
+    impatient = rank_of(1, forgave(5.0, 1, 4.0))
     stopped = rank_of(0, *turn(1, 1.0, 1.0, 2.0))
     stopped.stops = [(2.01, 6.0)]
     assert told(stopped, impatient) == []
@@ -182,13 +231,13 @@ def test_ranks_of_a_job_with_other_turns_are_told() -> None:
 
 
 def test_giving_up_without_a_cause_is_told() -> None:
-    lines = [["joined", 0.1, 0, 100, True], ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}]]
+    lines = [["joined", 0.1, 0, 200, True, 100], ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}]]
     assert told(read_rank(plan_of(0), 0, lines)) == ["job 0 rank 0 gave up turns: OSError: x"]
     assert told(read_rank(plan_of(0), 0, lines), meddled_s=[0.9]) == []
 
 
 def test_a_rank_that_never_ends_is_told() -> None:
-    rank = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 100, True]])
+    rank = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 200, True, 100]])
     assert rank.killed_s == FOREVER
     assert "did not end by itself" in told(rank)[0]
 
@@ -219,7 +268,7 @@ def test_a_misfit_that_is_not_refused_is_told() -> None:
     misfit = read_rank(
         plan_of(1, misfit=True),
         0,
-        [["joined", 3.0, 1, 101, True], ["leaving", 4.0, "closed"], ["done", 4.0, {}]],
+        [["joined", 3.0, 1, 201, True, 101], ["leaving", 4.0, "closed"], ["done", 4.0, {}]],
     )
     assert "was not refused" in told(sibling, misfit)[0]
 

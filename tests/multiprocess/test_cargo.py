@@ -26,6 +26,10 @@ def engine() -> Exchange:
     return Exchange(group)
 
 
+def _given(cargo: Cargo) -> Cargo:
+    return cargo
+
+
 def uneven(world_size: int) -> Layout:
     """Rank 0 owns nothing, the others more and more."""
     return Layout.of_lengths([rank * SIZE for rank in range(world_size)])
@@ -39,7 +43,7 @@ def there_and_back(rank: int, world_size: int) -> tuple[list[list[float]], list[
     for index, buffer in enumerate(buckets):
         cargo = squared(buffer, rank, world_size, index)
         bucket = FakeBucket(buffer, index=index, last=index == 2)
-        futures.append(exchange.submit(bucket, turn=turn, cargo=cargo))  # type: ignore[arg-type]
+        futures.append(exchange.submit(bucket, turn=turn, load=functools.partial(_given, cargo)))  # type: ignore[arg-type]
     values = [future.wait() for future in futures]
     assert all(value is buffer for value, buffer in zip(values, buckets, strict=True))
     exchange.close()
@@ -117,7 +121,7 @@ def chunk_by_chunk(rank: int, world_size: int) -> tuple[list[int], list[float], 
 
     freight = Freight(buffer, layout)
     cargo = Cargo(freight, freight, step, lambda: None, arriving=arriving)
-    future = exchange.submit(FakeBucket(torch.zeros(1)), cargo=cargo)  # type: ignore[arg-type]
+    future = exchange.submit(FakeBucket(torch.zeros(1)), load=functools.partial(_given, cargo))  # type: ignore[arg-type]
     if rank == 1:
         deadline_s = time.monotonic() + 30
         while buffer[0] != 2 * mean_of(world_size) and time.monotonic() < deadline_s:
@@ -152,9 +156,8 @@ def failing_owner(rank: int, world_size: int) -> list[str]:
         cargo = squared(torch.zeros(uneven(world_size).numel), rank, world_size, 2)
         if index == 1:
             cargo = Cargo(cargo.scatter, cargo.gather, functools.partial(fail, rank), cargo.unload, True)
-        futures.append(
-            exchange.submit(FakeBucket(torch.zeros(1), index=index, last=index == 1), turn=turn, cargo=cargo)  # type: ignore[arg-type]
-        )
+        bucket = FakeBucket(torch.zeros(1), index=index, last=index == 1)
+        futures.append(exchange.submit(bucket, turn=turn, load=functools.partial(_given, cargo)))  # type: ignore[arg-type]
     for future in futures:
         with pytest.raises(ExchangeError, match="the owner is out of luck"):
             future.wait()

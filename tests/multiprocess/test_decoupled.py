@@ -306,8 +306,8 @@ def leave_at_once(rank: int, world_size: int, meeting: str) -> bool:
 
 def hold_gathers_until_the_other_leaves(training: Training, store: dist.Store) -> None:
     assert training.state is not None
-    assert training.state._engine is not None
-    order = training.state._engine._order
+    assert training.state._training.engine is not None
+    order = training.state._training.engine._order
     following = order.next
 
     def held() -> Any:
@@ -366,7 +366,7 @@ def plan(rank: int, world_size: int) -> dict[str, Any]:
     for _ in range(4):
         trained.step()
     assert trained.state is not None
-    sizes = tuple(4 * tensor for tensor, *_ in trained.state._shape)
+    sizes = tuple(4 * tensor for tensor, *_ in trained.state._training.updates.round.shape)
     trained.end()
     return {**vars(chosen), "digest": chosen.digest, "sizes": sizes}
 

@@ -1,5 +1,6 @@
 """Jobs of several ranks take turns on emulated devices, with a collective inside every turn."""
 
+import datetime
 import itertools
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
+from crossover_ddp._segment_files import digest
 from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -256,6 +258,48 @@ def test_a_job_joins_and_leaves_again_and_again(tmp_path: Path) -> None:
     by_visit = [list(ranks) for ranks in zip(*visits, strict=True)]
     check_exclusion([*by_visit, staying])
     check_one_order([*by_visit, staying])
+
+
+# --- a sibling's lease against the own process group's timeout -------------------------------------------------------
+
+
+def _train_beside_a_stuck_sibling(
+    rank: int, world_size: int, group: str, timeout_s: float
+) -> tuple[float, int, list[str]]:
+    """Rank 1's sibling never gives its turn back, and has published a lease of an hour."""
+    warnings = _Warnings()
+    logging.getLogger("crossover_ddp").addHandler(warnings)
+    own = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    sibling = TurnSegment(group, f"dev{rank}")
+    devices = digest("dev0\ndev1")
+    sibling.join(job=9, devices=devices, rank=rank, world_size=2, lease_s=3600.0)
+    if rank == 0:
+        sibling.publish_returned(sibling.draw_turn())
+    dist.barrier()
+    mutex = GPUMutex(group, device=f"dev{rank}", process_group=own)
+    longest_s = 0.0
+    for _ in range(3):
+        begin_s = time.monotonic()
+        mutex.acquire()
+        longest_s = max(longest_s, time.monotonic() - begin_s)
+        dist.barrier(own)
+        mutex.release()
+    expired = mutex.stats()["leases_expired"]
+    dist.barrier()
+    mutex.close()
+    sibling.leave()
+    logging.getLogger("crossover_ddp").removeHandler(warnings)
+    return longest_s, expired, warnings.messages
+
+
+def test_a_siblings_lease_never_outlasts_the_own_groups_timeout() -> None:
+    args = (new_group(), 8.0)
+    free, waiting = run_ranks(_train_beside_a_stuck_sibling, 2, args=args, timeout_s=TIMEOUT_S)
+    assert free[1:] == (0, [])
+    assert 1.9 <= waiting[0] < 6.0, "a quarter of the timeout"
+    assert waiting[1] == 1, "once"
+    assert len(waiting[2]) == 1
+    assert "a quarter of its process group's timeout" in waiting[2][0]
 
 
 # --- joining fails ------------------------------------------------------------------------------------------------

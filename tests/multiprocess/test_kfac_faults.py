@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._exchange import Exchange
 from crossover_ddp._factors import DampedInverse
+from crossover_ddp._journey import Cargo
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
@@ -162,3 +164,77 @@ def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None
     assert "of ranks [0, 1], got a process_group of ranks [1]" in second
     assert first.startswith("ExchangeError: rank 0 of 2: the ")
     assert max(first_s, second_s) < PATIENCE_S + LIMIT_S
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, whose bucket is the last, below layers of K-FAC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, WIDTH, sparse=True)
+        self.layers = mlp(WIDTH, 8, 8, OUTPUTS)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words: torch.Tensor = self.layers(self.words((inputs[:, 0] > 0).long()))
+        return words
+
+
+def sparse_gradients_come_last(rank: int, world_size: int) -> tuple[str, float]:
+    return failure_of(Training(rank, Words()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refused_last_bucket_leaves_no_other_waiting(world_size: int) -> None:
+    for error, seconds in run_ranks(sparse_gradients_come_last, world_size):
+        assert error.startswith("UnsupportedConfigurationError: expected dense gradients")
+        assert seconds < LIMIT_S
+
+
+def refuse_one_bucket(rank: int, world_size: int, refused: str) -> tuple[str, int, bool]:
+    """Refuse a bucket once, and go on; return the error, the steps counted, and whether all ranks agree."""
+    training = Training(rank)
+    training.step()
+    training.step()
+    state, load = training.state, training.state._load
+    trouble = [KeyError("ours")]
+
+    def picky(bucket: dist.GradBucket) -> Cargo:
+        if trouble and (bucket.is_last() if refused == "last" else bucket.index() == int(refused)):
+            raise trouble.pop()
+        return load(bucket)
+
+    state._load = picky  # type: ignore[method-assign]
+    error = ""
+    try:
+        training.backward()
+    except KeyError as raised:
+        error = str(raised)
+    for _ in range(3):
+        training.step()
+    own = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    others = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(others, own)
+    return error, state.steps, bool(own.isfinite().all()) and all(torch.equal(own, each) for each in others)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("refused", ["0", "1", "last"])
+def test_training_goes_on_after_a_refused_bucket(refused: str, world_size: int) -> None:
+    for outcome in run_ranks(refuse_one_bucket, world_size, args=(refused,)):
+        assert outcome == ("'ours'", 6, True)
+
+
+def model_of_rank_0_alone(rank: int, world_size: int) -> float:
+    alone = dist.new_group([0])
+    loss = 0.0
+    if rank == 0:
+        training = Training(rank, ddp={"process_group": alone})
+        assert training.state.process_group is alone
+        loss = training.step()
+    dist.barrier()
+    return loss
+
+
+def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
+    loss, _ = run_ranks(model_of_rank_0_alone, 2)
+    assert loss > 0.0

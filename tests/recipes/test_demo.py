@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from demo_figures import (
     makespan_s,
     outcome_of,
     rate_for,
+    steps_within,
     summarize,
     verdict,
 )
@@ -95,6 +98,96 @@ def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> No
     assert 1e6 * 8 / (rate_mbit * 1e6) == pytest.approx(0.1)
     with pytest.raises(ValueError, match=r"expected a ratio, computation and traffic > 0, got ratio=0\.5"):
         rate_for(0.5, compute_s=0.0, wire_bytes=1e6)
+
+
+def length_of_demo(steps: int, *, overhead_s: float, compute_s: float, ratio: float) -> float:
+    """What the four runs take if sharing brings as much as was measured wherever the demo was tried."""
+    one_after_the_other_s = 2 * (1 + ratio) * compute_s * steps
+    return 6 * overhead_s + one_after_the_other_s * (1 + 1 / 1.46 + 1 / 1.78)
+
+
+@pytest.mark.parametrize("compute_s", [0.05, 0.2, 0.46, 0.8])
+@pytest.mark.parametrize("overhead_s", [4.0, 10.0, 20.0])
+def test_the_steps_fit_into_the_time_on_fast_and_slow_machines(compute_s: float, overhead_s: float) -> None:
+    steps = steps_within(
+        200.0,
+        overhead_s=overhead_s,
+        step_s=compute_s,
+        ratio=0.9,
+        least=demo.LEAST_STEPS,
+        most=demo.MOST_STEPS,
+    )
+    assert demo.LEAST_STEPS <= steps <= demo.MOST_STEPS
+    length_s = length_of_demo(steps, overhead_s=overhead_s, compute_s=compute_s, ratio=0.9)
+    assert length_s <= 200.0 or steps == demo.LEAST_STEPS
+    # And no time is given away that is there.
+    assert steps in (demo.MOST_STEPS, demo.LEAST_STEPS) or length_s > 0.75 * 200.0
+
+
+def test_steps_are_chosen_between_the_fewest_and_the_most() -> None:
+    def chosen(step_s: float, *, ratio: float = 0.9) -> int:
+        return steps_within(200.0, overhead_s=10.0, step_s=step_s, ratio=ratio, least=12, most=100)
+
+    assert chosen(0.01) == 100
+    assert 12 < chosen(0.46) < chosen(0.3) < 100
+    assert chosen(5.0) == 12
+    assert chosen(0.3, ratio=0.0) == 77  # nothing overlaps: 140 s for three times two jobs
+    with pytest.raises(ValueError, match=r"expected step_s > 0"):
+        chosen(0.0)
+
+
+class FakeRuns(demo.Runs):
+    """Runs that take no time, on a machine whose calibration says what the test wants."""
+
+    def __init__(
+        self, *, rate_mbit: float | None, steps: int | None, compute_s: float, left_s: float
+    ) -> None:
+        self.said: list[str] = []
+        self.trained: dict[str, int] = {}
+        self._compute_s = compute_s
+        cluster, display = SimpleNamespace(rate_mbit=rate_mbit), SimpleNamespace(say=self.said.append)
+        cluster.set_rate = lambda rate_mbit: setattr(cluster, "rate_mbit", rate_mbit)
+        args = demo.parse_arguments([] if steps is None else ["--steps", str(steps)])
+        super().__init__(cluster, display, args, deadline_s=time.monotonic() + left_s)  # type: ignore[arg-type]
+
+    def train(self, title: str, directory: str, names: Any, hook: str, *, steps: int | None = None) -> Any:
+        self.trained[directory] = steps or self.args.steps
+        figures = SimpleNamespace(
+            step_s=1.1 * self._compute_s, busy_s=self._compute_s, wire_bytes=5e6, makespan_s=0.0
+        )
+        return SimpleNamespace(figures=lambda: {"a": figures})
+
+
+@pytest.mark.parametrize(("compute_s", "most"), [(0.05, 100), (0.46, 66)])
+@pytest.mark.parametrize("rate_mbit", [1000.0, None])
+def test_every_run_has_the_steps_that_the_calibration_leaves_time_for(
+    compute_s: float, most: int, rate_mbit: float | None
+) -> None:
+    runs = FakeRuns(rate_mbit=rate_mbit, steps=None, compute_s=compute_s, left_s=200.0)
+    runs.all()
+    assert runs.trained.pop("calibration") == demo.CALIBRATION_STEPS
+    (steps,) = set(runs.trained.values())
+    assert demo.LEAST_STEPS < steps <= most
+    assert len(runs.trained) == 4
+    assert runs.said[-1] == f"{steps} steps of each job fit into 4 minutes."
+
+
+def test_steps_that_are_given_are_kept() -> None:
+    runs = FakeRuns(rate_mbit=None, steps=77, compute_s=9.0, left_s=10.0)
+    runs.all()
+    assert set(runs.trained.values()) == {77}
+    assert "calibration" not in runs.trained
+    runs = FakeRuns(rate_mbit=1000.0, steps=77, compute_s=9.0, left_s=10.0)
+    runs.all()
+    assert runs.trained.pop("calibration") == demo.CALIBRATION_STEPS
+    assert set(runs.trained.values()) == {77}
+
+
+def test_a_machine_too_slow_for_the_fewest_steps_is_told_so() -> None:
+    runs = FakeRuns(rate_mbit=1000.0, steps=None, compute_s=9.0, left_s=200.0)
+    runs.all()
+    assert set(runs.trained.values()) == {demo.LEAST_STEPS}
+    assert "do not fit" in runs.said[-1]
 
 
 def test_foreign_share_is_what_neither_the_job_nor_its_messages_explain() -> None:

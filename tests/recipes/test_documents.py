@@ -102,6 +102,9 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "python recipes/timeline_picture.py": Elsewhere(
         "tests/recipes/test_lab_analysis.py::test_a_picture_is_drawn"
     ),
+    "CROSSOVER_BENCH=full python -m pytest tests/benchmarks/test_grants_bench.py": Elsewhere(
+        "tests/benchmarks/test_grants_bench.py::test_a_grant_reaches_the_other_ranks_in_time"
+    ),
     "CROSSOVER_BENCH=full python -m pytest tests/benchmarks/test_collectives_bench.py": Elsewhere(
         "tests/benchmarks/test_collectives_bench.py::test_the_pair_takes_no_longer_than_an_all_reduce"
     ),

@@ -27,8 +27,15 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Training:
     """A model under DDP with its optimizer, decoupled or not."""
 
-    def __init__(self, *, decoupled: bool, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> None:
-        self.model = DistributedDataParallel(network(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
+    def __init__(
+        self,
+        *,
+        decoupled: bool,
+        make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+        net: Callable[[], nn.Module] = network,
+    ) -> None:
+        self.model = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
+        self.held = list(self.model.parameters())  # as a script may hold them, past all guards
         self.optimizer = make(self.model)
         self.state = DecoupledState(self.optimizer) if decoupled else None
         if self.state is not None:

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossover_ddp._capture import Captured, FactorCapture, Layer, find_layers
+from crossover_ddp._capture import FactorCapture
 from crossover_ddp._columns import LayerShape, WeightSharing
+from crossover_ddp._factor_sums import Captured
+from crossover_ddp._kfac_layers import Layer, find_layers
+
+pytestmark = pytest.mark.torch_version
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -285,7 +289,9 @@ def test_only_chosen_layers_are_captured() -> None:
 def test_inputs_can_be_taken_before_backward() -> None:
     run = recorded(net())
     early: dict[str, Tensor | None] = {}
-    run.capture.on_input = lambda index: early.update({run.layers[index].name: run.capture.take_input(index)})
+    run.capture.on_input = lambda index: early.update(
+        {run.layers[index].name: run.capture.take_input_ahead(index)}
+    )
     loss = loss_of(run.model(batch()))
     expected = expected_of(net(), batch())
     assert list(early) == ["conv", "token", "head"]

@@ -216,17 +216,21 @@ def test_ctrl_z_stops_all_jobs_until_the_runner_goes_on() -> None:
         def of_jobs() -> list[int]:
             return [pid for pid, mark in processes_with(MARK) if mark.startswith(f"{runner.pid}-")]
 
-        for _ in range(2):
-            next(line for line in runner.stderr if "| up" in line)
-        assert eventually(lambda: len(of_jobs()) == 4), of_jobs()
-        runner.send_signal(signal.SIGTSTP)
-        assert eventually(lambda: all(state(pid) == "T" for pid in [runner.pid, *of_jobs()]))
-        assert len(of_jobs()) == 4
-        runner.send_signal(signal.SIGCONT)
-        next(line for line in runner.stderr if "going on after SIGTSTP, with a, b" in line)
-        assert eventually(lambda: all(state(pid) != "T" for pid in of_jobs()))
-        runner.send_signal(signal.SIGTERM)
-        runner.communicate(timeout=30)
+        try:
+            for _ in range(2):
+                next(line for line in runner.stderr if "| up" in line)
+            assert eventually(lambda: len(of_jobs()) == 4), of_jobs()
+            runner.send_signal(signal.SIGTSTP)
+            assert eventually(lambda: all(state(pid) == "T" for pid in [runner.pid, *of_jobs()]))
+            assert len(of_jobs()) == 4
+            runner.send_signal(signal.SIGCONT)
+            next(line for line in runner.stderr if "going on after SIGTSTP, with a, b" in line)
+            assert eventually(lambda: all(state(pid) != "T" for pid in of_jobs()))
+            runner.send_signal(signal.SIGTERM)
+            runner.communicate(timeout=30)
+        finally:  # whatever has failed: nobody else would let it go on, and its end takes the jobs along
+            runner.send_signal(signal.SIGCONT)
+            runner.terminate()
     assert runner.returncode == 128 + signal.SIGTERM
 
 

@@ -92,7 +92,8 @@ def test_a_foreign_file_costs_the_exit_code_and_not_the_rest(
     assert document["spans"] == 240
     assert (document["problems"][0]["path"], document["problems"][0]["line"]) == (str(path), 1)
     assert cli.main(["timeline", str(tmp_path)]) == 1
-    assert "rank9-9.jsonl:1: expected the header of a timeline" in capsys.readouterr().out.replace("\n", "")
+    words = "".join(capsys.readouterr().out.split())  # lines break where the directory's length makes them
+    assert "rank9-9.jsonl:1:expectedtheheaderofatimeline" in words
 
 
 def test_clocks_that_contradict_each_other_cost_the_exit_code(

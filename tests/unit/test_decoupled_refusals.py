@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp._decoupled_training import DecoupledTraining
 from crossover_ddp._exchange import Exchange
 from tests.unit.decoupled_training import Training, assert_same, inputs, network, sgd
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 REFUSED: dict[str, Callable[[dist.GradBucket], bool]] = {
     "first": lambda bucket: bucket.index() == 0,
@@ -28,7 +29,7 @@ REFUSED: dict[str, Callable[[dist.GradBucket], bool]] = {
 def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
     refused: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = (DecoupledState, "_checked_parameters") if where == "state" else (Exchange, "_journey")
+    owner, name = (DecoupledTraining, "_checked_parameters") if where == "state" else (Exchange, "_journey")
     original = getattr(owner, name)
 
     def picky(self: object, bucket: dist.GradBucket, *args: object) -> object:
@@ -113,3 +114,70 @@ def test_sparse_gradients_are_refused() -> None:
     model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
     with pytest.raises(UnsupportedConfigurationError, match="sparse=False"):
         model(torch.tensor([1])).sum().backward()
+
+
+def by_hand(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad
+
+
+INSTEAD: dict[str, Callable[[list[nn.Parameter]], None]] = {
+    "another optimizer": lambda held: torch.optim.Adam(held, lr=0.01).step(),
+    "a fused one": lambda held: torch.optim.SGD(held, lr=0.1, fused=True).step(),
+    "by hand": by_hand,
+}
+NEXT: dict[str, Callable[[Training], object]] = {
+    "forward": lambda training: training.backward(),
+    "a look": lambda training: list(training.model.parameters()),
+    "evaluation": lambda training: training.model.module(inputs(0)),
+}
+
+
+@pytest.mark.parametrize("next_", NEXT)
+@pytest.mark.parametrize("instead", INSTEAD)
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
+    steps: int, instead: str, next_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if instead == "a fused one" and steps > 4:
+        monkeypatch.setenv("CROSSOVER_CHECK", "1")  # torch's fused kernels count no version
+    training, plain = Training(decoupled=True).run(steps), Training(decoupled=False).run(steps)
+    assert training.state is not None
+    for each in (training, plain):
+        each.backward()
+        training.state.flush()
+        INSTEAD[instead](each.held)
+    assert_same(training, plain)
+    training.backward()
+    INSTEAD[instead](training.held)
+    with pytest.raises(UnsupportedConfigurationError, match=r"another optimizer.*call state\.flush\(\)"):
+        NEXT[next_](training)
+    training.step()  # nothing is left half done
+    training.state.close()
+
+
+def test_parameters_may_be_written_before_the_own_step() -> None:
+    training, plain = Training(decoupled=True), Training(decoupled=False)
+    for each in (training, plain):
+        for _ in range(6):
+            each.backward()
+            with torch.no_grad():
+                for parameter in each.held:
+                    parameter.mul_(0.9)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert training.is_pending
+    assert_same(training, plain)
+
+
+def test_parameters_may_be_read_and_steps_left_out() -> None:
+    training, plain = Training(decoupled=True), Training(decoupled=False)
+    for each in (training, plain):
+        for step in range(9):
+            each.backward()
+            if step % 3 != 1:
+                each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)

@@ -19,7 +19,7 @@ from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupl
 from tests.unit.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
 from tests.unit.fuse import blow
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
 @pytest.fixture
@@ -205,29 +205,58 @@ def test_a_norm_that_is_not_finite_is_an_error_on_request(training: Training) ->
     training.run()
     training.backward()
     assert training.state is not None
-    training.state._round[0].deferred.tensor.fill_(float("nan"))
+    training.state._training.updates.round.shares[0].deferred.tensor.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="expected a finite norm"):
         training.state.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-CHANGES: dict[str, Callable[[Training], object]] = {
-    "torch's clipping": lambda t: clip_grad_norm_(t.model.parameters(), 1.0),
-    "torch's clipping of large norms only": lambda t: clip_grad_norm_(t.model.parameters(), 1e9),
-    "clipping by value": lambda t: nn.utils.clip_grad_value_(t.model.parameters(), 0.1),
-    "noise": lambda t: [p.grad.add_(1.0) for p in t.model.parameters() if p.grad is not None],
-    "other gradients": lambda t: [setattr(p, "grad", torch.ones_like(p)) for p in t.model.parameters()],
+Parameters = Callable[[Training], list[nn.Parameter]]
+CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "torch's clipping": lambda held: clip_grad_norm_(held, 1.0),
+    "torch's clipping of large norms only": lambda held: clip_grad_norm_(held, 1e9),
+    "clipping by value": lambda held: nn.utils.clip_grad_value_(held, 0.1),
+    "noise": lambda held: [p.grad.add_(1.0) for p in held if p.grad is not None],
+    "old-style clipping": lambda held: [p.grad.data.mul_(0.5) for p in held if p.grad is not None],
+    "other gradients": lambda held: [setattr(p, "grad", torch.ones_like(p)) for p in held],
+}
+WAYS: dict[str, Parameters] = {
+    "the model": lambda t: list(t.model.parameters()),
+    "the network": lambda t: [p for _, p in t.model.module.named_parameters()],
+    "the optimizer": lambda t: [p for group in t.optimizer.param_groups for p in group["params"]],
+    "the optimizer by number": lambda t: [
+        group["params"][i] for group in t.optimizer.param_groups for i in range(len(group["params"]))
+    ],
 }
 
 
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_changed_before_step_are_refused(change: str, settled: bool, training: Training) -> None:
+def test_gradients_changed_through_tensors_taken_earlier_are_refused(
+    change: str, settled: bool, training: Training
+) -> None:
     if settled:
-        training.run()
+        training.run(4)
     training.backward()
-    CHANGES[change](training)
+    CHANGES[change](training.held)
     with pytest.raises(UnsupportedConfigurationError, match=r"flush\(\)"):
         training.optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_changed_through_the_model_or_the_optimizer_are_those_of_plain_ddp(
+    change: str, way: str, training: Training, plain: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in (training, plain):
+        for _ in range(STEPS):
+            each.backward()
+            CHANGES[change](WAYS[way](each))
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert not training.is_pending
+    assert_same(training, plain)
+    warned = [r for r in caplog.records if "between backward() and optimizer.step()" in r.message]
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -239,48 +268,35 @@ def test_after_flush_gradients_are_those_of_plain_ddp_and_may_be_changed(
         training.state.flush()  # type: ignore[union-attr]
         plain.backward()
         for each in (training, plain):
-            CHANGES[change](each)
+            CHANGES[change](each.held)
             each.optimizer.step()
-            each.optimizer.zero_grad()
-    assert_same(training, plain)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_scaler_works_after_flush(fused: bool) -> None:
-    training, plain = (
-        Training(decoupled=decoupled, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused))
-        for decoupled in (True, False)
-    )
-    for each in (training, plain):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(STEPS):
-            scaler.scale(each.model(inputs(step)).square().mean()).backward()
-            if each.state is not None:
-                each.state.flush()
-            scaler.step(each.optimizer)
-            scaler.update()
             each.optimizer.zero_grad()
     assert_same(training, plain)
 
 
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_scaler_without_flush_is_refused(fused: bool, unscale: bool) -> None:
-    training = Training(
-        decoupled=True, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused)
-    ).run()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(training.model(inputs(0)).square().mean()).backward()
-    if unscale:
-        scaler.unscale_(training.optimizer)
-    with pytest.raises(UnsupportedConfigurationError, match="GradScaler"):
-        scaler.step(training.optimizer)
+def test_a_scaler_works(fused: bool, unscale: bool) -> None:
+    training, plain = (
+        Training(decoupled=decoupled, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused))
+        for decoupled in (True, False)
+    )
+    for each in (training, plain):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(STEPS):
+            scaler.scale(each.model(inputs(step)).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(each.optimizer)
+            scaler.step(each.optimizer)
+            scaler.update()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
 
 
 def test_gradients_zeroed_in_place_before_their_update_are_refused(training: Training) -> None:
     training.run()
     training.backward()
-    held = [p.grad for p in training.model.module.parameters()]
+    held = [p.grad for p in training.held]
     training.optimizer.step()
     for gradient in held:
         gradient.zero_()  # type: ignore[union-attr]
@@ -450,7 +466,7 @@ def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain:
     for each in (training, plain):
         each.run()
         each.backward()
-    clip_grad_norm_(training.model.parameters(), 1.0)
+    clip_grad_norm_(training.held, 1.0)
     assert training.state is not None
     for use in (training.optimizer.step, training.state.close):
         with pytest.raises(UnsupportedConfigurationError, match="changed in place"):

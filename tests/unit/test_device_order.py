@@ -282,16 +282,19 @@ def test_gpus_without_ipc_are_ordered_on_the_host_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         order = device_order(GPU, EVENT_COUNT, Alone())
     assert isinstance(order, SynchronizedOrder)
-    assert len(caplog.records) == (wanted != "host")
-    if wanted in (None, "events"):
+    assert len(caplog.records) == (wanted not in (None, "host"))
+    if wanted == "events":
         assert "operation not supported" in caplog.text
     order.close()
 
 
-def test_the_default_is_events(notes: Notes) -> None:
+def test_by_default_no_stream_waits_for_another_process(notes: Notes) -> None:
     order = device_order(GPU, EVENT_COUNT, Alone())
-    assert isinstance(order, EventOrder)
-    made.append(order)
+    assert isinstance(order, SynchronizedOrder)
+    assert order.waits_on_host, "siblings publish their turns when the device has done them"
+    assert order.follow((1, 7), b"", 3) is None
+    assert notes.seen == []
+    order.close()
 
 
 def test_a_turn_told_at_once_does_not_overtake_one_told_late(notes: Notes) -> None:

@@ -17,7 +17,7 @@ from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.unit.fuse import blow
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
 def hooked(module: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -182,6 +182,7 @@ def test_no_segments_are_fine() -> None:
         ({"CROSSOVER_GROUP": ""}, PROBLEM, "no group name"),
         ({"CROSSOVER_DEVICE": "node0"}, NOTE, "GPUs keep their UUIDs"),
         ({"CROSSOVER_DISABLE": "1"}, NOTE, "unset CROSSOVER_DISABLE"),
+        ({"CROSSOVER_CHECK": "1"}, NOTE, "unset CROSSOVER_CHECK"),
         ({"CROSSOVER_TIMELINE": "/t"}, NOTE, "spans are recorded there"),
         ({"CROSSOVER_GRUOP": "x"}, NOTE, "unset CROSSOVER_GRUOP"),
     ],

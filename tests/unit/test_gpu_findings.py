@@ -137,11 +137,12 @@ def test_torch_without_what_turns_need_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("gpu", "wanted", "state", "words"),
     [
-        (Ordering("GPU-1", True, True), None, OK, "by events"),
+        (Ordering("GPU-1", True, True), None, OK, "by host"),
+        (Ordering("GPU-1", True, True), "events", OK, "waiting for ever"),
         (Ordering("GPU-1", True, True), "semaphores", OK, "by semaphores"),
         (Ordering("GPU-1", False, False), "host", OK, "by host"),
-        (Ordering("GPU-1", False, True), None, NOTE, "export CROSSOVER_DEVICE_ORDER=semaphores"),
-        (Ordering("GPU-1", False, False), None, NOTE, "not WSL"),
+        (Ordering("GPU-1", False, False), None, OK, "by host"),
+        (Ordering("GPU-1", False, True), "events", NOTE, "unset CROSSOVER_DEVICE_ORDER"),
         (Ordering("GPU-1", True, False), "semaphores", NOTE, "ordered on the host"),
         (Ordering("GPU-1", True, True), "event", PROBLEM, "unset CROSSOVER_DEVICE_ORDER"),
     ],
@@ -175,7 +176,11 @@ NAMES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "TORCH_NCCL_BLOCKING_WAIT",
 )
-VALUES = st.one_of(st.text(max_size=6), st.sampled_from(["", "0", "1", "2", "8", "ZERO", "EFFICIENCY|ZERO"]))
+# Of few letters: for all of Unicode hypothesis first makes a table, for seconds, which fails its own health check.
+VALUES = st.one_of(
+    st.text(alphabet="0129-+.|xZERO \tä", max_size=6),
+    st.sampled_from(["", "0", "1", "2", "8", "ZERO", "EFFICIENCY|ZERO"]),
+)
 
 
 @given(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from crossover_ddp import _turn_segment, gpu_mutex
+from crossover_ddp import _turn_segment, _turns
 from crossover_ddp._segment_files import Slot
 from crossover_ddp._turn_segment import SHARED_MEMORY
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -308,25 +308,73 @@ def test_a_lease_overwritten_while_its_owner_is_stopped_ends_the_wait_neverthele
     assert mutex.stats()["leases_expired"] == 1
 
 
-def test_a_lease_left_out_grows_with_the_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_mutex, "DEFAULT_LEASE_S", 0.05)
+def test_a_lease_left_out_follows_the_turns_up_and_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "DEFAULT_LEASE_S", 0.05)
     mutex, sibling = make(lease=None), make()
     assert mutex.stats()["lease_s"] == 0.05
-    mutex.acquire()
-    time.sleep(0.1)
-    mutex.release()
+
+    def published() -> float:
+        assert sibling._segment is not None
+        return next(slot.lease_s for slot in sibling._segment.slots().values() if slot.job == mutex.job)
+
+    for _ in range(2):
+        with mutex:
+            time.sleep(0.1)
     assert mutex.stats()["lease_s"] >= 0.4
-    assert sibling._segment is not None
-    seen = next(slot for slot in sibling._segment.slots().values() if slot.job == mutex.job)
-    assert seen.lease_s == mutex.stats()["lease_s"]
-    longest_s = mutex.stats()["lease_s"]
-    with mutex:
-        pass
-    assert mutex.stats()["lease_s"] == longest_s, "a short turn takes nothing away"
+    assert published() == mutex.stats()["lease_s"]
+    for _ in range(16):
+        with mutex:
+            pass
+    assert mutex.stats()["lease_s"] == published() < 0.2, "turns of long ago do not count"
+
+
+def test_waiting_for_a_sibling_makes_no_lease_longer(
+    make: Make, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    monkeypatch.setattr(_turns, "DEFAULT_LEASE_S", 0.1)
+    mutex, sibling = make(lease=None), make()
+    for _ in range(3):
+        sibling.acquire()
+        waiting = acquire_in(threads, mutex)
+        time.sleep(0.2)
+        sibling.release()
+        waiting.result(SOON_S)
+        mutex.release()
+    assert mutex.stats()["waited_s"] > 0.4
+    assert mutex.stats()["lease_s"] < 0.4
 
 
 def test_a_lease_that_is_given_stays(make: Make) -> None:
     mutex = make(lease=0.01)
-    with mutex:
-        time.sleep(0.05)
+    for _ in range(3):
+        with mutex:
+            time.sleep(0.05)
     assert mutex.stats()["lease_s"] == 0.01
+
+
+def test_a_stopped_job_costs_one_lease_however_many_slots_it_has(make: Make, group: str) -> None:
+    """A job of eight ranks on one device draws a turn and is heard of no more."""
+    segments = [_turn_segment.TurnSegment(group, DEVICE) for _ in range(8)]
+    for rank, segment in enumerate(segments):
+        devices = _turn_segment.digest(DEVICE)
+        segment.join(job=9, devices=devices, rank=rank, world_size=8, lease_s=0.4)
+    mutex = make()
+    segments[0].draw_turn()
+    begin_s = time.monotonic()
+    for _ in range(3):
+        mutex.acquire()
+        mutex.release()
+    first_s = time.monotonic() - begin_s
+    assert 0.4 <= first_s < 0.4 + 1.2
+    segments[0].draw_turn()
+    for _ in range(3):
+        mutex.acquire()
+        mutex.release()
+    assert time.monotonic() - begin_s < first_s + 0.4, "nothing of it has moved since"
+    assert mutex.stats()["leases_expired"] == 1
+    segments[3].publish_started(2)
+    segments[0].draw_turn()
+    mutex.acquire()
+    assert mutex.stats()["leases_expired"] == 2, "whoever goes on is waited for again"
+    for segment in segments:
+        segment.leave()

@@ -81,7 +81,7 @@ def test_the_way_is_the_one_that_was_asked_for(gpu: FakeGpu, group: str) -> None
 
 
 def test_an_unknown_way_is_refused(gpu: FakeGpu, group: str) -> None:
-    with pytest.raises(ValueError, match="one of events, semaphores, host, got 'event'"):
+    with pytest.raises(ValueError, match="one of host, semaphores, events, got 'event'"):
         join(gpu, group, "event")
     assert files_of(group) == []
 

@@ -23,7 +23,7 @@ from crossover_ddp import (
 )
 from tests.unit.fake_bucket import FakeBucket
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 Registered = tuple[DistributedDataParallel, Callable[[], None]]
 

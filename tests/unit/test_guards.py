@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations
 
-from crossover_ddp._guards import GuardedParameters, Watch, guard
+from crossover_ddp._guards import GuardedParameters, Guards, Watch
+
+pytestmark = pytest.mark.torch_version
 
 
 class Tied(nn.Module):
@@ -36,7 +38,8 @@ class Watched:
         self.names = {id(p): name for name, p in network.named_parameters()}
         self.updated: list[str] = []
         self.watch: Watch[nn.Parameter] = Watch(self._update)
-        self.guards = guard(network, self.watch)
+        self.guards = Guards(network, self.watch)
+        self.guards.up()
         self.parameters = list(network.parameters())
         self.make_stale()
 
@@ -165,3 +168,53 @@ def test_compiled_modules_read_what_is_up_to_date(watched: Watched) -> None:
     watched.updated.clear()
     compiled(torch.ones(1, 3))
     assert sorted(watched.updated) == sorted(ALL)
+
+
+def test_a_module_looks_as_before_when_its_guards_are_down(watched: Watched) -> None:
+    module = watched.network.get_submodule("0")
+    watched.guards.down()
+    plain, hooks = vars(module)["_parameters"], dict(module._forward_pre_hooks)
+    for _ in range(2):
+        watched.guards.up()
+        assert isinstance(module._parameters, GuardedParameters)
+        assert len(module._forward_pre_hooks) == 1
+        watched.guards.down()
+        assert vars(module)["_parameters"] is plain, "dynamo guards on what the dictionary is"
+        assert dict(module._forward_pre_hooks) == hooks
+
+
+def test_what_is_set_while_guards_are_up_stays(watched: Watched) -> None:
+    module = watched.network.get_submodule("0")
+    weight = nn.Parameter(torch.ones(4, 3))
+    module.weight = weight
+    watched.guards.down()
+    assert module.weight is weight
+
+
+def test_a_parameter_that_moves_to_a_new_module_is_guarded_there(watched: Watched) -> None:
+    watched.guards.down()
+    parametrizations.weight_norm(watched.network.get_submodule("0"))
+    watched.parameters = list(watched.network.parameters())
+    watched.names = {id(p): name for name, p in watched.network.named_parameters()}
+    watched.make_stale()
+    watched.guards.up()
+    watched.network(torch.ones(1, 3))
+    assert sorted(watched.updated) == sorted(watched.names.values())
+
+
+def test_replays_of_a_cuda_graph_read_what_is_up_to_date() -> None:
+    """``torch.cuda.make_graphed_callables`` puts a function in the place of forward that asks no module."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    held = list(network.parameters())
+    updated_at_replay: list[int] = []
+
+    def replay(features: torch.Tensor) -> torch.Tensor:
+        updated_at_replay.append(len(watched.updated))
+        return features @ held[0].t() @ held[2].t()
+
+    replay.__module__ = "torch.cuda.graphs"
+    network.forward = replay  # type: ignore[method-assign]
+    watched = Watched(network)
+    network(torch.ones(1, 3))
+    assert updated_at_replay == [4]
+    watched.guards.close()

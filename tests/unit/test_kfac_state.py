@@ -91,7 +91,8 @@ def test_half_precision_parameters_are_refused() -> None:
         UnsupportedConfigurationError, match=r"0\.weight of float16.*use autocast, or skip it"
     ):
         KFACState(mlp(6, 4).half(), kl_clip=None)
-    KFACState(mlp(6, 4).half(), kl_clip=None, skip=["0"]).close()
+    half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
+    KFACState(half, kl_clip=None, skip=["0"]).close()
 
 
 def test_a_model_on_several_devices_is_refused() -> None:
@@ -128,8 +129,10 @@ def test_the_state_of_another_model_is_refused() -> None:
 def test_a_state_cannot_be_pickled_but_its_model_can_be_copied() -> None:
     training = Training()
     training.step()
-    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"copy or save model\.module, .* and the state's state_dict\(\)"):
         pickle.dumps(training.state)
+    with pytest.raises(TypeError, match=r"AveragedModel\(model\.module\)"):
+        torch.optim.swa_utils.AveragedModel(training.model)
     copied = copy.deepcopy(training.model.module)
     copied(torch.ones(2, 6)).sum().backward()
     assert training.step(1).keys() == dict(training.model.module.named_parameters()).keys()

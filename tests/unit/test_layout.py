@@ -28,10 +28,22 @@ def test_equal_layout_leaves_less_than_one_element_per_part_to_the_tail(numel: i
     assert layout.part(parts - 1).numel == share + layout.tail().numel
 
 
+@given(st.integers(0, 10_000), st.integers(1, 17), st.integers(1, 64))
+def test_shares_of_an_equal_layout_begin_at_multiples(numel: int, parts: int, multiple: int) -> None:
+    layout = Layout.equal(numel, parts, multiple=multiple)
+    assert layout.numel == numel
+    assert layout.is_equal
+    assert all(layout.part(rank).start % multiple == 0 for rank in range(parts))
+    assert 0 <= layout.tail().numel < parts * multiple
+
+
 @given(LENGTHS)
-def test_a_layout_is_equal_exactly_when_equal_makes_it(lengths: list[int]) -> None:
+def test_a_layout_is_equal_when_only_the_last_part_is_longer(lengths: list[int]) -> None:
     layout = Layout.of_lengths(lengths)
-    assert layout.is_equal == (layout == Layout.equal(layout.numel, layout.parts))
+    assert layout.is_equal == (len({*lengths[:-1], lengths[0]}) == 1 and lengths[-1] >= lengths[0])
+    if layout.is_equal:
+        assert layout.main_numel == lengths[0] * len(lengths)
+        assert layout.part(len(lengths) - 1).stop == layout.tail().stop
 
 
 @given(LENGTHS, st.integers(1, 300))
@@ -60,6 +72,7 @@ def test_layouts_are_values() -> None:
         (lambda: Layout((1.5,)), r"lengths\[0\]=1\.5"),
         (lambda: Layout.equal(5, 0), "parts=0"),
         (lambda: Layout.equal(-5, 2), "numel=-5"),
+        (lambda: Layout.equal(5, 2, multiple=0), "multiple=0"),
         (lambda: Layout.equal(5, 2).part(2), "rank=2"),
         (lambda: list(Span(0, 5).chunks(0)), "chunk_numel=0"),
     ],

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from crossover_ddp._partial_optimizer import PartialOptimizer, Update, check_separable
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+pytestmark = pytest.mark.torch_version
+
 Make = Callable[[Iterable[Any]], Optimizer]
 
 TORCH: dict[str, Make] = {

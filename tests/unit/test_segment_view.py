@@ -446,7 +446,11 @@ class _Living:
 
 
 @settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents=st.binary(max_size=FILE_BYTES + 10), name=st.text(max_size=40), log=st.binary(max_size=50))
+@given(
+    contents=st.binary(max_size=FILE_BYTES + 10),
+    name=st.text("ab0.-_/ \n\0é\ud800", max_size=40),
+    log=st.binary(max_size=50),
+)
 def test_arbitrary_files_never_raise(contents: bytes, name: str, log: bytes, tmp_path: Path) -> None:
     home(tmp_path).mkdir(0o700, exist_ok=True)
     stem = f"jobs-{digest(DEVICE):016x}"

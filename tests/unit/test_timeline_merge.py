@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._timeline_files import Reading, read, read_file
-from crossover_ddp._timeline_merge import Merged, describe, merge
+from crossover_ddp._timeline_merge import Merged, describe, job_names, merge
 from crossover_ddp._timeline_spans import Span
 from tests.unit.made_up_recordings import HEADER, compute, exchange, two_hosts, write
 
@@ -111,11 +111,28 @@ def test_jobs_are_named_after_their_directories(tmp_path: Path) -> None:
 
 
 def test_jobs_in_one_directory_are_told_apart_in_order_of_their_begins(tmp_path: Path) -> None:
-    write(tmp_path / "d", [compute(1, 2)], job="f00", pid=1, wall_s=50.0)
-    write(tmp_path / "d", [compute(1, 2)], job="bad", pid=2, wall_s=40.0)
-    write(tmp_path / "d", [compute(1, 2)], job="bad", pid=3, wall_s=60.0, rank=1)
+    write(tmp_path / "d", [compute(1, 2)], job="f00", pid=1, monotonic_s=50.0)
+    write(tmp_path / "d", [compute(1, 2)], job="bad", pid=2, monotonic_s=40.0)
+    write(tmp_path / "d", [compute(1, 2)], job="bad", pid=3, monotonic_s=60.0, rank=1)
     found = merged(tmp_path / "d")
     assert {(span.job, span.rank) for span in found.spans} == {("d.2", 0), ("d.1", 0), ("d.1", 1)}
+
+
+def test_a_wrong_wall_clock_does_not_change_the_order_of_jobs(tmp_path: Path) -> None:
+    """The first job's rank on the second host began first of all, whatever that host's wall clock says."""
+    ahead_s = 500.0
+    begins_s = {("first", 0): 103.0, ("first", 1): 100.0, ("second", 0): 102.0, ("second", 1): 104.0}
+    for wall_error_s in (0.0, 7.0, -7.0):
+        home = tmp_path / str(wall_error_s) / "d"
+        for pid, ((job, rank), begin_s) in enumerate(begins_s.items()):
+            on_s = begin_s + rank * ahead_s
+            wall_s = 1000 + begin_s + rank * wall_error_s
+            spans = [exchange(at + rank * ahead_s, at + rank * ahead_s + 1e-3, at) for at in range(110, 120)]
+            host = {"host": f"h{rank}", "clock": f"c{rank}", "device": f"d{rank}"}
+            write(home, spans, job=job, rank=rank, pid=pid, monotonic_s=on_s, wall_s=wall_s, **host)
+        reading = read([home])
+        names = job_names(reading.recordings, merge(reading.recordings).alignment)
+        assert names == {"first": "d.1", "second": "d.2"}
 
 
 def test_one_job_in_several_directories_is_one_job(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp import _turn_segment
+from crossover_ddp._segment_files import outer_user
 from crossover_ddp._turn_segment import SHARED_MEMORY, SLOT_COUNT, TurnSegment
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import (
@@ -430,3 +431,18 @@ def test_a_new_file_taken_for_a_leftover_is_made_again(
     assert jobs(segment) == [1]
     segment.leave()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("user", "uid_map", "outside"),
+    [
+        (0, "         0          0 4294967295\n", 0),
+        (0, "0 1000 1\n", 1000),
+        (0, "0 1000 1\n1 100000 65536\n", 1000),
+        (33, "0 1000 1\n1 100000 65536\n", 100032),
+        (65534, "0 1000 1\n", 65534),
+        (5, "", 5),
+    ],
+)
+def test_users_of_containers_are_known_by_their_number_outside(user: int, uid_map: str, outside: int) -> None:
+    assert outer_user(user, uid_map) == outside

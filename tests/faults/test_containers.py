@@ -1,0 +1,192 @@
+"""Siblings in containers: other process ids, users and mounts, one /dev/shm.
+
+Every rank is the only one in namespaces of its own, and each thinks that it is root. Nothing of the protocol may
+rest on a process id, on an inherited descriptor, or on a parent.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+RANKS = 2
+STEPS = 30
+TIMEOUT_S = 120.0
+AT_ONCE_S = 3.0  # a lease is 5 s
+
+
+def why_no_containers() -> str:
+    """Return why this machine lends no namespaces; empty if it does."""
+    try:
+        tried = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=30.0)
+    except FileNotFoundError:
+        return "unshare is not installed"
+    return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+WHY_NOT = why_no_containers()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "containers can be made")
+
+
+class Container:
+    """A nursery in namespaces of its own; the rank that it bears is number 2 or so there."""
+
+    def __init__(self, rank: int) -> None:
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "CROSSOVER_DEVICE": f"dev{rank}"}
+        self._process = subprocess.Popen(
+            [*ENTER, sys.executable, "-m", "tests.faults.nursery"],
+            cwd=ROOT,
+            env=os.environ | environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def bear(self, order: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self.hear()["pid"])
+
+    def kill(self) -> None:
+        self._process.kill()  # and the kernel kills all in it
+        self._process.wait()
+
+    def __enter__(self) -> "Container":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+
+class Job(NamedTuple):
+    containers: Sequence[Container]
+    logs: Sequence[Path]
+    stop: Path
+
+    def records(self, rank: int) -> list[Any]:
+        lines = self.logs[rank].read_text().splitlines() if self.logs[rank].exists() else []
+        return [json.loads(line) for line in lines if line.endswith(("]", "}"))]
+
+    def steps(self, rank: int) -> list[list[float]]:
+        return [record for record in self.records(rank) if isinstance(record, list)]
+
+    def stats(self, rank: int) -> dict[str, Any] | None:
+        return next((record["stats"] for record in self.records(rank) if isinstance(record, dict)), None)
+
+    def errors(self) -> str:
+        paths = [Path(f"{log}.err") for log in self.logs]
+        return "\n".join(path.read_text()[-1500:] for path in paths if path.exists())
+
+    def ends(self) -> list[dict[str, Any]]:
+        """Wait until every rank has ended by itself; return their figures."""
+        await_that(lambda: all(self.has_ended(rank) for rank in range(RANKS)), self)
+        found = [self.stats(rank) for rank in range(RANKS)]
+        return [each for each in found if each is not None]
+
+    def has_ended(self, rank: int) -> bool:
+        return any(isinstance(record, dict) for record in self.records(rank))
+
+
+def await_that(condition: Any, job: Job) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, job.errors()
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Machine:
+    """What starts jobs in containers, and where they write."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self.group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+
+    def start(self, name: str, seed: int, steps: int = STEPS, hook: str = "crossover") -> Job:
+        containers = [self._stack.enter_context(Container(rank)) for rank in range(RANKS)]
+        logs = [self._directory / f"{name}-rank{rank}" for rank in range(RANKS)]
+        stop = self._directory / f"{name}-stop"
+        order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": str(stop)}
+        order |= {"port": free_port(), "address": "127.0.0.1"}
+        for container in containers:
+            container.hear()
+        pids = [
+            container.bear(order | {"log": str(log)}) for container, log in zip(containers, logs, strict=True)
+        ]
+        assert all(pid < 20 for pid in pids), "process ids are the containers' own"
+        return Job(containers, logs, stop)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with ExitStack() as stack:
+        yield Machine(tmp_path, stack)
+
+
+def losses(job: Job) -> list[list[float]]:
+    return [[step[3] for step in job.steps(rank)] for rank in range(RANKS)]
+
+
+def left(group: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
+
+
+def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machine) -> None:
+    jobs = [machine.start(f"job{seed}", seed, steps=100_000) for seed in (1, 2)]
+    for job in jobs:
+        await_that(lambda job=job: len(job.steps(0)) >= STEPS, job)
+    for job in jobs:
+        job.stop.touch()
+    figures = [job.ends() for job in jobs]
+    for ranks in figures:
+        for stats in ranks:
+            assert stats["disabled_because"] is None
+            assert stats["leases_expired"] == 0
+            assert stats["handovers"] > 0, "it never waited for its sibling"
+            assert stats["turn"] > stats["turns"], "the order of turns is not common to both"
+    assert not left(machine.group)
+    for seed, job in zip((1, 2), jobs, strict=True):
+        count = len(job.steps(0))
+        alone = machine.start(f"alone{seed}", seed, steps=count, hook="none")
+        alone.ends()
+        assert losses(job) == losses(alone)
+
+
+def test_a_container_that_is_killed_holds_its_sibling_up_for_no_time(machine: Machine) -> None:
+    steady, victim = machine.start("steady", 1, steps=100_000), machine.start("victim", 2, steps=100_000)
+    for job in (steady, victim):
+        await_that(lambda job=job: len(job.steps(0)) >= STEPS, job)
+    for container in victim.containers:
+        container.kill()
+    count = len(steady.steps(0))
+    await_that(lambda: len(steady.steps(0)) >= count + STEPS, steady)
+    steady.stop.touch()
+    for stats in steady.ends():
+        assert stats["disabled_because"] is None
+        assert stats["leases_expired"] == 0
+        assert stats["siblings"] == 0
+    longest_s = max(end_s - begin_s for rank in range(RANKS) for _, begin_s, end_s, _ in steady.steps(rank))
+    assert longest_s < AT_ONCE_S
+    assert not left(machine.group)

@@ -1,0 +1,91 @@
+"""How long collectives wait is read from the group itself, in whatever way it was made."""
+
+import datetime
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from crossover_ddp._group_timeout import UNKNOWN_TIMEOUT_S, group_timeout_s, patience_limit_s
+from crossover_ddp.gpu_mutex import GPUMutex
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    timeout = datetime.timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Group:
+    """Answers as a group of two ranks does; one backend a device type."""
+
+    def __init__(self, **backends: Any) -> None:
+        self._device_types = [*backends]
+        self._backends = backends
+
+    def _get_backend(self, device: str) -> Any:
+        if self._backends[device] is None:
+            raise RuntimeError(f"Could not find the default device type {device}")
+        return self._backends[device]
+
+    def size(self) -> int:
+        return 2
+
+
+def backend(seconds: float) -> SimpleNamespace:
+    return SimpleNamespace(options=SimpleNamespace(_timeout=datetime.timedelta(seconds=seconds)))
+
+
+def test_a_real_group_tells_its_timeout(world: dist.ProcessGroup) -> None:
+    assert group_timeout_s(None) == group_timeout_s(world) == 77.0
+    assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
+
+
+def test_a_wrapped_backend_tells_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        timeout = datetime.timedelta(seconds=55)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        assert group_timeout_s(None) == 55.0
+    finally:
+        dist.destroy_process_group()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected_s"),
+    [
+        (Group(cpu=backend(1800), cuda=backend(600)), 600.0),
+        (Group(cpu=backend(1800), cuda=None), 1800.0),
+        (Group(cpu=SimpleNamespace()), UNKNOWN_TIMEOUT_S),
+        (Group(cpu=SimpleNamespace(options=SimpleNamespace(_timeout=30))), UNKNOWN_TIMEOUT_S),
+        (Group(), UNKNOWN_TIMEOUT_S),
+        (SimpleNamespace(), UNKNOWN_TIMEOUT_S),
+    ],
+)
+def test_the_shortest_timeout_counts_and_an_unknown_one_is_short(group: Any, expected_s: float) -> None:
+    assert group_timeout_s(group) == expected_s
+
+
+def test_patience_is_a_quarter_of_the_timeout(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert patience_limit_s(cast(dist.ProcessGroup, Group(cpu=backend(400)))) == 100.0
+
+
+def test_a_job_of_one_process_is_bound_by_leases_alone(world: dist.ProcessGroup) -> None:
+    assert patience_limit_s(None) == math.inf
+    mutex = GPUMutex(device="dev0")
+    assert mutex._patience.limit_s == math.inf
+    mutex.close()
+
+
+def test_without_a_group_there_is_no_limit() -> None:
+    assert patience_limit_s(None) == math.inf

@@ -1,0 +1,93 @@
+"""The one mutex of a process's hooks."""
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp import _job_turn
+from crossover_ddp._job_turn import JobTurn
+from crossover_ddp.gpu_mutex import GPUMutex
+
+
+@pytest.mark.usefixtures("process_group")
+def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two joins would make the process its own sibling, and their number would differ between ranks."""
+    made: list[GPUMutex] = []
+    first_is_joining = threading.Event()
+
+    def slow(device: object, group: object) -> GPUMutex:
+        first_is_joining.set()
+        time.sleep(0.2)
+        made.append(GPUMutex(device="dev0"))
+        return made[-1]
+
+    monkeypatch.setattr(_job_turn.GPUMutex, "for_hook", slow)
+    turns = [JobTurn(None), JobTurn(None)]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(turns[0].acquire)
+        assert first_is_joining.wait(5.0)
+        second = threads.submit(turns[1].request)
+        first.result(5.0)
+        second.result(5.0)
+    assert len(made) == 1
+    assert turns[0].mutex is turns[1].mutex is made[0]
+    made[0].close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_turn_knows_its_device_from_the_first_bucket() -> None:
+    turn = JobTurn(None)
+    turn.device = torch.device("cpu")
+    assert turn.shared, "nobody knows yet"
+    turn.acquire()
+    assert turn.mutex is not None
+    assert turn.mutex.holding
+    assert not turn.shared
+    turn.mutex.close()
+
+
+class Driver:
+    """Answers one question."""
+
+    def __init__(self, enabled: int | None) -> None:
+        self._enabled = enabled
+
+    def attribute(self, index: int, attribute: int) -> int:
+        assert (index, attribute) == (1, 133)
+        if self._enabled is None:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        return self._enabled
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "enabled", "warns"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:1", 0, True),
+        ("cuda:nccl2", "cuda:1", 0, True),
+        ("cuda:nccl", "cuda:1", 1, False),
+        ("cuda:nccl", "cuda:1", None, False),
+        ("cpu:gloo,cuda:gloo", "cuda:1", 0, False),
+        ("cpu:gloo,cuda:nccl", "cpu", 0, False),
+    ],
+)
+@pytest.mark.usefixtures("process_group")
+def test_nccl_without_mps_is_told(
+    backend: str,
+    device: str,
+    enabled: int | None,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_job_turn.dist, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr(_job_turn, "cuda_driver", lambda: Driver(enabled))
+    group = dist.group.WORLD
+    assert group is not None
+    with caplog.at_level(logging.WARNING):
+        _job_turn._warn_without_mps(torch.device(device), group)
+    assert ("without MPS" in caplog.text) == warns

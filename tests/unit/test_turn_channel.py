@@ -1,0 +1,164 @@
+"""The channel of a job's turns, its ranks in threads of one process."""
+
+import gc
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from crossover_ddp import _turn_channel
+from crossover_ddp._turn_channel import TurnChannel
+from crossover_ddp._turns import Grant
+from crossover_ddp.errors import TurnError
+
+SOON_S = 10.0
+Make = Callable[..., list[TurnChannel]]
+
+
+class Rank:
+    """What a channel wants to know of a process group."""
+
+    _device_types = ()
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self._rank, self._size, self.store = rank, size, store
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.fixture(params=["TCPStore", "HashStore", "FileStore"])
+def store(request: pytest.FixtureRequest, tmp_path: object) -> dist.Store:
+    if request.param == "TCPStore":
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if request.param == "HashStore":
+        return dist.HashStore()
+    return dist.FileStore(f"{tmp_path}/store", 1)
+
+
+@pytest.fixture
+def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(_turn_channel, "_get_process_group_store", lambda group: group.store)
+    shared = dist.PrefixStore(uuid.uuid4().hex, store)
+    made: list[TurnChannel] = []
+
+    def make_channels(size: int = 2, timeout_s: float = SOON_S) -> list[TurnChannel]:
+        groups = [Rank(rank, size, shared) for rank in range(size)]
+        with ThreadPoolExecutor(size) as threads:
+            made.extend(threads.map(lambda group: TurnChannel(group, timeout_s), groups))  # type: ignore[arg-type]
+        return made[-size:]
+
+    yield make_channels
+    for channel in made:
+        channel.close()
+
+
+def grant(turn: int) -> Grant:
+    return Grant(turn, True, ((1 << 61, turn - 1),))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_all_ranks_gather_the_same_answers(size: int, make: Make) -> None:
+    channels = make(size)
+    with ThreadPoolExecutor(size) as threads:
+        for number in range(3):
+            answers = [*threads.map(lambda channel: channel.gather([channel.rank, number]), channels)]  # noqa: B023
+            assert answers == [[[rank, number] for rank in range(size)]] * size
+
+
+def test_a_rank_that_is_missing_is_missed_by_all_and_accepts_it(make: Make) -> None:
+    punctual, late = make()
+    punctual._timeout_s = late._timeout_s = 0.3
+    with pytest.raises(TurnError, match=r"expected all 2 ranks to join within 0 s, got some that did not"):
+        punctual.gather("here")
+    with pytest.raises(TurnError, match="expected all 2 ranks to join"):
+        late.gather("here, too")
+
+
+def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) -> None:
+    lead, other = make()
+    for turn in range(1, 4):
+        lead.send(grant(turn))
+    other.listen()
+    for turn in range(4, 7):
+        lead.send(grant(turn))
+    assert [other.receive() for _ in range(6)] == [grant(turn) for turn in range(1, 7)]
+
+
+def test_closing_ends_a_wait_in_another_thread(make: Make) -> None:
+    _, other = make()
+    other.listen()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(other.receive)
+        time.sleep(0.05)
+        begin_s = time.monotonic()
+        other.interrupt()
+        with pytest.raises(TurnError, match="was closed"):
+            waiting.result(SOON_S)
+        other.close()
+        assert time.monotonic() - begin_s < SOON_S / 2
+    other.close()
+
+
+def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make) -> None:
+    lead, other = make()
+    other.listen()
+    for turn in (1, 2):
+        lead.send(grant(turn))
+    lead.close(tell=True)
+    assert [other.receive() for _ in range(2)] == [grant(1), grant(2)]
+    with pytest.raises(TurnError, match="takes no more turns"):
+        other.receive()
+
+
+def test_waits_are_told_and_added_up(make: Make) -> None:
+    lead, first, second = make(3)
+    assert lead.told_wait_s(7) == 0.0
+    first.tell_wait(7, 1.25)
+    second.tell_wait(7, 0.5)
+    assert lead.told_wait_s(7) == first.told_wait_s(7) == 1.75
+    assert lead.told_wait_s(8) == 0.0
+
+
+def test_nobody_waits_longer_than_half_the_groups_timeout(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_turn_channel, "group_timeout_s", lambda group: 0.4)
+    _, other = make()
+    other.listen()
+    with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
+        other.receive()
+
+
+def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_turn_channel, "_LOOK_EVERY", 4)
+    monkeypatch.setattr(_turn_channel, "_UNHEARD_LIMIT", 16)
+    lead, deaf, other = make(3)
+    other.listen()
+    for turn in range(1, 101):
+        lead.send(grant(turn))
+        assert other.receive() == grant(turn)
+    deaf.listen()
+    heard = 0
+    with pytest.raises(TurnError, match="too many turns behind"):
+        while deaf.receive():
+            heard += 1
+    assert 16 <= heard <= 24
+
+
+@pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
+def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
+    _, other = make()
+    other.listen()
+    _turn_channel._servers.clear()
+    gc.collect()
+    with pytest.raises(TurnError, match="the job's store failed"):
+        other.receive()

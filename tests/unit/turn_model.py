@@ -1,0 +1,381 @@
+"""A model of jobs that take turns, small enough to visit every state; see `test_turn_model`.
+
+Each rank repeats *take a turn, meet the own job's ranks in a collective inside it (DDP's buffer broadcast), compute,
+give back, exchange with the own job's ranks*. Moves are as fine as what can happen between processes: join, append
+to the log, read the log, look at the members, start, pass a collective, give back, leave, die, stop, go on, lose
+patience. What a rank decides is decided by production's own `TurnLog`, `blockers` and `Patience`; the model adds who
+is where, and what nobody can decide: deaths, stops, and time, of which it knows only that a lease ends.
+
+What must hold, checked without those functions: a turn starts on a device when every earlier turn has been given back
+there, or its rank is dead, or the starting rank has waited for a lease of that job and the other rank has not moved
+since; nobody waits for a second lease while no rank of that job on the device has moved; and a state without a
+further move is one in which every healthy job has ended.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from crossover_ddp._turns import Blocker, Forgiven, Grant, Member, Patience, TurnLog, blockers
+
+ABSENT, DEAD = -1, -2
+PLACES_PER_ROUND = 4
+EXCHANGE, QUEUE, INSIDE, MET = range(PLACES_PER_ROUND)
+"""A rank's place in round r is 4 r + one of these: arrived at the exchange (in round 0: at the start, when all
+ranks have joined), through it and queueing, inside its turn and arrived at the collective, through that."""
+LEASE_S = 1.0
+
+
+class Draw(NamedTuple):
+    """A draw that the lead rank has begun."""
+
+    steps: int = 0
+    """How many have been taken."""
+    turn: int = 0
+    records: int = 0
+    """How many of the log it has read."""
+    seen: tuple[Member, ...] = ()
+
+
+class Lost(NamedTuple):
+    """What a rank saw of a job when it lost patience with it; the model's own note, from which it judges."""
+
+    job: int
+    turn: int
+    stages: tuple[int, ...]
+    """How often each of the job's ranks had started or given back a turn; 0 for ranks on other devices."""
+
+
+class Rank(NamedTuple):
+    place: int = 0
+    slot: int = -1
+    joined_at: int = 0
+    started: int = 0
+    returned: int = 0
+    stopped: bool = False
+    forgiven: frozenset[Forgiven] = frozenset()
+    lost: tuple[Lost, ...] = ()
+    """At most one a job."""
+
+    @property
+    def round(self) -> int:
+        return self.place // PLACES_PER_ROUND
+
+    @property
+    def stage(self) -> int:
+        """How often it has started or given back a turn."""
+        return 2 * self.round + (self.place % PLACES_PER_ROUND >= INSIDE)
+
+
+class Job(NamedTuple):
+    ranks: tuple[Rank, ...]
+    grants: tuple[Grant, ...] = ()
+    """What the lead rank has drawn, one a round. Reading it late is the same as starting late."""
+    draw: Draw = Draw()
+
+    def passes(self, place: int) -> bool:
+        """A collective is passed when every rank of the job has arrived at it."""
+        return place >= 0 and all(rank.place >= place for rank in self.ranks)
+
+    @property
+    def turns(self) -> list[int]:
+        """All that its lead rank has appended to the log."""
+        return [*(grant.turn for grant in self.grants), *([self.draw.turn] if self.draw.turn else [])]
+
+    @property
+    def unhealthy(self) -> bool:
+        return any(rank.place == DEAD or rank.stopped for rank in self.ranks)
+
+
+class State(NamedTuple):
+    jobs: tuple[Job, ...]
+    log: bytes = b""
+    deaths: int = 0
+    stops: int = 0
+    hurries: int = 0
+
+
+class Rules(NamedTuple):
+    """What may happen besides progress, and which decisions are taken (production's unless a test breaks one)."""
+
+    jobs: tuple[tuple[int, ...], ...]
+    """Each rank's device, job by job; device 0 is the lead device, and the job's first rank there its lead rank."""
+    rounds: tuple[int, ...]
+    """How many turns each job takes before it leaves."""
+    deaths: int = 0
+    stops: int = 0
+    hurries: int = 0
+    """How many leases, or limits of a rank's own, may end although nobody is stopped: somebody is only slow."""
+    late_jobs: int = 0
+    """How many of the jobs, the last ones, join under way."""
+    early_draw: bool = True
+    draw_steps: tuple[str, ...] = ("append", "read", "look")
+    waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = blockers
+    patience: type[Patience] = Patience
+    turn_log: type[TurnLog] = TurnLog
+    mutex_per_device: bool = False
+
+
+class Violation(AssertionError):
+    """The model found a state that the protocol promises not to reach."""
+
+
+Loss = tuple[tuple[tuple[int, int], ...], frozenset[Forgiven]]
+"""(job, turn) of each that a rank loses patience with at once, and what it remembers from then on."""
+
+
+def with_job(state: State, j: int, job: Job) -> State:
+    return state._replace(jobs=(*state.jobs[:j], job, *state.jobs[j + 1 :]))
+
+
+def with_rank(state: State, j: int, r: int, rank: Rank) -> State:
+    job = state.jobs[j]
+    return with_job(state, j, job._replace(ranks=(*job.ranks[:r], rank, *job.ranks[r + 1 :])))
+
+
+class Model:
+    """All that can happen under some rules."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._leads = [devices.index(0) for devices in rules.jobs]
+        self._ends = [PLACES_PER_ROUND * rounds + QUEUE for rounds in rules.rounds]
+        late = [j >= len(rules.jobs) - rules.late_jobs for j in range(len(rules.jobs))]
+        kinds = [*zip(rules.jobs, rules.rounds, late, strict=True)]
+        self._twins = [
+            max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)
+        ]
+        self._decide = cache(self._decide_uncached)
+
+    def first_state(self) -> State:
+        state = State(tuple(Job(tuple(Rank(ABSENT) for _ in devices)) for devices in self.rules.jobs))
+        for j in range(len(self.rules.jobs) - self.rules.late_jobs):
+            for r in range(len(self.rules.jobs[j])):
+                state = self._join(state, j, r)
+        return self._pass_collectives(state)
+
+    # --- what a rank sees and decides: production's functions ---------------------------------------------------
+
+    def _members(self, state: State, device: int) -> tuple[Member, ...]:
+        return tuple(
+            Member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
+            for j, job in enumerate(state.jobs)
+            for r, rank in enumerate(job.ranks)
+            if self.rules.jobs[j][r] == device and 0 <= rank.place != self._ends[j]
+        )
+
+    def _decision(self, state: State, j: int, r: int) -> tuple[bool, frozenset[Loss]]:
+        """Whether a queueing rank may start; else what it may lose patience with."""
+        rank = state.jobs[j].ranks[r]
+        grant = state.jobs[j].grants[rank.round]
+        return self._decide(grant, j, self._members(state, self.rules.jobs[j][r]), rank.forgiven)
+
+    def _decide_uncached(
+        self, grant: Grant, j: int, members: tuple[Member, ...], forgiven: frozenset[Forgiven]
+    ) -> tuple[bool, frozenset[Loss]]:
+        if self.rules.mutex_per_device:
+            return all(each.job == j or each.started <= each.returned for each in members), frozenset()
+        waiting = self.rules.waits_for(grant, j, members)
+        if self.rules.patience(forgiven=forgiven).remaining(waiting, members, 0.0) is None:
+            return True, frozenset()
+        losses = set()
+        for limit_s in (math.inf, LEASE_S / 2):  # the lease ends first, or the rank's own limit
+            patience = self.rules.patience(limit_s, forgiven)
+            patience.remaining(waiting, members, 0.0)
+            patience.remaining(waiting, members, min(limit_s, LEASE_S))
+            losses.add((tuple((lost.job, lost.turn) for lost in patience.lost), patience.forgiven))
+        return False, frozenset(losses)
+
+    def _draw(self, state: State, j: int) -> State:
+        """Take the next step of a draw, in the order in which `GPUMutex` takes them."""
+        job, steps = state.jobs[j], self.rules.draw_steps
+        draw, step = job.draw, steps[job.draw.steps]
+        if step == "append":
+            state = state._replace(log=state.log + bytes([job.ranks[self._leads[j]].slot]))
+            draw = draw._replace(turn=len(state.log))
+        elif step == "read":
+            draw = draw._replace(records=draw.turn - 1 if draw.turn else len(state.log))
+        else:
+            draw = draw._replace(seen=self._members(state, 0))
+        draw = draw._replace(steps=draw.steps + 1)
+        if draw.steps < len(steps):
+            return with_job(state, j, job._replace(draw=draw))
+        log = self.rules.turn_log()
+        log.read(state.log[: draw.records])
+        grant = log.grant(draw.turn, j, draw.seen)
+        return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, grant)))
+
+    # --- moves ----------------------------------------------------------------------------------------------------
+
+    def _may_draw(self, j: int, job: Job) -> bool:
+        """Once a round; early draws come as soon as the lead rank has given the turn before back."""
+        lead, drawn = job.ranks[self._leads[j]], len(job.grants)
+        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round != drawn:
+            return False
+        return lead.place % PLACES_PER_ROUND == QUEUE or (self.rules.early_draw and drawn > 0)
+
+    def progress(self, state: State) -> Iterator[State]:
+        """Every state that one step of one rank leads to."""
+        for j, job in enumerate(state.jobs):
+            if self._may_draw(j, job):
+                yield self._draw(state, j)
+            doomed = any(rank.place == DEAD for rank in job.ranks)
+            for r, rank in enumerate(job.ranks):
+                if rank.stopped or rank.place == DEAD:
+                    continue
+                if (
+                    doomed and 0 <= rank.place != self._ends[j]
+                ):  # its collectives fail: sooner or later it ends
+                    yield with_rank(state, j, r, rank._replace(place=DEAD))
+                yield from self._step(state, j, r)
+
+    def _step(self, state: State, j: int, r: int) -> Iterator[State]:
+        job, rank = state.jobs[j], state.jobs[j].ranks[r]
+        place = rank.place % PLACES_PER_ROUND
+        if rank.place == ABSENT:
+            yield self._join(state, j, r)
+        elif job.draw.steps and r == self._leads[j]:
+            return
+        elif place == QUEUE:
+            if len(job.grants) > rank.round and self._decision(state, j, r)[0]:
+                yield self._start(state, j, r)
+        elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
+            if job.passes(rank.place):  # to leave frees a slot, which siblings see
+                yield with_rank(state, j, r, rank._replace(place=rank.place + 1))
+        elif place == MET:
+            turn = job.grants[rank.round].turn
+            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=turn))
+
+    def _pass_collectives(self, state: State) -> State:
+        """Let every rank pass the collective at which all ranks of its job have arrived.
+
+        No sibling and no rule sees that, so that it need not be a move: whatever can happen before it can
+        happen after it. A rank that dies before it would pass does less than one that dies after.
+        """
+        for j, job in enumerate(state.jobs):
+            ranks = tuple(
+                rank._replace(place=rank.place + 1)
+                if rank.place % PLACES_PER_ROUND in (EXCHANGE, INSIDE)
+                and not rank.stopped
+                and rank.place + 1 != self._ends[j]
+                and job.passes(rank.place)
+                else rank
+                for rank in job.ranks
+            )
+            if ranks != job.ranks:
+                state = with_job(state, j, job._replace(ranks=ranks))
+        return state
+
+    def _join(self, state: State, j: int, r: int) -> State:
+        """Take the first free slot, perhaps one of somebody who has died or left."""
+        device = self.rules.jobs[j][r]
+        taken = {member.slot for member in self._members(state, device)}
+        slot = next(slot for slot in itertools.count() if slot not in taken)
+        joined_at = len(state.log) if device == 0 else 0  # only lead devices have a log
+        return with_rank(state, j, r, Rank(place=0, slot=slot, joined_at=joined_at))
+
+    def _start(self, state: State, j: int, r: int) -> State:
+        rank = state.jobs[j].ranks[r]
+        grant = state.jobs[j].grants[rank.round]
+        self._check_start(state, j, r, grant)
+        return with_rank(state, j, r, rank._replace(place=rank.place + 1, started=grant.turn))
+
+    def accidents(self, state: State) -> Iterator[State]:
+        """Deaths, stops and continues."""
+        for j, job in enumerate(state.jobs):
+            for r, rank in enumerate(job.ranks):
+                if not 0 <= rank.place != self._ends[j]:
+                    continue
+                if state.deaths < self.rules.deaths:
+                    yield with_rank(state, j, r, rank._replace(place=DEAD))._replace(deaths=state.deaths + 1)
+                if rank.stopped:
+                    yield with_rank(state, j, r, rank._replace(stopped=False))
+                elif state.stops < self.rules.stops:
+                    stopped = with_rank(state, j, r, rank._replace(stopped=True))
+                    yield stopped._replace(stops=state.stops + 1)
+
+    def impatience(self, state: State) -> Iterator[State]:
+        """A lease may end, or a rank's own limit, while a rank of the other job is stopped; now and then without."""
+        for j, job in enumerate(state.jobs):
+            for r, rank in enumerate(job.ranks):
+                queueing = 0 <= rank.place != self._ends[j] and rank.place % PLACES_PER_ROUND == QUEUE
+                if not queueing or rank.stopped or len(job.grants) <= rank.round:
+                    continue
+                for lost, forgiven in self._decision(state, j, r)[1]:
+                    stopped = any(each.stopped for k, _ in lost for each in state.jobs[k].ranks)
+                    if stopped or state.hurries < self.rules.hurries:
+                        note = self._note(state, j, r, lost)
+                        impatient = with_rank(state, j, r, rank._replace(forgiven=forgiven, lost=note))
+                        yield impatient._replace(hurries=state.hurries + (not stopped))
+
+    # --- what must hold -------------------------------------------------------------------------------------------
+
+    def _stages(self, state: State, k: int, device: int) -> tuple[int, ...]:
+        return tuple(
+            rank.stage if self.rules.jobs[k][q] == device else 0 for q, rank in enumerate(state.jobs[k].ranks)
+        )
+
+    def _note(self, state: State, j: int, r: int, lost: Sequence[tuple[int, int]]) -> tuple[Lost, ...]:
+        known = {each.job: each for each in state.jobs[j].ranks[r].lost}
+        for k, turn in lost:
+            stages = self._stages(state, k, self.rules.jobs[j][r])
+            if k in known and known[k].stages == stages:
+                raise Violation(f"job {j} rank {r} waits for a second lease of job {k}: {state}")
+            known[k] = Lost(k, turn, stages)
+        return tuple(sorted(known.values()))
+
+    def _check_start(self, state: State, j: int, r: int, grant: Grant) -> None:
+        device, rank = self.rules.jobs[j][r], state.jobs[j].ranks[r]
+        if grant.turn <= rank.started:
+            raise Violation(f"job {j} starts turn {grant.turn} after {rank.started}: {state}")
+        if self.rules.mutex_per_device:
+            return
+        lost = {each.job: each for each in rank.lost}
+        for k, other in enumerate(state.jobs):
+            lead_died = other.ranks[self._leads[k]].place == DEAD and k not in dict(grant.after)
+            earlier = [turn for turn in other.turns if turn < grant.turn]
+            if k == j or lead_died or not earlier:
+                continue
+            stages = self._stages(state, k, device)
+            for q, peer in enumerate(other.ranks):
+                if self.rules.jobs[k][q] != device or peer.place == DEAD or peer.returned >= earlier[-1]:
+                    continue
+                forgave = k in lost and (earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q])
+                if not forgave:
+                    raise Violation(
+                        f"job {j} starts turn {grant.turn} on device {device} before job {k} has given back "
+                        f"{earlier[-1]}: {state}"
+                    )
+
+    def _is_new(self, before: State, after: State) -> bool:
+        """Whether this move is to be followed: of jobs that are alike only the first may draw first.
+
+        Any other order of their first draws is one of these orders with the jobs' names exchanged.
+        """
+        if len(after.log) == len(before.log):
+            return True
+        j = next(j for j, job in enumerate(after.jobs) if job is not before.jobs[j])
+        twin = self._twins[j]
+        return len(after.jobs[j].turns) > 1 or twin is None or bool(before.jobs[twin].turns)
+
+    def explore(self) -> int:
+        """Visit every reachable state; raise `Violation` on a broken promise; return how many there are."""
+        first = self.first_state()
+        seen, stack = {first}, [first]
+        while stack:
+            state = stack.pop()
+            onward = [*self.progress(state), *self.impatience(state)]
+            finished = (
+                job.unhealthy or all(rank.place == self._ends[j] for rank in job.ranks)
+                for j, job in enumerate(state.jobs)
+            )
+            if not onward and not all(finished):
+                raise Violation(f"deadlock: {state}")
+            for move in itertools.chain(onward, self.accidents(state)):
+                successor = self._pass_collectives(move)
+                if successor not in seen and self._is_new(state, successor):
+                    seen.add(successor)
+                    stack.append(successor)
+        return len(seen)
