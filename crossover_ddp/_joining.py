@@ -1,12 +1,22 @@
-"""How all ranks of a job get their places among the siblings, or none of them does. Our design."""
+"""How all ranks of a job get their places among the siblings, or none of them does. Our design.
+
+[Note: misfits]
+Siblings use the same set of devices, or they would have no common order of turns. A job that finds another set
+refuses itself on all ranks, so its slots are seen on some devices for a moment before it leaves. Who must go is
+therefore decided in two rounds. First every rank looks once: a misfit that has taken a turn stays, and the newcomer
+goes. Then only newcomers are left, of which some may be going; they are given time, and of two that both stay the
+one with the greater number gives up first.
+"""
 
 import contextlib
 import os
 import secrets
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossover_ddp._group_timeout import group_timeout_s
-from crossover_ddp._segment_files import EVENT_COUNT, digest
+from crossover_ddp._segment_files import EVENT_COUNT, Slot, digest
 from crossover_ddp._turn_segment import TurnSegment
 from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
@@ -22,6 +32,8 @@ _ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "TypeError": TypeError,
 }
+_NEWCOMER_S = 1.0  # that a misfit without turns has to leave before the job with the greater number does
+_LOOK_EVERY_S = 0.01
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -73,20 +85,23 @@ class _Attempt:
         devices = [found for found, _, _ in everyone]
         lead = devices.index(min(devices))
         job = int(everyone[lead][1])
-        problem = ""
-        try:
-            self._take_slot(device, name, job, devices)
-            if self._channel is not None and self._rank != lead:
-                self._channel.listen()
-        except Exception as error:  # as above
-            problem = _described(error)
-        self._agree((problem,), problem_at=0)
+        self._agree_on(lambda: self._take_slot(device, name, job, devices))
+        self._agree_on(lambda: self._stay(job, devices, is_lead=self._rank == lead))
         assert self._segment is not None and self._order is not None
         return Membership(job, name, self._rank == lead, self._segment, self._order, self._channel)
 
     @property
     def _rank(self) -> int:
         return self._channel.rank if self._channel is not None else 0
+
+    def _agree_on(self, action: Callable[[], None]) -> None:
+        """Do it on all ranks; if it fails on one of them, raise that rank's problem on all."""
+        problem = ""
+        try:
+            action()
+        except Exception as error:  # told to all ranks: either all take turns or none
+            problem = _described(error)
+        self._agree((problem,), problem_at=0)
 
     def _agree(self, answer: tuple[Any, ...], *, problem_at: int) -> list[Any]:
         """Return all ranks' answers; if one of them has a problem, raise the first one's on all ranks."""
@@ -113,7 +128,24 @@ class _Attempt:
             events=order.handles,
             waits_on_host=order.waits_on_host,
         )
-        _check_siblings(segment, job, set(devices))
+        misfit = _misfit(segment, job, set(devices))
+        if misfit is not None and misfit.started:
+            raise _refusal(misfit, segment, devices)
+
+    def _stay(self, job: int, devices: list[str], *, is_lead: bool) -> None:
+        """Outwait newcomers that have other devices; see [Note: misfits]."""
+        segment = self._segment
+        assert segment is not None
+        begin_s = time.monotonic()
+        while (misfit := _misfit(segment, job, set(devices))) is not None:
+            patience_s = _NEWCOMER_S if job > misfit.job else 2 * _NEWCOMER_S
+            if self._channel is not None:  # the other ranks wait for this one's answer
+                patience_s = min(patience_s, self._channel.timeout_s / 4)
+            if misfit.started or time.monotonic() - begin_s > patience_s:
+                raise _refusal(misfit, segment, devices)
+            time.sleep(_LOOK_EVERY_S)
+        if self._channel is not None and not is_lead:
+            self._channel.listen()
 
     def undo(self) -> None:
         """Leave nothing behind, whatever else fails."""
@@ -205,13 +237,16 @@ def _machine() -> str:
         return file.read().strip()
 
 
-def _check_siblings(segment: TurnSegment, job: int, devices: set[str]) -> None:
-    """Refuse siblings that share only some devices: they would have no common order of turns."""
+def _misfit(segment: TurnSegment, job: int, devices: set[str]) -> Slot | None:
+    """Return a sibling that shares only some devices, one with turns if there is one."""
     own = digest("\n".join(sorted(devices)))
-    for slot in segment.slots().values():
-        if slot.job != job and slot.devices != own:
-            raise TurnError(
-                f"expected siblings to use the same set of devices, got a job (process {slot.pid}) that shares "
-                f"{segment.device} but not all of {sorted(devices)}; give both jobs the same devices, or name "
-                "different groups with CROSSOVER_GROUP"
-            )
+    misfits = [slot for slot in segment.slots().values() if slot.job != job and slot.devices != own]
+    return max(misfits, key=lambda slot: slot.started, default=None)
+
+
+def _refusal(misfit: Slot, segment: TurnSegment, devices: Iterable[str]) -> TurnError:
+    return TurnError(
+        f"expected siblings to use the same set of devices, got a job (process {misfit.pid}) that shares "
+        f"{segment.device} but not all of {sorted(set(devices))}; give both jobs the same devices, or name "
+        "different groups with CROSSOVER_GROUP"
+    )

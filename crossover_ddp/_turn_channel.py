@@ -62,7 +62,7 @@ class TurnChannel:
         assert group is not None
         self.rank = group.rank()
         self.size = group.size()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._grant_timeout_s = group_timeout_s(group) / 2
         self._pid = os.getpid()
         self._gathered = 0
@@ -90,7 +90,7 @@ class TurnChannel:
             return store.clone()
         if self.rank == 0:
             return self._server(store).clone()
-        timeout = datetime.timedelta(seconds=self._timeout_s)
+        timeout = datetime.timedelta(seconds=self.timeout_s)
         store.wait([_SERVER_KEY], timeout)
         host, _, port = store.get(_SERVER_KEY).decode().partition(" ")
         address = _LOOPBACK if host == socket.gethostname() else host
@@ -120,7 +120,7 @@ class TurnChannel:
             store.set(keys[self.rank], json.dumps(value))
             proposal = _ALL
             try:
-                store.wait(keys, datetime.timedelta(seconds=self._timeout_s))
+                store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
             except RuntimeError:
                 proposal = _NOT_ALL
             verdict = store.compare_set(f"verdict/{number}", "", proposal).decode()
@@ -129,7 +129,7 @@ class TurnChannel:
             raise TurnError(f"the job's store failed ({error}); turns need it") from error
         if not answers:
             raise TurnError(
-                f"expected all {self.size} ranks to join within {self._timeout_s:.0f} s, got some that did not; "
+                f"expected all {self.size} ranks to join within {self.timeout_s:.0f} s, got some that did not; "
                 "make sure that all ranks register the same hook"
             )
         return [json.loads(answer) for answer in answers]

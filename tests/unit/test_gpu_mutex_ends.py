@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crossover_ddp import _turn_segment
+from crossover_ddp import _joining, _turn_segment
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.unit.mutexes import (
@@ -91,6 +91,49 @@ def test_siblings_that_share_only_some_devices_are_refused(make: Make, group: st
         make()
     assert len(segment.members()) == 2, "the refused job has left"
     segment.leave()
+
+
+def misfit(group: str, job: int = 9) -> _turn_segment.TurnSegment:
+    """Join as a job that uses another device, too."""
+    segment = _turn_segment.TurnSegment(group, DEVICE)
+    segment.join(job=job, devices=_turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
+    return segment
+
+
+def test_a_misfit_that_is_just_being_refused_keeps_nobody_out(
+    make: Make, group: str, threads: ThreadPoolExecutor
+) -> None:
+    segment = misfit(group)
+    joining = threads.submit(make)
+    assert blocks(joining)
+    segment.leave()
+    with joining.result(SOON_S) as mutex:
+        assert mutex.holding
+
+
+def test_a_misfit_that_takes_turns_is_not_waited_for(
+    make: Make, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_joining, "_NEWCOMER_S", 3600.0)
+    segment = misfit(group)
+    segment.publish_started(1)
+    with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
+        make()
+    segment.leave()
+
+
+@pytest.mark.parametrize(("number", "patience_s"), [(0, 1.0), (2**63, 2.0)])
+def test_of_two_newcomers_the_one_with_the_greater_number_gives_up_first(
+    number: int, patience_s: float, make: Make, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append)
+    monkeypatch.setattr(_joining, "time", clock)
+    segment = misfit(group, number)
+    with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
+        make()
+    segment.leave()
+    assert sum(slept_s) == pytest.approx(patience_s, abs=0.02)
 
 
 def test_what_is_not_a_segment_is_refused_by_name(make: Make, group: str) -> None:

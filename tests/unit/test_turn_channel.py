@@ -74,7 +74,7 @@ def test_all_ranks_gather_the_same_answers(size: int, make: Make) -> None:
 
 def test_a_rank_that_is_missing_is_missed_by_all_and_accepts_it(make: Make) -> None:
     punctual, late = make()
-    punctual._timeout_s = late._timeout_s = 0.3
+    punctual.timeout_s = late.timeout_s = 0.3
     with pytest.raises(TurnError, match=r"expected all 2 ranks to join within 0 s, got some that did not"):
         punctual.gather("here")
     with pytest.raises(TurnError, match="expected all 2 ranks to join"):
