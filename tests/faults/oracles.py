@@ -436,7 +436,9 @@ def _turn_order(story: Story) -> Iterator[str]:
     for claims in _on_devices(story).values():
         open_before: list[tuple[Claim, Rank]] = []
         for claim, rank in claims:
-            freed_s = _freed_otherwise_s(story, claim, rank)
+            freed_s = max(
+                _freed_otherwise_s(story, claim, rank), _freed_across_meddling_s(story, claim, rank)
+            )
             for before, other in open_before:
                 if other.job.number == rank.job.number:
                     continue
@@ -450,6 +452,18 @@ def _turn_order(story: Story) -> Iterator[str]:
                 yield late
             open_before = [(b, o) for b, o in open_before if b.ends_s >= claim.wanted_s]
             open_before.append((claim, rank))
+
+
+def _freed_across_meddling_s(story: Story, claim: Claim, rank: Rank) -> float:
+    """When the last turn ended, or was given up, that was held while files were meddled with: it is of another order."""
+    ends_s = [
+        min(_told_by(other, before), other.gone_by_s, _forgiven_at(rank, other, before.turn, claim.begins_s))
+        for other in story.ranks.values()
+        if (other.job.group, other.device) == (rank.job.group, rank.device) and other.job is not rank.job
+        for before in other.claims
+        if any(before.begins_s < at_s < claim.begins_s for at_s in story.meddled_s.get(rank.job.group, ()))
+    ]
+    return max([0.0, *ends_s])
 
 
 def _freed_otherwise_s(story: Story, claim: Claim, rank: Rank) -> float:
