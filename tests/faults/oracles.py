@@ -455,7 +455,7 @@ def _turn_order(story: Story) -> Iterator[str]:
 
 
 def _freed_across_meddling_s(story: Story, claim: Claim, rank: Rank) -> float:
-    """When the last turn ended, or was given up, that was held while files were meddled with: it is of another order."""
+    """When the last turn ended, or was given up, that was held while files were meddled with: of another order."""
     ends_s = [
         min(_told_by(other, before), other.gone_by_s, _forgiven_at(rank, other, before.turn, claim.begins_s))
         for other in story.ranks.values()

@@ -155,9 +155,9 @@ def test_a_late_begin_is_told_unless_the_rank_itself_was_stopped() -> None:
 
 
 def test_a_turn_held_since_before_files_were_meddled_with_may_be_waited_for() -> None:
-    holder = rank_of(0, *turn(1, 1.0, 1.0, 9.0))
-    assert told(holder, rank_of(1, *turn(2, 1.5, 9.001, 9.1)), meddled_s=[1.2]) == []
-    assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 9.5, 9.6)), meddled_s=[1.2])[0]
+    holder = rank_of(0, *turn(1, 1.0, 1.0, 8.0))
+    assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
+    assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
 
 
 def test_a_death_frees_the_turn_and_not_before() -> None:
