@@ -200,7 +200,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         return allreduce_hook(group, bucket)
     try:
         check_not_capturing(bucket)
-        return state._training.exchange(resolve_group(group), bucket)
+        return state._training.exchange(state, resolve_group(group), bucket)
     except Exception as error:  # whatever it is, it must not leave the hook
         state._training.break_round()
         return Exchange.refuse(bucket, error)

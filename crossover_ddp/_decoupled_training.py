@@ -24,6 +24,7 @@ from ._exchange import Exchange
 from ._guards import Guards, OwnHook, named_entries
 from ._interception import guard_groups, intercept
 from ._journey import Turn
+from ._module_buffers import BufferCopy
 from ._partial_optimizer import PartialOptimizer
 from ._round import parameters_of
 from ._shares import CHANGED, Share, gradient_norm
@@ -53,6 +54,7 @@ class DecoupledTraining:
         self._known: set[int] = set()
         self._loaded_order: list[str] = []
         self._closed = False
+        self._buffers: BufferCopy | None = None
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(intercept(optimizer, self))
 
@@ -112,6 +114,7 @@ class DecoupledTraining:
         self._closed = True
         try:
             self.flush()
+            self._unpack_buffers()
         finally:
             self.updates.round.is_open = self.updates.round.is_broken = False
             self.updates.round.shares = []
@@ -120,26 +123,27 @@ class DecoupledTraining:
     # --- the hook --------------------------------------------------------------------------------------------
 
     def _exchange(
-        self, process_group: dist.ProcessGroup, bucket: dist.GradBucket
+        self, state: object, process_group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
         engine = self.engine = Exchange.of(process_group)
         if self._closed:
-            return engine.submit(bucket)
+            return engine.submit(bucket, state=state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
-        parameters = self._checked_parameters(bucket)
+        parameters = self._checked_parameters(bucket, state)
         urgency = self._urgency(bucket.index(), parameters)
         buffer = bucket.buffer()
-        future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency)
+        future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency, state=state)
         if deferred is None:
             self.break_round()
         else:
             round_.shares.append(Share(deferred, parameters, buffer, urgency, place=len(round_.shares)))
             times.ready(buffer.numel() * buffer.element_size())
+            self._buffers = deferred.buffers
         if bucket.is_last():
             self._end_round()
         return future
@@ -165,7 +169,7 @@ class DecoupledTraining:
             after_backward(self.updates.note_gradients)
         self.updates.raise_guards()
 
-    def _checked_parameters(self, bucket: Bucket) -> list[torch.Tensor]:
+    def _checked_parameters(self, bucket: Bucket, state: object) -> list[torch.Tensor]:
         """Return the bucket's parameters; look at each once in its life."""
         flat_gradients(bucket)
         assert isinstance(bucket, dist.GradBucket)
@@ -173,7 +177,7 @@ class DecoupledTraining:
         if self._known.issuperset(map(id, parameters)):
             return parameters
         new = [p for p in parameters if id(p) not in self._known]
-        model = model_of(bucket)
+        model = model_of(bucket, state=state)
         known = self.model()
         if model is None:
             raise UnsupportedConfigurationError(
@@ -228,11 +232,17 @@ class DecoupledTraining:
         updates.watch.recording = torch.is_grad_enabled() and not compiled
         if updates.watch.recording and not updates.recorded:
             updates.raise_guards()
+        self._unpack_buffers()
         if torch.is_grad_enabled() and self._turn is not None:
             self._take_turn(self._turn)
         if self.engine is not None:
             self.engine.begin_compute()
         updates.times.forward_begins()
+
+    def _unpack_buffers(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.unpack()
 
     def _take_turn(self, turn: Turn) -> None:
         """Take the turn when there is something to compute: the first parameters' gradients have come."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch.distributed as dist
@@ -29,8 +29,8 @@ def on_destruction(
             weakref.finalize(store_of(process_group), end).atexit = at_exit
 
 
-def end_engine(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder) -> None:
-    """End both threads although a bucket may be in flight that no peer will ever answer.
+def end_engine(workers: Sequence[Worker], ring: Ring, order: GatherOrder) -> None:
+    """End all threads although a bucket may be in flight that no peer will ever answer.
 
     Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
     its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
@@ -38,17 +38,19 @@ def end_engine(reducer: Worker, gatherer: Worker, ring: Ring, order: GatherOrder
     A thread that gloo lets go while the interpreter is being torn down would take the process with it
     ("terminate called without an active exception"), so the threads must be gone before.
     """
-    if not stop_workers(reducer, gatherer, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
+    if not stop_workers(workers, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
         order.abandon()
         ring.interrupt()
-        stop_workers(reducer, gatherer, _END_TIMEOUT_S)
+        stop_workers(workers, _END_TIMEOUT_S)
 
 
-def stop_workers(reducer: Worker, gatherer: Worker, timeout_s: float) -> bool:
-    """End both threads after what they have; return whether they did in ``timeout_s`` seconds each."""
-    # The reducer first: what it still has goes on to the gatherer.
-    reducer.stop()
-    if not reducer.join(timeout_s):
-        return False
-    gatherer.stop()
-    return gatherer.join(timeout_s)
+def stop_workers(workers: Sequence[Worker], timeout_s: float) -> bool:
+    """End all threads after what they have; return whether each did in ``timeout_s`` seconds.
+
+    ``workers``: one that gives work to another comes before it.
+    """
+    for worker in workers:
+        worker.stop()
+        if not worker.join(timeout_s):
+            return False
+    return True

@@ -5,7 +5,8 @@ and the *gatherer*, so that the reduce-scatter of the next bucket is under way w
 are gathered. Both block in gloo or on an empty queue and never poll; each wakes up once per chunk (the
 gatherer of two ranks once per bucket). They are daemons, are started by the first bucket that needs them,
 and end with the engine. Both work strictly in the order of the buckets, which is the same on all ranks, so
-that no rank waits for a bucket that a peer will not come to.
+that no rank waits for a bucket that a peer will not come to. A third one, the *follower*, waits for the
+collectives of somebody else's hook, which may use this engine itself.
 
 [Note: native order] On NCCL and its like every collective is issued by the thread that runs the hook: the
 model's own collectives (SyncBatchNorm, buffer broadcasts) share the communicator, and only the program's
@@ -31,8 +32,9 @@ from ._exchange_spans import ExchangeSpans, timeline_of
 from ._gathers import GatherOrder
 from ._journey import Cargo, Deferred, Failure, Freight, Journey, OwnerStep, RingTrip, Turn
 from ._layout import Layout, Span
+from ._module_buffers import BufferCopy, ModuleBuffers
 from ._staging import Side, StagedBuffer
-from ._step import GradientFuture, Step
+from ._step import GradientFuture, Step, after_backward
 from ._timeline import Timeline
 from ._worker import Worker
 from .errors import CrossoverError
@@ -77,12 +79,15 @@ class Exchange:
         self._group = weakref.ref(process_group)
         self._backends = _backends(process_group)
         self._checked: set[tuple[int, int]] = set()
+        self._buffers = ModuleBuffers(self.rank)
         with Exchange._registry_lock:
             channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
         self._ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
         self._native = NativeHalves(process_group)
         self._reducer = Worker("crossover-reduce")
         self._gatherer = Worker("crossover-gather")
+        self._follower = Worker("crossover-follow")
+        self._workers = self._reducer, self._gatherer, self._follower
         self._order = GatherOrder(self._ring)
         self._sequence = itertools.count()
         self._step = Step()
@@ -93,7 +98,7 @@ class Exchange:
         self._turn_taken_s: float | None = None
         on_destruction(process_group, self._spans.flush)  # what is registered first comes last
         # Also at interpreter exit, and when the group goes and with it the last reference to this engine.
-        end = functools.partial(end_engine, self._reducer, self._gatherer, self._ring, self._order)
+        end = functools.partial(end_engine, self._workers, self._ring, self._order)
         weakref.finalize(self, end)
         on_destruction(process_group, end)
 
@@ -116,6 +121,7 @@ class Exchange:
         owner_step: OwnerStep | None = None,
         layout: Layout | None = None,
         load: Callable[[], Cargo] | None = None,
+        state: object = None,
     ) -> GradientFuture:
         """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
 
@@ -126,6 +132,7 @@ class Exchange:
             layout: who owns which part; None cuts equally.
             load: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
                 buckets of a step complete together, also if ``load`` raises.
+            state: that the hook was registered with; see `ModuleBuffers`.
         """
         step = self._enter(bucket)
         try:
@@ -141,7 +148,9 @@ class Exchange:
                 self._finish(held, None)
         else:
             future = journey.future
-            self._launch(journey)
+            buffers = self._launch_with_buffers(journey, bucket, state)
+            if buffers is not None:
+                after_backward(buffers.claim_and_unpack)
         if _is_last(bucket):
             self._leave(step, turn)
         return future
@@ -162,7 +171,12 @@ class Exchange:
         self._launch(journey)
 
     def defer(
-        self, bucket: dist.GradBucket, *, turn: Turn | None = None, urgency: int = 0
+        self,
+        bucket: dist.GradBucket,
+        *,
+        turn: Turn | None = None,
+        urgency: int = 0,
+        state: object = None,
     ) -> tuple[GradientFuture, Deferred | None]:
         """Begin to average ``bucket`` in the background; backward does not wait for it.
 
@@ -170,6 +184,7 @@ class Exchange:
             bucket: what DDP gave to the hook; its gradients must be views of its buffer.
             turn: given away after the last bucket; the caller takes it again.
             urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
+            state: that the hook was registered with; see `ModuleBuffers`.
 
         Returns:
             The Future for DDP, complete already, and where to wait; None for the latter if the bucket was refused.
@@ -185,7 +200,9 @@ class Exchange:
         else:
             deferred = Deferred(journey, self._spans.timeline)
             future = journey.side.future()
-            self._launch(journey)
+            deferred.buffers = self._launch_with_buffers(journey, bucket, state)
+            if deferred.buffers is not None:
+                after_backward(deferred.buffers.claim)
             future.set_result(bucket.buffer())
         if _is_last(bucket):
             self._leave(step, turn)
@@ -219,7 +236,7 @@ class Exchange:
         journey = self._journey(bucket, step, turn)
         self._leave(step, turn)
         follow = functools.partial(self._follow, journey)
-        self._guarded(journey, "start", lambda: self._put(self._gatherer, journey, "wrapped hook", follow))
+        self._guarded(journey, "start", lambda: self._put(self._follower, journey, "wrapped hook", follow))
         return journey.future
 
     def close(self) -> None:
@@ -228,7 +245,7 @@ class Exchange:
             for group, engine in list(Exchange._engines.items()):
                 if engine is self:
                     del Exchange._engines[group]
-        stop_workers(self._reducer, self._gatherer, _JOIN_TIMEOUT_S)
+        stop_workers(self._workers, _JOIN_TIMEOUT_S)
 
     # On the hook's thread.
 
@@ -300,14 +317,75 @@ class Exchange:
             self._checked.add(key)
 
     def _launch(self, journey: Journey) -> None:
-        device_type = journey.tensor.device.type
         if self.world_size == 1:
             begin = self._begin_alone
-        elif self._backends.get(device_type) == "gloo":
+        elif self._is_on_ring(journey):
             begin = self._begin_ring
         else:
             begin = self._begin_native
         self._guarded(journey, "start", functools.partial(begin, journey))
+
+    def _launch_with_buffers(
+        self, journey: Journey, bucket: dist.GradBucket, state: object
+    ) -> BufferCopy | None:
+        """Launch a bucket, and with the step's last one the model's buffers; return these."""
+        buffers = None
+        if journey.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
+            buffers = self._buffers.copy(bucket, state, functools.partial(self._agree, journey))
+        if buffers is None or self._is_on_ring(journey):
+            self._launch(journey)
+        if buffers is not None:
+            # Rank 0 owns all of it.
+            layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))
+            buffers.arrived = self._spread(Freight(buffers.flat, layout), journey.step)
+            if not self._is_on_ring(journey):  # deferred gathers stand behind the last bucket
+                self._launch(journey)
+        return buffers
+
+    def _agree(self, journey: Journey, number: int) -> bool:
+        """Tell whether all ranks have this number, and it is not 0. Collective."""
+        device = torch.device("cpu") if self._is_on_ring(journey) else journey.tensor.device
+        numbers = torch.zeros(self.world_size, dtype=torch.int64, device=device)
+        numbers[self.rank] = number
+        self._spread(Freight(numbers, Layout.equal(self.world_size, self.world_size)), journey.step).wait()
+        return number > 0 and bool((numbers == number).all())
+
+    def _spread(self, freight: Freight, step: Step) -> GradientFuture:
+        """Begin to copy each owner's part to all ranks, behind the buckets so far."""
+        tensor, layout = freight
+        journey = Journey(
+            index=-1,
+            tensor=tensor,
+            layout=layout,
+            sequence=next(self._sequence),
+            step=step,
+            last=False,
+            side=self._side(tensor.device),
+        )
+        journey.side.follow_compute()
+        if self._is_on_ring(journey):
+            self._put(
+                self._reducer,
+                journey,
+                "broadcast of buffers",
+                functools.partial(self._spread_on_ring, journey),
+            )
+        else:
+            self._guarded(journey, "start", functools.partial(self._spread_natively, journey))
+        return journey.future
+
+    def _spread_on_ring(self, journey: Journey) -> None:
+        self._gather_alone(journey, Freight(journey.tensor, journey.layout))
+        self._finish(journey, None)
+
+    def _spread_natively(self, journey: Journey) -> None:
+        with journey.side.current():
+            for work in self._native.all_gather(journey.tensor, journey.layout):
+                work.wait()
+        self._finish(journey, None)
+
+    def _is_on_ring(self, journey: Journey) -> bool:
+        return self._backends.get(journey.tensor.device.type) == "gloo"
 
     def _end_own_compute(self, journey: Journey) -> None:
         if journey.last:
@@ -454,14 +532,21 @@ class Exchange:
         back = journey.cargo.gather if journey.cargo is not None and gather is None else None
         if back is not None:
             buffer.release()
-            buffer = self._buffer(journey, back, own_only=True)
-            gather = self._ring.all_gather(buffer, back.layout, journey.sequence)
-            gather.start()
-            buffer.ready(back.layout.part(self.rank))
-            gather.offer_all()
-            gather.wait()
+            self._gather_alone(journey, back)
+            return
         if gather is not None:
             gather.drain()
+        buffer.release()
+
+    def _gather_alone(self, journey: Journey, freight: Freight) -> None:
+        """Gather what was not reduced before."""
+        buffer = self._buffer(journey, freight, own_only=True)
+        gather = self._ring.all_gather(buffer, freight.layout, journey.sequence)
+        gather.start()
+        buffer.ready(freight.layout.part(self.rank))
+        gather.offer_all()
+        gather.wait()
+        gather.drain()
         buffer.release()
 
     def _gather_next(self) -> None:

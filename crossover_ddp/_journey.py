@@ -9,6 +9,7 @@ import torch
 
 from ._collectives import HostBuffer, RingAllGather, RingReduceScatter
 from ._layout import Layout
+from ._module_buffers import BufferCopy
 from ._staging import Side
 from ._step import GradientFuture, Step
 from ._timeline import Detail, Timeline
@@ -183,6 +184,8 @@ class Deferred:
     def __init__(self, journey: Journey, timeline: Timeline | None = None) -> None:
         self._journey = journey
         self._timeline = timeline
+        self.buffers: BufferCopy | None = None
+        """The model's, which left with the step's last bucket."""
 
     @property
     def tensor(self) -> torch.Tensor:

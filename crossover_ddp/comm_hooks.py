@@ -69,7 +69,7 @@ def reduce_scatter_all_gather_hook(
         engine = Exchange.of(resolve_group(process_group))
     except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)
-    return engine.submit(bucket)
+    return engine.submit(bucket, state=process_group)
 
 
 class CrossoverState:
@@ -173,7 +173,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         engine = Exchange.of(resolve_group(group))
     except Exception as error:  # whatever it is, it must not leave the hook
         return Exchange.refuse(bucket, error)
-    return engine.submit(bucket, turn=_turn_of(state, bucket))
+    return engine.submit(bucket, turn=_turn_of(state, bucket), state=state)
 
 
 def crossover_wrapper(hook: Hook) -> Hook:

@@ -351,7 +351,9 @@ class KFACState:
         """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
         try:
             turn = cast(Turn | None, self.mutex)
-            return Exchange.of(group).submit(bucket, turn=turn, load=functools.partial(self._load, bucket))
+            return Exchange.of(group).submit(
+                bucket, turn=turn, load=functools.partial(self._load, bucket), state=self
+            )
         finally:
             if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
                 self._end_round()

@@ -178,16 +178,94 @@ def unused_parameters_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
     return train_branches(wrap, rank, gradient_as_bucket_view=True)
 
 
+class Normed(nn.Module):
+    """Has buffers of several dtypes: some that change, one that is ignored, one that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, affine=False))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("low", torch.zeros(1, 3, dtype=torch.float16), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("mine", torch.zeros(2))
+        self.recomputes = False
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["mine"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = ~self.seen  # replaced, not changed
+            self.low += x[0, 0]
+            self.mine += x[0, 1]
+        first = checkpoint(self.first, x, use_reentrant=False) if self.recomputes else self.first(x)
+        return self.second(first)  # type: ignore[no-any-return]
+
+
+class BufferRecorder(Recorder):
+    """Notes buffers at the end of each forward: between two steps those of other ranks than 0 are nobody's business."""
+
+    def __init__(self, wrap: Wrap, rank: int) -> None:
+        super().__init__(wrap(Normed(), bucket_cap_mb=TINY_MB))
+        self._rank = rank
+        self._forwards = 0
+
+    def forward(self) -> torch.Tensor:
+        # What is normalised has a norm of its own: against another input it is not the same always.
+        x = inputs(self._rank, 100 + self._forwards)
+        loss = loss_of(self.model(x) - x)
+        for name, buffer in self.model.named_buffers():
+            self.results[f"forward {self._forwards} {name}"] = buffer.clone()
+        self._forwards += 1
+        return loss
+
+    def finish(self) -> Results:
+        self.model.eval()
+        self.forward()
+        return super().finish()
+
+
 @case
 def batch_norm_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP broadcasts the running statistics inside forward, on the group that the hook uses."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-    )
-    recorder = Recorder(wrap(model, bucket_cap_mb=TINY_MB))
+    recorder = BufferRecorder(wrap, rank)
+    for _ in range(STEPS):
+        recorder.step(recorder.forward())
+    return recorder.finish()
+
+
+@case
+def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Activation checkpointing runs forward twice, so that backward changes statistics."""
+    recorder = BufferRecorder(wrap, rank)
+    recorder.model.module.recomputes = True  # type: ignore[union-attr]
+    for _ in range(STEPS):
+        recorder.step(recorder.forward())
+    return recorder.finish()
+
+
+@case
+def buffers_over_several_forwards(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Accumulation, two forwards for one backward, a forward for nothing, evaluation at odd moments."""
+    recorder = BufferRecorder(wrap, rank)
     for step in range(STEPS):
-        images = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        recorder.step(loss_of(recorder.model(images)))
+        with recorder.model.no_sync():  # type: ignore[operator]
+            recorder.forward().backward()
+        recorder.step(recorder.forward())
+        recorder.step(recorder.forward() + recorder.forward())
+        if step % 2:
+            recorder.forward()
+        loss = recorder.forward()
+        if step % 2:
+            with torch.no_grad():
+                recorder.model.eval()
+                recorder.forward()
+                recorder.model.train()
+                recorder.forward()
+        recorder.step(loss)
+        with torch.no_grad():
+            recorder.model.eval()
+            recorder.forward()
+            recorder.model.train()
     return recorder.finish()
 
 
@@ -273,6 +351,18 @@ def joined_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
         for step in range(STEPS + rank):
             recorder.step(loss_of(model(inputs(rank, step))))
     return {name: value for name, value in recorder.finish().items() if name.startswith("final")}
+
+
+@case
+def joined_ranks_with_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """There the buffers of the last rank with inputs count, and rank 0's afterwards; rank 0 has fewest inputs."""
+    recorder = BufferRecorder(wrap, rank)
+    with Join([recorder.model]):  # type: ignore[list-item]
+        for _ in range(STEPS + rank):
+            recorder.step(recorder.forward())
+    recorder.forward()
+    results = recorder.finish()
+    return {name: value for name, value in results.items() if not name.startswith("step")}
 
 
 class Shared(nn.Module):
