@@ -89,6 +89,20 @@ def _is_captured(bucket: Bucket) -> bool:
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
+def check_copyable(model: DistributedDataParallel) -> None:
+    """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
+    reasons = {
+        "find_unused_parameters=True": model.find_unused_parameters,
+        "complex parameters": any(p is not None and p.is_complex() for p in _parameters_of(model.module)),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedConfigurationError(
+                f"expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and {reason}; "
+                "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
+            )
+
+
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 

@@ -9,10 +9,11 @@ order of the gathers, updates by the user's own optimizer, and that nobody reads
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
@@ -26,6 +27,10 @@ from ._planning import BucketPlan
 from .gpu_mutex import GPUMutex, turns_disabled
 
 logger = logging.getLogger(__name__)
+
+_BUCKETS: Final = 16
+_SMALLEST_BUCKET_BYTES: Final = 256 * 1024
+_LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
 
 
 class DecoupledState:
@@ -46,6 +51,8 @@ class DecoupledState:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs: the turn is given away when backward's compute is done, and taken before
             the next forward's. Default: no turns.
+        defer: "auto": try in some of the first thirty steps whether deferring is worth it, and keep what is faster for
+            this model on this link; `deferring` tells. "always": do not try. The results are the same either way.
 
     On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from the first
     ``backward()`` or ``step()``. When a peer dies, whoever waits for its gradients gets ``ExchangeError``, in bounded
@@ -55,7 +62,7 @@ class DecoupledState:
 
     Example::
 
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
         model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
 
@@ -65,16 +72,44 @@ class DecoupledState:
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
+        defer: Literal["auto", "always"] = "auto",
     ) -> None:
+        if defer not in ("auto", "always"):
+            raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
         check_separable(optimizer)
         check_not_intercepted(optimizer)
         self.process_group = process_group
         self.optimizer = optimizer
         self.mutex = mutex
-        self._training = DecoupledTraining(optimizer, mutex)
+        self._training = DecoupledTraining(optimizer, mutex, always=defer == "always")
         self._stale = self._training.updates.stale
 
     # --- for users -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def ddp_options(model: nn.Module) -> dict[str, Any]:
+        """Return arguments of ``DistributedDataParallel`` that suit decoupled training of ``model``.
+
+        Gradients are views of the buckets, and a bucket holds a sixteenth of them, but at least 256 KiB and at most
+        25 MiB: what is deferred must come in pieces, of which each costs processor time. `plan_buckets` finds a better
+        size from measured steps.
+
+        Args:
+            model: the module that is going to be wrapped.
+
+        Example::
+
+            model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
+        """
+        gradients_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        cap_bytes = min(max(gradients_bytes / _BUCKETS, _SMALLEST_BUCKET_BYTES), _LARGEST_BUCKET_BYTES)
+        return {"gradient_as_bucket_view": True, "bucket_cap_mb": cap_bytes / 2**20}
+
+    @property
+    def deferring(self) -> bool | None:
+        """Whether steps are deferred, the same on all ranks; None while that is being tried."""
+        trial = self._training.trial
+        return True if trial is None else trial.defers if trial.is_over else None
 
     def flush(self) -> None:
         """Finish what is under way: parameters and gradients are those of plain DDP afterwards. Not collective.

@@ -6,6 +6,7 @@ The hook hands in buckets, the optimizer its steps, forward asks for parameters;
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ._compiled import called_by_compiled_code, uncompiled
-from ._ddp_checks import Bucket, flat_gradients, model_of, names_of
+from ._ddp_checks import Bucket, check_copyable, flat_gradients, model_of, names_of
 from ._exchange import Exchange
 from ._guards import Guards, OwnHook, named_entries
 from ._interception import guard_groups, intercept
@@ -27,8 +28,9 @@ from ._journey import Turn
 from ._module_buffers import BufferCopy
 from ._partial_optimizer import PartialOptimizer
 from ._round import parameters_of
-from ._shares import CHANGED, Share, gradient_norm
+from ._shares import CHANGED, Share, gradient_norm, views_of
 from ._step import after_backward
+from ._trial import Trial
 from ._updates import Updates
 from .errors import UnsupportedConfigurationError
 
@@ -41,9 +43,10 @@ class DecoupledTraining:
     Args:
         optimizer: the user's.
         turn: taken before forward, if there is one.
+        always: defer every step, without trying whether that is worth it.
     """
 
-    def __init__(self, optimizer: Optimizer, turn: Turn | None) -> None:
+    def __init__(self, optimizer: Optimizer, turn: Turn | None, *, always: bool = False) -> None:
         self.optimizer = optimizer
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
         self.engine: Exchange | None = None
@@ -51,10 +54,12 @@ class DecoupledTraining:
         self._turn = turn
         self._partial = PartialOptimizer(optimizer)
         self.updates = Updates(self._partial)
+        self.trial = None if always else Trial(self._settle)
         self._known: set[int] = set()
         self._loaded_order: list[str] = []
         self._closed = False
         self._buffers: BufferCopy | None = None
+        self._has_turn = False
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(intercept(optimizer, self))
 
@@ -135,18 +140,41 @@ class DecoupledTraining:
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
         parameters = self._checked_parameters(bucket, state)
+        if self.trial is not None and not self.trial.defers:
+            future = engine.submit(bucket, turn=self._turn, state=state)
+            self._has_turn = self._turn is not None
+            if bucket.is_last():
+                self._end_trial_step(bucket)
+            return future
         urgency = self._urgency(bucket.index(), parameters)
         buffer = bucket.buffer()
         future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency, state=state)
         if deferred is None:
             self.break_round()
         else:
-            round_.shares.append(Share(deferred, parameters, buffer, urgency, place=len(round_.shares)))
+            model = self.model()
+            separate = model is not None and not model.gradient_as_bucket_view
+            views = views_of(deferred.tensor, parameters) if separate else None
+            round_.shares.append(Share(deferred, parameters, buffer, urgency, len(round_.shares), views))
             times.ready(buffer.numel() * buffer.element_size())
             self._buffers = deferred.buffers
         if bucket.is_last():
             self._end_round()
+            self._end_trial_step(bucket)
         return future
+
+    def _end_trial_step(self, bucket: dist.GradBucket) -> None:
+        if self.trial is not None and self.updates.round.is_settled and self.engine is not None:
+            self.trial.backward_ended(
+                functools.partial(self.engine.gather_numbers, device=bucket.buffer().device)
+            )
+
+    def _settle(self) -> None:
+        """Let the device finish, where the host does not wait for it anyway."""
+        model = self.model()
+        device = None if model is None else next(model.module.parameters()).device
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def break_round(self) -> None:
         """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
@@ -161,6 +189,9 @@ class DecoupledTraining:
 
     def _end_round(self) -> None:
         model = self.model()
+        for share in self.updates.round.shares:
+            if share.views is not None:
+                after_backward(share.note_separate)
         same = self.updates.round.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
         self.updates.times.backward_ends()
         if not same:
@@ -203,10 +234,7 @@ class DecoupledTraining:
 
     def _adopt(self, model: DistributedDataParallel) -> None:
         if not model.gradient_as_bucket_view:
-            raise UnsupportedConfigurationError(
-                "expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False; "
-                "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
-            )
+            check_copyable(model)
         guards = Guards(model.module, self.updates.watch)
         self.model = weakref.ref(model)
         self.updates.guards = guards
@@ -233,8 +261,9 @@ class DecoupledTraining:
         if updates.watch.recording and not updates.recorded:
             updates.raise_guards()
         self._unpack_buffers()
-        if torch.is_grad_enabled() and self._turn is not None:
+        if torch.is_grad_enabled() and self._turn is not None and not self._has_turn:
             self._take_turn(self._turn)
+        self._has_turn = False
         if self.engine is not None:
             self.engine.begin_compute()
         updates.times.forward_begins()

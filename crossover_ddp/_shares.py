@@ -8,7 +8,7 @@ Changes through ``.data`` are not counted: see [Note: changes that no counter se
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,33 @@ UNSTEPPED: Final = (
 )
 
 
+class _Separate(NamedTuple):
+    """A gradient that is not a view of its bucket."""
+
+    gradient: torch.Tensor
+    view: torch.Tensor
+    version: int
+
+
+def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of ``parameters`` in a bucket, laid out as DDP lays them out."""
+    begin, views = int(buffer.storage_offset()), []
+    for parameter in parameters:
+        views.append(buffer.as_strided(parameter.shape, _strides_in_bucket(parameter), begin))
+        begin += parameter.numel()
+    return views
+
+
+def _strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides that DDP gives a gradient in its bucket."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:  # with gaps, or overlapping
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return parameter.stride()
+
+
 @dataclass(eq=False, slots=True)
 class Share:
     """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
@@ -46,6 +73,8 @@ class Share:
         buffer: DDP's buffer, of which the gradients are views.
         urgency: when forward first needs one of them.
         place: its number in backward.
+        views: of ``deferred.tensor``, one for each parameter, if gradients are not views of the buffer themselves. The
+            mean is copied into them then; DDP allows nothing else.
 
     ``pending``: its update is still to come; ``unseen``: it is not known that forward reads all of it through guards.
     """
@@ -55,6 +84,7 @@ class Share:
     buffer: torch.Tensor
     urgency: int
     place: int
+    views: list[torch.Tensor] | None = None
     updates: list[Update] = field(default_factory=list)
     plan: StepPlan | None = None
     factor: torch.Tensor | None = None
@@ -63,6 +93,7 @@ class Share:
     _version: int = field(init=False)
     _parameter_versions: list[int] = field(default_factory=list)
     _bits: torch.Tensor | None = None
+    _separate: dict[int, _Separate] = field(default_factory=dict)
     _parameter_bits: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -71,22 +102,48 @@ class Share:
     def collect(self) -> None:
         """Note which gradients are to be applied; one that the user has dropped is not."""
         self.check_gradients()
-        storage = self.buffer.untyped_storage().data_ptr()
         self.updates = []
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.untyped_storage().data_ptr() != storage:
+            if not self._is_ours(parameter, gradient):
                 raise UnsupportedConfigurationError(
                     "expected the gradients that backward() left, got others in their place; "
                     "call flush() before you replace p.grad"
                 )
             self.updates.append(Update(parameter, gradient))
 
+    def note_separate(self) -> None:
+        """Note the gradients that DDP has just written, where they are not views; call it when backward has ended."""
+        if self.views is not None:
+            self._separate = {
+                id(parameter): _Separate(parameter.grad, view, parameter.grad._version)
+                for parameter, view in zip(self.parameters, self.views, strict=True)
+                if parameter.grad is not None
+            }
+
+    def land(self) -> None:
+        """Put the mean, which is whole and scaled, where gradients are."""
+        if self._separate:
+            gradients = [each.gradient.data for each in self._separate.values()]  # counts no version
+            torch._foreach_copy_(gradients, [each.view for each in self._separate.values()])
+
+    def _is_ours(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        if self.views is None:
+            return gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        noted = self._separate.get(id(parameter))
+        return noted is not None and noted.gradient is gradient
+
+    def _gradient_bits(self) -> torch.Tensor:
+        if self.views is None:
+            return fingerprint(self.buffer)
+        return torch.cat([fingerprint(each.gradient).reshape(-1) for each in self._separate.values()])
+
     def note_gradients(self) -> None:
         """Note the gradients, which are whole, and the parameters, so that changes show that count no version."""
-        self._bits = fingerprint(self.buffer)
+        self.land()
+        self._bits = self._gradient_bits()
         self._parameter_bits = [fingerprint(parameter) for parameter in self.parameters]
 
     def note_parameters(self) -> None:
@@ -109,9 +166,10 @@ class Share:
 
     def check_gradients(self) -> None:
         """Refuse gradients that somebody has changed, see [Note: versions]."""
-        if self.buffer._version != self._version:
+        separate = self._separate.values()
+        if self.buffer._version != self._version or any([e.gradient._version != e.version for e in separate]):
             raise UnsupportedConfigurationError(CHANGED)
-        if self._bits is not None and not torch.equal(fingerprint(self.buffer), self._bits):
+        if self._bits is not None and not torch.equal(self._gradient_bits(), self._bits):
             raise UnsupportedConfigurationError(CHANGED)
 
     def check_parameters(self) -> None:
@@ -137,8 +195,10 @@ class Share:
         own = self.deferred.own_part()
         part = self.deferred.layout.part(rank)
         for update in self.updates:
-            reals = update.gradient.element_size() // self.buffer.element_size()  # DDP shows complex as real
-            begin = update.gradient.storage_offset() * reals - self.buffer.storage_offset()
+            noted = self._separate.get(id(update.parameter))
+            place = update.gradient if noted is None else noted.view
+            reals = place.element_size() // self.buffer.element_size()  # DDP shows complex as real
+            begin = place.storage_offset() * reals - self.buffer.storage_offset()
             first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
             if first < stop:
                 yield own[first - part.start : stop - part.start]

@@ -143,6 +143,7 @@ class Updates:
         share.check_parameters()
         with as_in_step(share.buffer.device.type):
             share.scale()
+            share.land()
             assert share.plan is not None
             self._partial.apply(share.plan, share.updates)
         share.pending = False
@@ -162,6 +163,7 @@ class Updates:
                 share.check_gradients()
                 with as_in_step(share.buffer.device.type):
                     share.scale()
+                    share.land()
             if not self.round.is_open:
                 self.round.shares = []
                 self.lower_guards()

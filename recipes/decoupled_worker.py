@@ -28,6 +28,7 @@ from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from sibling_worker import heard, say
 
 WARM_UP_STEPS = 5  # DDP rebuilds its buckets after the first; decoupled training defers from the third
+TRIAL_STEPS = 32  # and has tried by then whether that is worth it
 SWING_STEPS = 2
 PLANNING_STEPS = 12
 FINEST = 48

@@ -226,7 +226,7 @@ def native_alone(rank: int, world_size: int, fault: str) -> list[int]:
 
 
 def launch_native(engine: Exchange, journey: Any) -> None:
-    engine._guarded(journey, "start", lambda: engine._begin_native(journey))
+    engine.guarded(journey, "start", lambda: engine._native.begin(engine, journey))
 
 
 def slow_quadruple(part: torch.Tensor) -> None:

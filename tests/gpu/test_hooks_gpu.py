@@ -96,7 +96,7 @@ def register(
         model.register_comm_hook(state, crossover_wrapper(inner) if "fp16" in plan.hook else crossover_hook)
         return state
     elif plan.hook == "decoupled":
-        decoupled = DecoupledState(optimizer)
+        decoupled = DecoupledState(optimizer, defer="always")
         model.register_comm_hook(decoupled, decoupled_hook)
         return decoupled
     return None
@@ -117,7 +117,7 @@ def reproducible(plan: Plan) -> Iterator[None]:
 
 
 def launch_native(engine: Exchange, journey: Any) -> None:
-    engine._guarded(journey, "start", lambda: engine._begin_native(journey))
+    engine.guarded(journey, "start", lambda: engine._native.begin(engine, journey))
 
 
 def meet(plan: Plan, what: str) -> None:
@@ -257,7 +257,7 @@ def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     model = DistributedDataParallel(network(0), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state = DecoupledState(optimizer) if decoupled else None
+    state = DecoupledState(optimizer, defer="always") if decoupled else None
     if state is not None:
         model.register_comm_hook(state, decoupled_hook)
     generator = torch.Generator().manual_seed(rank)

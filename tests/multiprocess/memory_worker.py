@@ -20,7 +20,7 @@ model = DistributedDataParallel(network, bucket_cap_mb=9, gradient_as_bucket_vie
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 state = None
 if sys.argv[1] == "decoupled":
-    state = DecoupledState(optimizer)
+    state = DecoupledState(optimizer, defer="always")
     model.register_comm_hook(state, decoupled_hook)
 for step in range(10):
     if step == 4:  # the first one is a single bucket, whatever the cap

@@ -136,7 +136,7 @@ class Remembering(nn.Module):
 def train_remembering(rank: int, world_size: int, way: str) -> list[float]:
     model = DistributedDataParallel(Remembering(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    state = DecoupledState(optimizer) if way == "decoupled" else None
+    state = DecoupledState(optimizer, defer="always") if way == "decoupled" else None
     if state is not None:
         model.register_comm_hook(state, decoupled_hook)
     generator = torch.Generator().manual_seed(rank)

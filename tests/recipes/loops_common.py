@@ -107,7 +107,7 @@ class Deferrals:
         self.count = 0
 
     def hook(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DecoupledState:
-        state = DecoupledState(optimizer)
+        state = DecoupledState(optimizer, defer="always")
         model.register_comm_hook(state, decoupled_hook)
         model.register_forward_pre_hook(lambda *_: self._note(state))
         return state

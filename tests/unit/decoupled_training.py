@@ -37,7 +37,7 @@ class Training:
         self.model = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
         self.held = list(self.model.parameters())  # as a script may hold them, past all guards
         self.optimizer = make(self.model)
-        self.state = DecoupledState(self.optimizer) if decoupled else None
+        self.state = DecoupledState(self.optimizer, defer="always") if decoupled else None
         if self.state is not None:
             self.model.register_comm_hook(self.state, decoupled_hook)
         self.steps = 0

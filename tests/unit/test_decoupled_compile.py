@@ -150,7 +150,7 @@ class Trained:
         self.counter = CompileCounter()
         self.model, self.called = way(functools.partial(torch.compile, backend=self.counter))
         self.optimizer = sgd(self.model)
-        self.state = DecoupledState(self.optimizer) if decoupled else None
+        self.state = DecoupledState(self.optimizer, defer="always") if decoupled else None
         if self.state is not None:
             self.model.register_comm_hook(self.state, decoupled_hook)
         self.steps = 0

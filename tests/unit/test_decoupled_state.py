@@ -138,7 +138,7 @@ def test_schedulers_work_wherever_they_are_made_and_stepped(scheduler_first: boo
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20) if scheduler_first else None
         if decoupled:
-            model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
+            model.register_comm_hook(DecoupledState(optimizer, defer="always"), decoupled_hook)
         scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20)
         with warnings.catch_warnings():
             # Stepping it before is what torch warns of in any case; stepping it after must not warn.
@@ -449,7 +449,7 @@ def test_a_compiled_model_trains_as_plain_ddp(outside: bool, plain: Training) ->
     # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
     model = DistributedDataParallel(inner, bucket_cap_mb=1, gradient_as_bucket_view=True)  # type: ignore[arg-type]
     optimizer = sgd(model)
-    state = DecoupledState(optimizer)
+    state = DecoupledState(optimizer, defer="always")
     model.register_comm_hook(state, decoupled_hook)
     called = torch.compile(model, backend="eager") if outside else model
     for step in range(7):

@@ -159,7 +159,9 @@ def test_nobody_waits_for_a_native_gather_that_was_never_issued(
 ) -> None:
     """Gathers are issued with the step's last bucket, which an exception in backward may keep away."""
     monkeypatch.setattr(
-        Exchange, "_launch", lambda self, each: self._guarded(each, "start", lambda: self._begin_native(each))
+        Exchange,
+        "_launch",
+        lambda self, each: self.guarded(each, "start", lambda: self._native.begin(self, each)),
     )
     engine = Exchange(process_group)
     first, last = (FakeBucket(torch.ones(4), index=index, last=index == 1) for index in range(2))

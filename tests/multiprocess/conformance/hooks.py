@@ -82,7 +82,7 @@ def wrapped_all_reduce(model: DistributedDataParallel) -> Iterator[None]:
 @contextlib.contextmanager
 def decoupled(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Nobody looks at gradients between backward and step, so that every step is deferred that can be."""
-    state = DecoupledState(optimizer)
+    state = DecoupledState(optimizer, defer="always")
     model.register_comm_hook(state, decoupled_hook)
     yield None
     state.close()
@@ -92,7 +92,7 @@ def decoupled(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) 
 def decoupled_and_flushed(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[Callable[[], None]]:
-    state = DecoupledState(optimizer)
+    state = DecoupledState(optimizer, defer="always")
     model.register_comm_hook(state, decoupled_hook)
     yield state.flush
     state.close()
@@ -111,6 +111,10 @@ def kfac_of_nothing(
 
 
 VIEWS = {"gradient_as_bucket_view": True}
+NO_VIEWS = {
+    "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
+    "complex_parameters": "complex parameters need gradient_as_bucket_view, which is said",
+}
 
 HOOKS: dict[str, Row] = {
     "split": Row(split),
@@ -118,6 +122,7 @@ HOOKS: dict[str, Row] = {
     "crossover": Row(crossover),
     "wrapped_all_reduce": Row(wrapped_all_reduce),
     "decoupled": Row(attach=decoupled, options=VIEWS),
+    "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
     "kfac_of_nothing": Row(attach=kfac_of_nothing),
 }

@@ -1,0 +1,145 @@
+"""Whether deferring is worth it is tried and agreed on; results are those of plain DDP all the while, in any case."""
+
+import contextlib
+import uuid
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import DecoupledState, GPUMutex, _trial, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp._trial import BLOCK, END, WARM_UP
+from tests.harness import run_ranks
+
+STEPS = END + 10
+SETTLED = 2  # backward passes before DDP's buckets are known to stay
+TIMEOUT_S = 90.0
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    parameters: bytes
+    deferred: list[bool]
+    deferring: bool | None
+    turns: int
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def train(rank: int, world_size: int, way: str, verdict: bool | None = None, group: str = "") -> Outcome:
+    """Train as ``way`` says; ``verdict``: what the trial's clock shall show."""
+    views = {} if way.endswith("no views") else {"gradient_as_bucket_view": True}
+    mutex = GPUMutex(group, device=f"device{rank}") if group else None
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.001, **views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state: DecoupledState | None = None
+    if way.startswith("decoupled"):
+        state = DecoupledState(optimizer, mutex=mutex)
+        model.register_comm_hook(state, decoupled_hook)
+        if verdict is not None:
+            pretend(state, deferred_s=1.0 if verdict else 3.0)
+    else:
+        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    generator = torch.Generator().manual_seed(rank)
+    losses, deferred = [], []
+    for step in range(STEPS):
+        with model.no_sync() if step % 3 == 2 else contextlib.nullcontext():
+            model(torch.randn(5, 1, 6, 6, generator=generator)).square().mean().backward()
+        if step % 3 == 2:
+            model(torch.randn(5, 1, 6, 6, generator=generator)).square().mean().backward()
+        if rank == 0 and step % 7 == 5 and state is not None:
+            state.flush()  # on one rank only: that it does not defer then must not confuse the others
+        optimizer.step()
+        deferred.append(state is not None and bool(state._stale))
+        # Every other time gradients stay allocated, and are added to in place.
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step % 10 == 9:
+            model.eval()
+            losses.append(float(model(torch.ones(2, 1, 6, 6)).sum()))
+            model.train()
+    deferring = state.deferring if state is not None else None
+    if state is not None:
+        state.close()
+    dist.barrier()
+    turns = mutex.stats()["turns"] if mutex is not None else 0
+    if mutex is not None:
+        mutex.close()
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return Outcome(losses, values.numpy().tobytes(), deferred, deferring, turns)
+
+
+def pretend(state: DecoupledState, *, deferred_s: float) -> None:
+    """Let time go by the kind of step alone."""
+    trial = state._training.trial
+    assert isinstance(trial, _trial.Trial)
+    now_s = 0.0
+
+    def clock() -> float:
+        return now_s
+
+    def backward_ended(agree: Any) -> None:
+        nonlocal now_s
+        now_s += deferred_s if trial.defers else 2.0
+        type(trial).backward_ended(trial, agree)
+
+    trial._clock = clock
+    trial.backward_ended = backward_ended  # type: ignore[method-assign]
+
+
+@pytest.mark.torch_version
+@pytest.mark.parametrize("way", ["decoupled", "decoupled, no views"])
+@pytest.mark.parametrize("verdict", [True, False, None])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_is_that_of_the_split_hook_whatever_is_chosen(
+    way: str, verdict: bool | None, world_size: int
+) -> None:
+    found = run_ranks(train, world_size, args=(way, verdict), timeout_s=TIMEOUT_S)
+    split = run_ranks(train, world_size, args=("split",), timeout_s=TIMEOUT_S)
+    assert [each[:2] for each in found] == [each[:2] for each in split]
+    assert len({each.deferring for each in found}) == 1
+    if verdict is not None:
+        assert found[0].deferring is verdict
+        assert all(each is verdict for each in found[1].deferred[SETTLED + END :])
+    trial = found[1].deferred[SETTLED + WARM_UP + BLOCK : SETTLED + WARM_UP + 2 * BLOCK]
+    assert not any(trial), "the second block is not deferred"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_job_that_takes_turns_takes_one_for_each_backward_either_way(verdict: bool) -> None:
+    found = run_ranks(
+        train, 2, args=("decoupled", verdict, f"test-{uuid.uuid4().hex[:12]}"), timeout_s=TIMEOUT_S
+    )
+    split = run_ranks(train, 2, args=("split",), timeout_s=TIMEOUT_S)
+    assert [each[:2] for each in found] == [each[:2] for each in split]
+    forwards = STEPS + STEPS // 3
+    assert all(STEPS <= each.turns <= forwards + 4 for each in found), [each.turns for each in found]
+
+
+def test_options_for_ddp_follow_the_models_size() -> None:
+    small, large = nn.Linear(8, 8), nn.Linear(2**12, 2**12)
+    assert DecoupledState.ddp_options(small) == {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.25}
+    assert DecoupledState.ddp_options(large)["bucket_cap_mb"] == pytest.approx(4.0, rel=1e-3)
+    large.weight.requires_grad_(False)
+    assert DecoupledState.ddp_options(large)["bucket_cap_mb"] == 0.25
+    huge = nn.Linear(2**16, 2**14, device="meta")
+    assert DecoupledState.ddp_options(huge)["bucket_cap_mb"] == 25.0
+
+
+def test_an_unknown_way_to_defer_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="expected defer='auto' or 'always', got defer='never'"):
+        DecoupledState(optimizer, defer="never")  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""Deferring is tried, and what is faster for the slowest rank is kept."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from crossover_ddp._trial import BLOCK, BLOCKS, END, WARM_UP, Trial
+
+
+class World:
+    """A rank whose steps take as long as they are told to."""
+
+    def __init__(self, deferred_s: float, whole_s: float, others: Sequence[Sequence[float]] = ()) -> None:
+        self.now_s = 0.0
+        self.settled_at: list[int] = []
+        self.modes: list[bool] = []
+        self.asked = 0
+        self._step_s = {True: deferred_s, False: whole_s}
+        self._others = others
+        self.trial = Trial(lambda: self.settled_at.append(len(self.modes)), clock=lambda: self.now_s)
+
+    def step(self, extra_s: float = 0.0) -> None:
+        self.now_s += self._step_s[self.trial.defers] + extra_s
+        self.modes.append(self.trial.defers)
+        self.trial.backward_ended(self._agree)
+
+    def _agree(self, numbers: Sequence[float]) -> list[list[float]]:
+        self.asked += 1
+        return [list(numbers), *map(list, self._others)]
+
+
+@pytest.mark.parametrize(
+    ("deferred_s", "whole_s", "defers"), [(1.0, 2.0, True), (2.0, 1.0, False), (1.0, 1.0, True)]
+)
+def test_the_faster_way_is_kept(deferred_s: float, whole_s: float, defers: bool) -> None:
+    world = World(deferred_s, whole_s)
+    for _ in range(END):
+        assert not world.trial.is_over
+        world.step()
+    assert world.trial.is_over
+    for _ in range(3 * BLOCK):
+        world.step()
+    assert set(world.modes[END:]) == {defers}
+    assert world.asked == 1
+
+
+def test_both_ways_take_turns_after_a_warm_up() -> None:
+    world = World(1.0, 1.0)
+    for _ in range(END):
+        world.step()
+    blocks = [world.modes[WARM_UP + BLOCK * i : WARM_UP + BLOCK * (i + 1)] for i in range(BLOCKS)]
+    assert all(world.modes[:WARM_UP])
+    assert blocks == [[i % 2 == 0] * BLOCK for i in range(BLOCKS)]
+
+
+def test_the_slowest_rank_decides() -> None:
+    world = World(1.0, 2.0, others=[[3.0, 2.5]])
+    for _ in range(END):
+        world.step()
+    assert not world.trial.defers
+
+
+@pytest.mark.parametrize("place", range(END))
+def test_one_long_step_does_not_decide(place: int) -> None:
+    for deferred_s, whole_s in ((1.0, 1.2), (1.2, 1.0)):
+        world = World(deferred_s, whole_s)
+        for number in range(END):
+            world.step(extra_s=60.0 if number == place else 0.0)
+        assert world.trial.defers == (deferred_s < whole_s)
+
+
+def test_the_device_is_waited_for_only_at_the_ends_of_what_is_measured() -> None:
+    world = World(1.0, 1.0)
+    for _ in range(2 * END):
+        world.step()
+    assert len(world.settled_at) == 2 * BLOCKS
