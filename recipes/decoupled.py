@@ -30,6 +30,7 @@ UNSHAPED_MBIT = 8000.0
 # Plain DDP's candidates: the model in two buckets, in four, ...
 BUCKETS = (2, 4, 8, 16)
 SEARCH_STEPS = 5
+TRIAL_STEPS = 32  # decoupled training has found out by then whether deferring is worth it
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Ranks:
         ]
         self._hear("up")
 
-    def run(self, way: str, steps: int, options: dict[str, Any] | None = None) -> Outcome:
-        self._tell(do="run", way=way, steps=steps, options=options or {})
+    def run(self, way: str, steps: int, options: dict[str, Any] | None = None, **more: int) -> Outcome:
+        self._tell(do="run", way=way, steps=steps, options=options or {}, **more)
         self._hear("ready")
         self._tell(do="go")
         return Outcome(self._hear("done"))
@@ -96,7 +97,7 @@ def measure_once(
     order = [way for way in args.way if way in FIRST_WAYS or repeat < args.other_repeats]
     random.Random(repeat).shuffle(order)
     steps = args.steps
-    outcomes = {way: ranks.run(way, steps, options.get(way)) for way in order}
+    outcomes = {way: ranks.run(way, steps, options.get(way), warm_up=TRIAL_STEPS) for way in order}
     if outcomes["decoupled"].losses != outcomes["ddp"].losses and len(outcomes["ddp"].answers) == 2:
         raise RuntimeError("decoupled training has other losses than plain DDP")
     return outcomes
@@ -124,6 +125,7 @@ def summarize(
             way: statistics.median(run[way].step_s / run["decoupled"].step_s for run in runs if way in run)
             for way in step_s
         },
+        "deferring": [run["decoupled"].answers[0]["deferring"] for run in runs],
         "wire_ratio": statistics.median(
             run["decoupled"].mean("wire_bytes") / run["ddp"].mean("wire_bytes") for run in runs
         ),
@@ -161,7 +163,7 @@ def measure_preset(
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     ways = [way for way in rows[0]["step_s"] if way != "decoupled"]
     table = Table(title="Decoupled training: speed-up over the other ways (medians)")
-    for column in ("model", "M/C", "C s", "M s", "step s", "of limit", "planned s", "buckets"):
+    for column in ("model", "M/C", "C s", "M s", "step s", "of limit", "planned s", "buckets", "deferring"):
         table.add_column(column, justify="right")
     for way in ways:
         table.add_column(f"over {way}", justify="right")
@@ -170,7 +172,11 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         cells.append(row["plan"]["step_s"])
         speed_ups = [f"{row['speed_up'][way]:.3f}" for way in ways]
         table.add_row(
-            row["preset"], *(f"{cell:.3f}" for cell in cells), str(row["plan"]["buckets"]), *speed_ups
+            row["preset"],
+            *(f"{cell:.3f}" for cell in cells),
+            str(row["plan"]["buckets"]),
+            f"{sum(map(bool, row['deferring']))} of {len(row['deferring'])}",
+            *speed_ups,
         )
     console.print(table)
 

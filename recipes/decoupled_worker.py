@@ -28,7 +28,6 @@ from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from sibling_worker import heard, say
 
 WARM_UP_STEPS = 5  # DDP rebuilds its buckets after the first; decoupled training defers from the third
-TRIAL_STEPS = 32  # and has tried by then whether that is worth it
 SWING_STEPS = 2
 PLANNING_STEPS = 12
 FINEST = 48
@@ -85,7 +84,7 @@ def sharded(network: nn.Module) -> nn.Module:
 def run(order: dict[str, Any], preset: str) -> None:
     """Warm up, wait for the start signal, run the steps, report."""
     job = Run(preset, order["way"], order["options"])
-    losses = [job.step() for _ in range(WARM_UP_STEPS)]
+    losses = [job.step() for _ in range(order.get("warm_up", WARM_UP_STEPS))]
     dist.barrier()
     say(event="ready")
     heard()
@@ -103,6 +102,7 @@ def run(order: dict[str, Any], preset: str) -> None:
         core_busy_s=None if busy_s is None or busy_end_s is None else (busy_end_s - busy_s) / steps,
         wire_bytes=None if sent is None or sent_end is None else (sent_end - sent) / steps,
         losses=losses,
+        deferring=job.state.deferring if job.state is not None else None,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     job.close()
