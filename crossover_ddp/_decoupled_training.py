@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -141,8 +142,7 @@ class DecoupledTraining:
             self.updates.update_all()
         parameters = self._checked_parameters(bucket, state)
         if self.trial is not None and not self.trial.defers:
-            future = engine.submit(bucket, turn=self._turn, state=state)
-            self._has_turn = self._turn is not None
+            future = self._average_now(engine, process_group, bucket, state)
             if bucket.is_last():
                 self._end_trial_step(bucket)
             return future
@@ -162,6 +162,17 @@ class DecoupledTraining:
             self._end_round()
             self._end_trial_step(bucket)
         return future
+
+    def _average_now(
+        self, engine: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket of a step that is not deferred, to the same bits."""
+        if (
+            self._turn is None and engine.world_size <= 2
+        ):  # two addends have one sum, and DDP's way costs least
+            return allreduce_hook(process_group, bucket)
+        self._has_turn = self._turn is not None
+        return engine.submit(bucket, turn=self._turn, state=state)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.engine is not None:
@@ -277,7 +288,11 @@ class DecoupledTraining:
         """Take the turn when there is something to compute: the first parameters' gradients have come."""
         first = min(self.updates.stale.values(), key=lambda share: share.urgency, default=None)
         if first is not None:
-            first.deferred.wait()
+            # Alone the host runs ahead of the device as it would without a mutex.
+            if turn.shared:
+                first.deferred.wait_on_host()
+            else:
+                first.deferred.wait()
         since_s = time.monotonic()
         turn.acquire()
         if self.engine is not None:

@@ -104,6 +104,7 @@ class Journey:
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
     before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
     Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
+    ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does not tell.
     ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
     """
 
@@ -120,6 +121,7 @@ class Journey:
     result: torch.Tensor | None = None
     urgency: int | None = None
     trip: RingTrip | None = None
+    whole_way: Callable[[], None] | None = None
     ready_s: float = 0.0
     largest_bytes: int = 0
     future: GradientFuture = field(init=False)
@@ -196,6 +198,12 @@ class Deferred:
     def layout(self) -> Layout:
         """Who owns which part of the buffer."""
         return self._journey.layout
+
+    def wait_on_host(self) -> None:
+        """Block this thread until the device has gathered the bucket: `wait` may only order a stream after that."""
+        self.wait()
+        if self._journey.whole_way is not None:
+            self._journey.whole_way()
 
     def own_part(self) -> torch.Tensor:
         """Wait for the reduce-scatter; return this rank's part of the mean."""

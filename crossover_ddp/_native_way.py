@@ -72,6 +72,7 @@ class NativeWay:
         for each in reversed(journey.step.deferred):
             for work in self._halves.all_gather(each.tensor, each.layout):
                 work.wait()
+            each.whole_way = each.side.mark()
             engine.complete(each)
 
     @staticmethod

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in two calls of at most ten minutes:
-#   run_all.sh          the tests, the sibling benchmark, the benchmark under MPS
-#   run_all.sh order    turns on the device in every way of ordering, and the same under a private MPS daemon
+# Everything that needs a GPU, in parts of at most ten minutes each, 45 minutes together:
+#   run_all.sh tests     kernels, exchange, hooks, K-FAC                                              (6 minutes)
+#   run_all.sh order     turns on the device in every way of ordering, without deaths                 (5 minutes)
+#   run_all.sh bench     two siblings over gloo and NCCL: one after the other, unmanaged, crossover   (8 minutes)
+#   run_all.sh mps       order and benchmark under a private MPS daemon                               (9 minutes)
+#   run_all.sh deaths    a sibling killed with kernels in flight, each case in a process of its own   (7 minutes)
+#   run_all.sh deaths-mps  the same under MPS: run it last, MPS's guide leaves open what such a death does to its server
+# Without an argument: tests, then bench.
 # Needs python3 with torch >= 2.11, torchvision, timm, scikit-learn, rich and pytest; root for the shaped link; no network.
-# Results, some 100 KB, go to $OUT (default runs/gpu): tests.log, siblings_gpu.json, siblings_gpu.log, and the same with mps.
+# Results, some 100 KB, go to $OUT (default runs/gpu): one log for each part, siblings_gpu*.json.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python3}
@@ -14,60 +19,101 @@ mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 # The plugins that pyproject.toml asks for are for CPU tests and benchmarks; here they are used if they are there.
-options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15)
+options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
 "$PYTHON" -c 'import pytest_benchmark' 2>/dev/null && options+=(--benchmark-disable)
+DEATHS=killed_with_kernels_in_flight
+
+# First an interrupt: what is told that way reports what it has, and ends the processes it has started.
+limited() { # seconds, command
+    local limit_s=$1
+    shift
+    timeout -s INT -k 15 "$limit_s" "$@"
+}
+
+tests() { # name of the log, seconds, pytest's arguments
+    local name=$1 limit_s=$2
+    shift 2
+    limited "$limit_s" "$PYTHON" -m pytest "${options[@]}" "$@" 2>&1 | tee -a "$OUT/$name.log"
+    return "${PIPESTATUS[0]}"
+}
+
+deaths() { # name of the log
+    local status=0 case cases
+    cases=$("$PYTHON" -m pytest "${options[@]}" --collect-only -q -k "$DEATHS" tests/gpu/test_device_order.py | grep '::')
+    [ -n "$cases" ] || { echo "no death cases found in tests/gpu/test_device_order.py" | tee -a "$OUT/$1.log"; return 1; }
+    while read -r case; do
+        tests "$1" 60 "$case" </dev/null || status=1
+    done <<<"$cases"
+    return "$status"
+}
+
+benchmark() { # name, seconds, arguments
+    local name=$1 limit_s=$2
+    shift 2
+    limited "$limit_s" "$PYTHON" recipes/siblings_gpu.py --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
+    local status=${PIPESTATUS[0]}
+    # A rank that ended early says why in its own log.
+    tail -n 20 "$work/$name"/*/*/*/rank*.log >"$OUT/$name.ranks.log" 2>/dev/null
+    cp "$work/$name/siblings_gpu.json" "$OUT/$name.json" || status=1
+    return "$status"
+}
+
+with_mps() { # name of the log; the rest of the script then runs under a daemon of its own
+    if ! command -v nvidia-cuda-mps-control >/dev/null; then
+        echo "not run under MPS: no nvidia-cuda-mps-control here; install NVIDIA's MPS" | tee "$OUT/$1.log"
+        return 1
+    fi
+    mkdir "$work/mps"
+    export CUDA_MPS_PIPE_DIRECTORY="$work/mps" CUDA_MPS_LOG_DIRECTORY="$work/mps"
+    if ! nvidia-cuda-mps-control -d; then
+        echo "not run under MPS: the daemon does not start here" | tee "$OUT/$1.log"
+        return 1
+    fi
+    # A daemon whose clients died badly may not answer.
+    trap 'echo quit | timeout -k 5 20 nvidia-cuda-mps-control; rm -rf "$work"' EXIT
+}
+
+part() {
+    local status=0
+    case $1 in
+    tests)
+        tests tests 250 -k "not semaphores and not $DEATHS" tests/gpu/test_kernels.py tests/gpu/test_device_order.py \
+            tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py || status=1
+        tests tests 100 tests/gpu/test_kfac_gpu.py || status=1
+        ;;
+    order)
+        tests order 300 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
+        ;;
+    bench) benchmark siblings_gpu 480 || status=1 ;;
+    mps)
+        with_mps order_mps || return 0
+        tests order_mps 240 -k "not $DEATHS" tests/gpu/test_device_ways.py tests/gpu/test_device_order.py || status=1
+        benchmark siblings_gpu_mps 270 --mps only || status=1
+        ;;
+    deaths) deaths deaths || status=1 ;;
+    deaths-mps)
+        with_mps deaths_mps || return 0
+        deaths deaths_mps || status=1
+        ;;
+    *)
+        echo "unknown part '$1'; expected tests, order, bench, mps, deaths or deaths-mps" >&2
+        status=2
+        ;;
+    esac
+    return "$status"
+}
 
 {
     date -u +%FT%TZ
     nvidia-smi --query-gpu=name,uuid,driver_version,compute_mode,mig.mode.current --format=csv
     "$PYTHON" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "NCCL", torch.cuda.nccl.version())'
     command -v ip tc nvidia-cuda-mps-control gcc
-} 2>&1 | tee "$OUT/tests.log"
+} 2>&1 | tee "$OUT/machine.log"
 
-order() { # name of the log, seconds
-    timeout -k 10 "$2" "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider \
-        tests/gpu/test_device_ways.py tests/gpu/test_device_order.py 2>&1 | tee "$OUT/$1.log"
-    return "${PIPESTATUS[0]}"
-}
-
-if [ "${1:-all}" = order ]; then
-    order order 300
-    status=$?
-    if ! command -v nvidia-cuda-mps-control >/dev/null; then
-        echo "not run under MPS: no nvidia-cuda-mps-control here; install NVIDIA's MPS" | tee "$OUT/order_mps.log"
-        exit "$status"
-    fi
-    mkdir "$work/mps"
-    export CUDA_MPS_PIPE_DIRECTORY="$work/mps" CUDA_MPS_LOG_DIRECTORY="$work/mps"
-    if ! nvidia-cuda-mps-control -d; then
-        echo "not run under MPS: the daemon does not start here" | tee "$OUT/order_mps.log"
-        exit "$status"
-    fi
-    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$work"' EXIT
-    order order_mps 240
-    mps=$?
-    exit "$((status ? status : mps))"
-fi
-
-# The order in which a cut-off hurts least. Semaphores, the second way, are left to `order`.
-timeout -k 10 250 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider -k "not semaphores" \
-    tests/gpu/test_kernels.py tests/gpu/test_device_order.py tests/gpu/test_collectives_gpu.py tests/gpu/test_hooks_gpu.py \
-    2>&1 | tee -a "$OUT/tests.log"
-status=${PIPESTATUS[0]}
-timeout -k 10 100 "$PYTHON" -m pytest "${options[@]}" -p no:cacheprovider tests/gpu/test_kfac_gpu.py \
-    2>&1 | tee -a "$OUT/tests.log"
-kfac=${PIPESTATUS[0]}
-
-benchmark() { # name, seconds, arguments
-    local name=$1 limit_s=$2
-    shift 2
-    timeout -k 10 "$limit_s" "$PYTHON" recipes/siblings_gpu.py --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
-    # A rank that ended early says why in its own log.
-    tail -n 20 "$work/$name"/*/*/*/rank*.log >"$OUT/$name.ranks.log" 2>/dev/null
-    cp "$work/$name/siblings_gpu.json" "$OUT/$name.json"
-}
-
-benchmark siblings_gpu 145
-benchmark siblings_gpu_mps 70 --mps only --setup gloo --preset convnet --repeats 2
-exit "$((status ? status : kfac))"
+status=0
+for each in "${@:-tests}"; do
+    part "$each" || status=1
+done
+[ $# -gt 0 ] || part bench || status=1
+exit "$status"
