@@ -97,7 +97,8 @@ def measure_once(
     order = [way for way in args.way if way in FIRST_WAYS or repeat < args.other_repeats]
     random.Random(repeat).shuffle(order)
     steps = args.steps
-    outcomes = {way: ranks.run(way, steps, options.get(way), warm_up=TRIAL_STEPS) for way in order}
+    more = {way: {"warm_up": args.warm_up} for way in FIRST_WAYS}
+    outcomes = {way: ranks.run(way, steps, options.get(way), **more.get(way, {})) for way in order}
     if outcomes["decoupled"].losses != outcomes["ddp"].losses and len(outcomes["ddp"].answers) == 2:
         raise RuntimeError("decoupled training has other losses than plain DDP")
     return outcomes
@@ -193,6 +194,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--other-repeats", type=int, default=2, help="of fsdp and zero (default 2)")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=TRIAL_STEPS,
+        help=f"steps before the measured ones (default {TRIAL_STEPS}; with less, decoupled is still trying)",
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cap-mb", type=float, help="bucket size of decoupled, instead of the planned one")
     parser.add_argument("--per-bucket", action="store_true", help="plan a size for each bucket")

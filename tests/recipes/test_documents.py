@@ -121,6 +121,7 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "python recipes/decoupled.py": Elsewhere(
         "tests/benchmarks/test_decoupled_bench.py::test_decoupled_against_the_others"
     ),
+    "python recipes/kfac_comparison.py": Needs("a checkout of kfac-pytorch"),
     "python -m tests.faults.campaign": Elsewhere(
         "tests/faults/test_campaign.py::test_a_steady_job_survives_guests_that_come_go_die_and_stop"
     ),

@@ -24,7 +24,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-VIEWS = "expected gradients that are views of DDP's buckets"
 
 Runs = dict[str, dict[str, Any]]
 
@@ -114,9 +113,9 @@ def test_trainer_takes_turns(trainer: tuple[Runs, Runs]) -> None:
         assert inside_turns(hooked, training=False) == [False, False]
 
 
-def test_trainer_cannot_train_decoupled(trainer: tuple[Runs, Runs]) -> None:
+def test_trainer_trains_decoupled_without_gain(trainer: tuple[Runs, Runs]) -> None:
     for runs in trainer:
-        assert VIEWS in runs["decoupled"]["error"]
+        assert_equal(runs["decoupled"], runs["plain"])
 
 
 def test_lightning_takes_turns_by_one_line_where_it_registers_hooks(lightning: tuple[Runs, Runs]) -> None:
@@ -186,9 +185,10 @@ def test_lightnings_own_clipping_is_that_of_plain_ddp(lightning: tuple[Runs, Run
         assert runs["decoupled clipped"]["deferred"] == 0
 
 
-def test_lightning_is_told_what_decoupled_training_cannot_do(lightning: tuple[Runs, Runs]) -> None:
+def test_lightning_trains_decoupled_without_bucket_views(lightning: tuple[Runs, Runs]) -> None:
     for runs in lightning:
-        assert VIEWS in runs["decoupled"]["error"]
+        assert_equal(runs["decoupled"], runs["plain"])
+        assert runs["decoupled"]["deferred"] > 0
 
 
 def test_compiled_models_take_turns(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""One rank of the comparison with kfac-pytorch, told over stdin what to run next; `kfac_comparison.py` starts it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.metadata
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import _data
+import _models
+from _meter import core_busy_s, pinned_core, wire_bytes
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from sibling_worker import heard, say
+
+BATCH_SIZE = 16  # per rank
+IMAGE_SIZE = 64
+LR = 0.01
+DAMPING = 0.001
+SHARED: dict[str, Any] = {"factor_decay": 0.95, "kl_clip": 0.001}
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets, and the first factors and solvers are made
+
+
+def make_cnn(classes: int) -> nn.Module:
+    """Two convolutions and two linear layers on images of 8 pixels; nearly all of the bytes are in one layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 70, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1120, 155),
+        nn.ReLU(),
+        nn.Linear(155, classes),
+    )
+
+
+def build(name: str) -> tuple[nn.Module, Iterator[Any]]:
+    """Return a network and this rank's endless batches, the same in every run."""
+    image_size = 8 if name == "cnn" else IMAGE_SIZE
+    data = _data.load_digits(image_size=image_size, channels=1)
+    torch.manual_seed(0)
+    if name == "cnn":
+        network = make_cnn(data.classes)
+    else:
+        preset = _models.PRESETS[name]
+        network = _models.make_model(
+            preset.model,
+            classes=data.classes,
+            channels=1,
+            image_size=image_size,
+            context=preset.context,
+            options=preset.model_options,
+        )
+    return network, batches(data)
+
+
+def batches(data: _data.Data) -> Iterator[Any]:
+    # At most one epoch's images are held: the comparison is of what follows.
+    samples = [data.train[index] for index in range(dist.get_rank(), 640, dist.get_world_size())]
+    inputs = torch.stack([image for image, _ in samples])
+    labels = torch.tensor([int(label) for _, label in samples])
+    for start in itertools.cycle(range(0, len(samples) - BATCH_SIZE + 1, BATCH_SIZE)):
+        yield inputs[start : start + BATCH_SIZE], labels[start : start + BATCH_SIZE]
+
+
+def peer(path: Path) -> Any:
+    """Import the package from its checkout, which is not installed and looks for its own version."""
+    sys.path.insert(0, str(path))
+    version = importlib.metadata.version
+    known = {"kfac-pytorch": "checkout"}
+    with mock.patch.object(importlib.metadata, "version", lambda name: known.get(name) or version(name)):
+        return importlib.import_module("kfac.preconditioner").KFACPreconditioner
+
+
+class Run:
+    """A fresh copy of the job, trained one way."""
+
+    def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path) -> None:
+        network, self.batches = build(name)
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
+        self.precondition: Callable[[], object] = int
+        self.state: KFACState | None = None
+        factor_steps, inverse_steps = periods
+        shared = {**SHARED, "factor_update_steps": factor_steps, "inv_update_steps": inverse_steps}
+        if way == "kfac-pytorch":
+            # Its best ways as measured: one owner where factors come in every step, else every rank.
+            fraction = 1.0 if inverse_steps > 1 else 1.0 / dist.get_world_size()
+            self.precondition = peer(path)(
+                self.model,
+                lr=LR,
+                damping=DAMPING,
+                compute_method="inverse",
+                grad_worker_fraction=fraction,
+                symmetry_aware=True,
+                **shared,
+            ).step
+        elif way == "kfac":
+            # It adds the damping to each factor, we add the square root.
+            self.state = KFACState(
+                self.model,
+                self.optimizer,
+                damping=DAMPING**2,
+                weight_sharing="kfac-pytorch",
+                pi=False,
+                **shared,
+            )
+            self.model.register_comm_hook(self.state, kfac_hook)
+
+    def step(self) -> float:
+        inputs, labels = next(self.batches)
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = nn.functional.cross_entropy(self.model(inputs), labels)
+        loss.backward()
+        self.precondition()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+
+
+def run(order: dict[str, Any], name: str, path: Path) -> None:
+    """Warm up, wait for the start signal, run the steps, report."""
+    job = Run(name, order["way"], tuple(order["periods"]), path)
+    # A whole number of periods is measured, wherever it begins.
+    losses = [job.step() for _ in range(WARM_UP_STEPS)]
+    dist.barrier()
+    say(event="ready")
+    heard()
+    core = pinned_core()
+    begin_s, busy_s, sent = time.monotonic(), core_busy_s(core), wire_bytes()
+    for _ in range(order["steps"]):
+        losses.append(job.step())
+    end_s, busy_end_s, sent_end = time.monotonic(), core_busy_s(core), wire_bytes()
+    steps = order["steps"]
+    say(
+        event="done",
+        step_s=(end_s - begin_s) / steps,
+        core_busy_s=None if busy_s is None or busy_end_s is None else (busy_end_s - busy_s) / steps,
+        wire_bytes=None if sent is None or sent_end is None else (sent_end - sent) / steps,
+        losses=losses,
+    )
+    job.close()
+    del job
+    gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--peer", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    say(event="up", pid=os.getpid())
+    while (order := heard())["do"] != "quit":
+        run(order, args.model, args.peer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
