@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import random
@@ -37,9 +38,11 @@ from rich.table import Table
 
 from lab_cluster import Cluster
 from lab_network import why_not_shaped
-from siblings import CALIBRATION_MBIT, JOBS, VARIANTS, Outcome, Siblings
+from siblings import CALIBRATION_MBIT, JOBS, Outcome, Siblings
 
 WORKER = Path(__file__).with_name("sibling_gpu_worker.py")
+# Of the variants that run both jobs at once. Who compares needs both unmanaged ones: turns come with the split.
+HOOKS = {"unmanaged": "none", "unmanaged, split": "rsag", "crossover": "crossover"}
 MIN_MBIT, MAX_MBIT = 50.0, 8000.0  # what the emulated link can do
 MPS_TIMEOUT_S = 20.0
 
@@ -89,7 +92,7 @@ def measure_once(siblings: Siblings, steps: int, order: Sequence[str]) -> dict[s
             outcomes |= {f"alone {job}": siblings.run("none", steps, [job]) for job in JOBS}
             outcomes["compute"] = siblings.run("compute", steps, JOBS[:1])
         else:
-            outcomes[variant] = siblings.run("crossover" if variant == "crossover" else "none", steps)
+            outcomes[variant] = siblings.run(HOOKS[variant], steps)
     alone = [outcomes[f"alone {job}"] for job in JOBS]
     after_s = sum(outcome.makespan_s for outcome in alone)
     crossover = outcomes["crossover"]
@@ -102,26 +105,34 @@ def measure_once(siblings: Siblings, steps: int, order: Sequence[str]) -> dict[s
         "after_s": after_s,
         "unmanaged_s": outcomes["unmanaged"].makespan_s,
         "crossover_s": crossover.makespan_s,
+        "split_s": outcomes["unmanaged, split"].makespan_s,
         "crossover": after_s / crossover.makespan_s,
         "unmanaged": after_s / outcomes["unmanaged"].makespan_s,
+        "split": after_s / outcomes["unmanaged, split"].makespan_s,
         "same_results": all(crossover.results(job) == outcomes[f"alone {job}"].results(job) for job in JOBS),
         "turns": [one["turns"] for one in stats],
         "handovers": sum(one["handovers"] for one in stats),
         "handover_median_s": statistics.median(medians) if medians else None,
         "leases_expired": sum(one["leases_expired"] for one in stats),
         "disabled": [one["disabled_because"] for one in stats if one["disabled_because"]],
+        "ordered_by": sorted({str(one["ordered_by"]) for one in stats}),
         "devices": sorted({one["device"] for one in stats}),
     }
 
 
-def measure(args: argparse.Namespace, setup: Setup, preset: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, setup: Setup, preset: str, scale: int) -> dict[str, Any]:
     """Measure one preset in one set-up."""
     shaped = setup == "gloo" and why_not_shaped() is None
     nodes = 2 if setup == "gloo" else 1
-    arguments = ["--scale", str(args.scale), "--device", args.device, "--backend", setup]
+    arguments = ["--scale", str(scale), "--device", args.device, "--backend", setup]
     with Cluster(nodes=nodes, rate_mbit=CALIBRATION_MBIT, pin="none", shaped=shaped) as cluster:
         siblings = Siblings(
-            cluster, preset, args.out / setup, dict.fromkeys(JOBS, 1), script=WORKER, arguments=arguments
+            cluster,
+            preset,
+            args.out / f"{setup}-{scale}",
+            dict.fromkeys(JOBS, 1),
+            script=WORKER,
+            arguments=arguments,
         )
         first = siblings.run("none", args.calibration_steps, JOBS[:1])
         c_s = siblings.run("compute", args.calibration_steps, JOBS[:1]).step_s
@@ -131,16 +142,16 @@ def measure(args: argparse.Namespace, setup: Setup, preset: str) -> dict[str, An
             cluster.set_rate(rate_mbit)
         runs = []
         for repeat in range(args.repeats):
-            order = list(VARIANTS)
+            order = ["alone", *HOOKS]
             random.Random(repeat).shuffle(order)
             runs.append(measure_once(siblings, args.steps, order))
         siblings.close()
-    return summarize(setup, preset, rate_mbit if shaped else None, runs)
+    return {"scale": scale, **summarize(setup, preset, rate_mbit if shaped else None, runs)}
 
 
 def summarize(setup: str, preset: str, rate_mbit: float | None, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the repeats, and the bound from the same runs' C, N and M."""
-    keys = ("t1_s", "c_s", "wire_bytes", "after_s", "unmanaged_s", "crossover_s", "crossover", "unmanaged")
+    keys = [key for key, value in runs[0].items() if isinstance(value, float) and key != "handover_median_s"]
     middle = {key: statistics.median(run[key] for run in runs) for key in keys}
     m_s = middle["wire_bytes"] * 8 / (rate_mbit * 1e6) if rate_mbit else 0.0
     bound = 2 * middle["t1_s"] / max(2 * middle["c_s"], middle["t1_s"], 2 * m_s)
@@ -153,6 +164,7 @@ def summarize(setup: str, preset: str, rate_mbit: float | None, runs: list[dict[
         "bound": bound,
         "of_bound": middle["crossover"] / bound,
         "same_results": all(run["same_results"] for run in runs),
+        "ordered_by": sorted({way for run in runs for way in run["ordered_by"]}),
         **middle,
         "runs": runs,
     }
@@ -164,6 +176,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for column in (
         "set-up",
         "model",
+        "batch ×",
         "Mbit/s",
         "C ms",
         "N ms",
@@ -171,18 +184,21 @@ def show(report: dict[str, Any], console: Console) -> None:
         "bound",
         "crossover",
         "unmanaged",
+        "with split",
         "same",
+        "ordered by",
     ):
         table.add_column(column, justify="right")
     for row in report["rows"]:
         name = f"{row['setup']}{', MPS' if row['mps'] else ''}"
         if "error" in row:
-            table.add_row(name, row["preset"], row["error"][:60])
+            table.add_row(name, row["preset"], str(row["scale"]), row["error"][:60])
             continue
         rate = "–" if row["rate_mbit"] is None else f"{row['rate_mbit']:.0f}"
         times = [f"{row[key] * 1e3:.1f}" for key in ("c_s", "n_s", "m_s")]
-        ratios = [f"{row[key]:.3f}" for key in ("bound", "crossover", "unmanaged")]
-        table.add_row(name, row["preset"], rate, *times, *ratios, "yes" if row["same_results"] else "NO")
+        ratios = [f"{row[key]:.3f}" for key in ("bound", "crossover", "unmanaged", "split")]
+        same, ordered = "yes" if row["same_results"] else "NO", ", ".join(row["ordered_by"])
+        table.add_row(name, row["preset"], str(row["scale"]), rate, *times, *ratios, same, ordered)
     console.print(table)
 
 
@@ -202,15 +218,19 @@ def describe(device: str) -> dict[str, Any]:
 
 def measure_all(args: argparse.Namespace, report: dict[str, Any], *, under_mps: bool) -> None:
     """Measure every set-up; one that fails is a row that says so, and the others go on."""
-    for setup in args.setup:
-        for preset in args.preset:
-            try:
-                row = measure(args, setup, preset)
-            except Exception as error:
-                row = {"setup": setup, "preset": preset, "error": f"{type(error).__name__}: {error}"[:2000]}
-            report["rows"].append({"mps": under_mps, **row})
-            (args.out / "siblings_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-            show(report, Console(file=sys.stdout, width=140))
+    for setup, preset, scale in itertools.product(args.setup, args.preset, args.scale):
+        try:
+            row = measure(args, setup, preset, scale)
+        except Exception as error:
+            row = {
+                "setup": setup,
+                "preset": preset,
+                "scale": scale,
+                "error": f"{type(error).__name__}: {error}"[:2000],
+            }
+        report["rows"].append({"mps": under_mps, **row})
+        (args.out / "siblings_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        show(report, Console(file=sys.stdout, width=160))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -223,7 +243,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--calibration-steps", type=int, default=8)
-    parser.add_argument("--scale", type=int, default=16, help="batch size, in batches of the preset")
+    parser.add_argument(
+        "--scale",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="batch sizes, in batches of the preset (default 16)",
+    )
     parser.add_argument(
         "--device", default="cuda:0", help="cpu tries the script itself; its figures mean nothing"
     )
