@@ -94,12 +94,13 @@ class _Source:
     def __init__(self, model: DistributedDataParallel | None, state: object) -> None:
         self._model = _weakly(model)
         self._state = _weakly(state)
+        self._has_state = state is not None
         self._module = _weakly(None if model is None else model.module)
         self._ignored: frozenset[str] = frozenset(getattr(model, "parameters_to_ignore", ()))
         self.agreed = False
 
     def is_for(self, state: object) -> bool:
-        return self._state() is state
+        return self._has_state == (state is not None) and self._state() is state
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the buffers, those of great elements first: each begins at a multiple of its element's size."""

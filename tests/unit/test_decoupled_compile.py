@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp._compiled import called_by_compiled_code, uncompiled
+from crossover_ddp._trial import END
 from tests.unit.decoupled_training import inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -145,12 +146,16 @@ class Trained:
     """A compiled model that is trained, step by step."""
 
     def __init__(
-        self, way: Callable[[Compile], tuple[DistributedDataParallel, Any]], *, decoupled: bool
+        self,
+        way: Callable[[Compile], tuple[DistributedDataParallel, Any]],
+        *,
+        decoupled: bool,
+        defer: Literal["auto", "always"] = "always",
     ) -> None:
         self.counter = CompileCounter()
         self.model, self.called = way(functools.partial(torch.compile, backend=self.counter))
         self.optimizer = sgd(self.model)
-        self.state = DecoupledState(self.optimizer, defer="always") if decoupled else None
+        self.state = DecoupledState(self.optimizer, defer=defer) if decoupled else None
         if self.state is not None:
             self.model.register_comm_hook(self.state, decoupled_hook)
         self.steps = 0
@@ -189,6 +194,16 @@ def test_there_are_as_many_graphs_as_without_the_hook(way: Callable[[Compile], A
     assert decoupled.graphs == plain.graphs
     assert decoupled.deferred == STEPS - 2
     assert_equal(decoupled.end(), plain.end())
+
+
+@pytest.mark.parametrize("way", [the_network, the_model, each_block], ids=lambda way: way.__name__)
+def test_steps_deferred_and_not_deferred_share_their_graphs(way: Callable[[Compile], Any]) -> None:
+    plain = Trained(way, decoupled=False).run(END + STEPS)
+    torch._dynamo.reset()
+    tried = Trained(way, decoupled=True, defer="auto").run(END + STEPS)
+    assert tried.graphs == plain.graphs
+    assert 0 < tried.deferred < END
+    assert_equal(tried.end(), plain.end())
 
 
 @pytest.mark.parametrize("way", [the_network, the_model, each_blocks_method], ids=lambda way: way.__name__)
