@@ -193,8 +193,14 @@ def _all_models() -> list[DistributedDataParallel]:
     for each in classes:
         classes += type.__subclasses__(each)
     everybody = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
-    # Nothing but C until the list is made, and nothing but the list is left of it afterwards.
-    return list(_of_types(frozenset(classes), *itertools.tee(everybody)))
+    collects = gc.isenabled()
+    gc.disable()  # or the lists that are made here set off a collection, and its finalizers let other threads run
+    try:
+        # Nothing but C until the list is made, and nothing but the list is left of it afterwards.
+        return list(_of_types(frozenset(classes), *itertools.tee(everybody)))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:

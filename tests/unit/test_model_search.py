@@ -5,6 +5,7 @@ import gc
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,12 +226,21 @@ def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
 
     sources: list[list[Any]] = [parameters * 10, [model] * 1000, classes]
     threads = [threading.Thread(target=make, args=each) for each in enumerate(sources)]
+
+    def let_others_run(phase: str, information: Any) -> None:
+        time.sleep(0)
+
     for thread in threads:
         thread.start()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(let_others_run)  # as a finalizer may, in a collection that the search itself sets off
+    gc.set_threshold(1)
     try:
         for _ in range(60):
             assert model in _ddp_checks._all_models()
     finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(let_others_run)
         over.set()
         for thread in threads:
             thread.join()
