@@ -26,7 +26,7 @@ from siblings import Worker, measure_all
 WORKER = Path(__file__).with_name("kfac_comparison_worker.py")
 WAYS = ("sgd", "kfac-pytorch", "kfac")
 RATES_MBIT = {"cnn": 1200.0, "convnet": 190.0, "vit": 100.0}
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-2  # the package differs from itself by 7e-3 from one of its strategies to another
 COMPARED_STEPS = 10
 
 
