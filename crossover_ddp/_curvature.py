@@ -4,14 +4,15 @@ Only the owner has them, so that their memory, and the work of making solvers, i
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ._columns import LayerShape
-from ._factors import Solver, update_running
+from ._factors import BatchFactor, Solver, is_finite, multiplied, update_running
+from ._spread import SpreadSolver
 from ._worker import Worker
 
 Start = Literal["batch", "identity"]
@@ -38,6 +39,7 @@ class Curvature:
         self._a: Tensor | None = None
         self._g: Tensor | None = None
         self._solver: Solver | None = None
+        self._spread: SpreadSolver | None = None
         self._pending: _Pending | None = None
         self._dropped: Tensor | int = 0
         self.strained = 0
@@ -47,16 +49,17 @@ class Curvature:
         """How many batches had factors that were not finite, or none at all; they changed nothing."""
         return int(self._dropped)
 
-    def add(self, a: Tensor, g: Tensor, decay: float) -> None:
+    def add(self, a: BatchFactor, g: BatchFactor, decay: float) -> None:
         """Take the factors of one batch into the running means, unless one of them is not finite."""
-        usable = torch.isfinite(a).all() & torch.isfinite(g).all()
+        usable = is_finite(a) & is_finite(g)
         self._dropped = self._dropped + ~usable
         if self._a is None or self._g is None or not usable.is_cuda:
             if not bool(usable):
                 return
         else:
             # The host must not wait for the device: the old mean is its own mean with itself.
-            a, g = torch.where(usable, a, self._a), torch.where(usable, g, self._g)
+            a = torch.where(usable, multiplied(a), self._a)
+            g = torch.where(usable, multiplied(g), self._g)
         self._a = update_running(self._a, a, decay, start=self._start)
         self._g = update_running(self._g, g, decay, start=self._start)
 
@@ -96,7 +99,13 @@ class Curvature:
     def _install(self, solver: Solver | None) -> None:
         if solver is not None:
             self.strained += solver.strained
-            self._solver = solver
+            self._solver, self._spread = solver, None
+
+    def spread(self) -> SpreadSolver | None:
+        """Return the solver as all ranks get it if the layer is spread; None if there is none yet."""
+        if self._spread is None and self._solver is not None:
+            self._spread = SpreadSolver.of(self._solver, self._shape)
+        return self._spread
 
     def factor_bytes(self) -> int:
         """Memory of the running factors."""
@@ -104,7 +113,10 @@ class Curvature:
 
     def solver_bytes(self) -> int:
         """Memory of what the solver keeps."""
-        return sum(tensor.nbytes for tensor in self._solver.tensors().values()) if self._solver else 0
+        tensors = [] if self._solver is None else list(self._solver.tensors().values())
+        if self._spread is not None:
+            tensors.append(self._spread.root)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors on the host, and the counts."""
@@ -114,6 +126,7 @@ class Curvature:
             "a": None if self._a is None else self._a.cpu(),
             "g": None if self._g is None else self._g.cpu(),
             "solver": None if solver is None else {name: tensor.cpu() for name, tensor in solver.items()},
+            "root": None if self._spread is None else self._spread.root.cpu(),
             "strained": self.strained,
             "dropped": self.dropped,
         }
@@ -132,13 +145,20 @@ class Curvature:
         self._a, self._g = (
             None if factor is None else factor.to(device, copy=True) for factor in (state["a"], state["g"])
         )
-        solver = state["solver"]
-        self._solver = (
-            None
-            if solver is None
-            else self._solver_type.from_tensors({name: t.to(device, copy=True) for name, t in solver.items()})
-        )
+        self._solver, self._spread = None, None
+        if state["solver"] is not None:
+            tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
+            self._solver = self._solver_type.from_tensors(tensors)
+            self._spread = spread_of(self._solver, self._shape, state, device)
         self.strained, self._dropped = state["strained"], state["dropped"]
+
+
+def spread_of(
+    solver: Solver, shape: LayerShape, state: Mapping[str, Any], device: torch.device
+) -> SpreadSolver | None:
+    """Return the solver as all ranks had it when ``state`` was saved; None if they had not."""
+    root = state.get("root")
+    return None if root is None else SpreadSolver.of(solver, shape, root.to(device, copy=True))
 
 
 class _Pending:

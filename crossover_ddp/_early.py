@@ -41,7 +41,7 @@ class EarlyFactors:
         rank: int,
         world_size: int,
         capture: FactorCapture,
-        reduce: Callable[[Cargo], None],
+        reduce: Callable[[Cargo], object],
     ) -> None:
         self.groups = groups
         self.layers = frozenset(index for group in groups for index in group)

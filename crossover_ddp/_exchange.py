@@ -153,8 +153,16 @@ class Exchange:
             self._leave(step, turn)
         return future
 
-    def reduce(self, cargo: Cargo) -> None:
-        """Begin to sum ``cargo`` into its owners, ahead of the next backward's buckets; a failure is theirs too."""
+    def reduce(self, cargo: Cargo, *, behind: bool = False) -> GradientFuture:
+        """Begin to sum ``cargo`` into its owners, ahead of the next backward's buckets; a failure is theirs too.
+
+        Args:
+            cargo: nothing of it comes back.
+            behind: only when all buckets so far are gathered, where ranks exchange messages on a ring.
+
+        Returns:
+            A Future that completes when the owner's step is done.
+        """
         tensor, layout = cargo.scatter
         journey = Journey(
             index=-1,
@@ -166,7 +174,9 @@ class Exchange:
             side=self._side(tensor.device),
         )
         journey.load(cargo)
-        self._launch(journey)
+        way = self._way(journey)
+        self.guarded(journey, "start", functools.partial(way.trail if behind else way.begin, self, journey))
+        return journey.future
 
     def defer(
         self,

@@ -1,5 +1,6 @@
 """How K-FAC's factors travel: as triangles or columns, in the gradients' buckets or ahead of them."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -27,8 +28,10 @@ from ._kfac_planning import (
     columns_that_travel,
     decided,
 )
+from ._late import LateFactors
 from ._link_probe import measure_link
 from ._planning import Link
+from ._step import GradientFuture
 from .errors import UnsupportedConfigurationError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -45,6 +48,9 @@ class FactorTraffic:
         capture: where the factors are; its callbacks are taken.
         process_group: the ranks of the job, None for the default group.
         local: whether factors do not travel at all.
+
+    Attributes:
+        trails: whether the factors of the step that is under way leave behind its gradients.
     """
 
     def __init__(
@@ -76,7 +82,24 @@ class FactorTraffic:
         self._ended: Round | None = None
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self.trails = False
         self.early = self._early_factors(())
+        self.late = LateFactors(
+            layers=layers,
+            owners=placement.owners,
+            rank=self._rank,
+            world_size=self._world_size,
+            reduce=functools.partial(self._reduce, behind=True),
+        )
+
+    @property
+    def can_trail(self) -> bool:
+        """Whether factors that are not needed yet can travel behind the gradients."""
+        return (
+            self._world_size > 1
+            and not self._local
+            and all(layer.weight.device.type == "cpu" for layer in self._layers)
+        )
 
     def adopt(self, model: DistributedDataParallel | None) -> None:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
@@ -184,19 +207,23 @@ class FactorTraffic:
             rank=self._rank,
             world_size=self._world_size,
             capture=self._capture,
-            reduce=self._reduce,
+            reduce=functools.partial(self._reduce, behind=False),
         )
 
-    def _reduce(self, cargo: Cargo) -> None:
+    def _reduce(self, cargo: Cargo, *, behind: bool) -> GradientFuture:
         if self._engine is None:
             self._engine = Exchange.of(resolve_group(self._process_group))
-        self._engine.reduce(cargo)
+        return self._engine.reduce(cargo, behind=behind)
 
     def _input_came(self, index: int) -> None:
         self.times.input_came(index)
         model = self._model()
         # A sum over micro-batches is complete with the last one only.
-        if index in self.early.layers and (model is None or model.require_backward_grad_sync):
+        if (
+            not self.trails
+            and index in self.early.layers
+            and (model is None or model.require_backward_grad_sync)
+        ):
             self.early.input_came(index)
 
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,33 @@ def factor_of(columns: Tensor) -> Tensor:
         return _gram(columns)
 
 
+class Gram(NamedTuple):
+    """A factor that is not multiplied out yet: C Cᵀ of ``columns``, [groups, d, count]."""
+
+    columns: Tensor
+
+    def factor(self) -> Tensor:
+        """Multiply it out."""
+        return factor_of(self.columns)
+
+
+BatchFactor = Tensor | Gram
+"""The factor of one mini-batch, [groups, d, d], or what it is made of."""
+
+
+def multiplied(batch: BatchFactor) -> Tensor:
+    """Return the factor itself."""
+    return batch.factor() if isinstance(batch, Gram) else batch
+
+
+def is_finite(batch: BatchFactor) -> Tensor:
+    """Tell whether a factor is finite, as a tensor of no dimensions; of columns without multiplying them out."""
+    if isinstance(batch, Gram):
+        # No element of C Cᵀ is greater than the sum of all squares.
+        return torch.isfinite(torch.linalg.vector_norm(batch.columns) ** 2)
+    return torch.isfinite(batch).all()
+
+
 def _gram(columns: Tensor) -> Tensor:
     size = columns.shape[1]
     gram = columns.new_empty(columns.shape[0], size, size)
@@ -202,7 +229,7 @@ def _check_numel(flat: Tensor, groups: int, size: int) -> None:
 
 
 def update_running(
-    running: Tensor | None, batch: Tensor, decay: float, *, start: Literal["batch", "identity"]
+    running: Tensor | None, batch: BatchFactor, decay: float, *, start: Literal["batch", "identity"]
 ) -> Tensor:
     """Take a mini-batch's factor into the running mean: new = decay * old + (1 - decay) * batch.
 
@@ -218,6 +245,11 @@ def update_running(
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"expected 0 <= decay <= 1, got decay={decay}; 0.95 is usual")
+    if running is not None and isinstance(batch, Gram):
+        with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
+            columns = batch.columns.to(running.dtype)
+            return running.baddbmm_(columns, columns.mT, beta=decay, alpha=1 - decay)
+    batch = multiplied(batch)
     if running is not None:
         return running.mul_(decay).add_(batch, alpha=1 - decay)
     if start == "batch":

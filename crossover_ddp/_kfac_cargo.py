@@ -8,11 +8,13 @@ that completes it. All Futures of a step complete together, hence nobody looks a
 rank's sum over its own layers travels at the end of its part of the last bucket, as eight raw bytes; so every rank
 scales by the same bits. On steps that take factors each rank tells in the same place how many columns its mini-batch
 had of each factor, so that all ranks know what can be sent as columns the next time (see [Note: few columns]).
+
+A layer that is spread goes its own way, see [Note: spread layers].
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ from ._columns import LayerShape, triangle_numel
 from ._curvature import Curvature
 from ._factor_sums import Room
 from ._factors import (
+    BatchFactor,
+    Gram,
     Solver,
-    factor_of,
     gradient_matrix,
     pack_triangle,
     precondition,
@@ -33,6 +36,7 @@ from ._journey import Cargo, Freight
 from ._layout import Span
 from ._manifest import Load, Manifest, manifest
 from ._row_product import RowProduct, goes_by_rows
+from ._spread import SpreadRows, SpreadSolver, rows_of, sides, spread_numel
 from ._worker import Worker
 
 _NO_ROOM: Final = Room()
@@ -47,11 +51,13 @@ class StepPlan:
         owners: of each layer.
         damping, decay, kl_clip: see ``KFACState``; kl_clip None scales nothing.
         scale: of the loss in this backward pass, undone in the KL clip.
-        takes_factors: whether the running factors are updated.
+        takes_factors: whether the running factors are updated by what is in the buckets.
+        factors_trail: whether they are updated by what follows later; see [Note: late factors] in ``_late``.
         inverts: whether new solvers are made.
         factors_travel: whether factors are averaged over the ranks; otherwise the owner takes its own.
         inverter: the thread that makes solvers while the old ones serve on; None makes them at once.
         keeps_turn: whether making solvers is compute inside the job's turn.
+        solver: which kind, as in ``KFACState``.
     """
 
     rank: int
@@ -62,15 +68,21 @@ class StepPlan:
     kl_clip: float | None
     scale: float = 1.0
     takes_factors: bool = True
+    factors_trail: bool = False
     inverts: bool = True
     factors_travel: bool = True
     inverter: Worker | None = None
     keeps_turn: bool = False
+    solver: Literal["inverse", "eigen"] = "inverse"
 
 
 @dataclass(eq=False)
 class Passenger:
-    """One complete layer in a cargo: its gradients in DDP's buckets, and this rank's factors of the step."""
+    """One complete layer in a cargo: its gradients in DDP's buckets, and this rank's factors of the step.
+
+    ``spread``: its solver, if all ranks have it and the layer is spread in this step. ``sends_solver``: whether its
+    owner sends it to all ranks in this step.
+    """
 
     index: int
     shape: LayerShape
@@ -81,6 +93,8 @@ class Passenger:
     g: Tensor | None = None
     sends_a: bool = True
     room: Room = _NO_ROOM
+    spread: SpreadSolver | None = None
+    sends_solver: bool = False
 
     @property
     def gradient_numel(self) -> int:
@@ -125,14 +139,14 @@ class Parcel(NamedTuple):
         own = out[:-1].view(self.world_size, self.groups, self.dim, self.room)[rank]
         own[..., : factor.shape[-1]].copy_(factor)
 
-    def unpack(self, mean: Tensor) -> Tensor:
+    def unpack(self, mean: Tensor) -> BatchFactor:
         """Return the mean over the ranks that had a factor, [groups, dim, dim]; not a number if none had."""
         body, weight = mean[:-1], mean[-1]
         if not self.room:
             return unpack_triangle(body, self.groups, self.dim) / weight
         columns = body.view(self.world_size, self.groups, self.dim, self.room).permute(1, 2, 0, 3)
         # The buffer was divided by the number of ranks, the columns' squares so by its square.
-        return factor_of(columns.reshape(self.groups, self.dim, -1)) * (self.world_size / weight)
+        return Gram(columns.reshape(self.groups, self.dim, -1) * (self.world_size / weight).sqrt())
 
 
 class Message(NamedTuple):
@@ -171,6 +185,7 @@ class Round:
         plan: the same on all ranks.
         curvatures: by layer, of those that this rank owns.
         early: the input factors that came ahead of their buckets, summed over the ranks: a parcel, and its contents.
+        spread: by layer, the solvers that all ranks have, which go on to the next round.
 
     Attributes:
         counts: how many columns this rank's factors had, int32; set before the last bucket if factors travel.
@@ -180,6 +195,7 @@ class Round:
     plan: StepPlan
     curvatures: Mapping[int, Curvature]
     early: dict[int, tuple[Parcel, Tensor]] = field(default_factory=dict)
+    spread: dict[int, SpreadSolver] = field(default_factory=dict)
     waiting: dict[int, Tensor] = field(default_factory=dict)
     cargoes: list["BucketCargo"] = field(default_factory=list)
     kl_terms: dict[int, Tensor] = field(default_factory=dict)
@@ -234,18 +250,13 @@ class BucketCargo:
         self._buffer = buffer
         plan = round.plan
         self._with_factors = plan.takes_factors and plan.factors_travel
-        loads = tuple(
-            [
-                Load(plan.owners[each.index], each.gradient_numel, self._factor_numel(each))
-                for each in passengers
-            ]
-        )
+        loads = tuple([self._load(each) for each in passengers])
         has_message = last and (plan.kl_clip is not None or round.counts is not None)
         self._count_numel = 0 if round.counts is None else round.counts.numel()
         message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
         self._message_numel = message_bytes // buffer.itemsize
         self.manifest: Manifest = manifest(plan.world_size, loads, passing, self._message_numel)
-        self._products: dict[int, RowProduct] = {}
+        self._products: dict[int, RowProduct | SpreadRows] = {}
         self._back = take(self.manifest.back.numel)
         if self.manifest.in_place:
             self._there = self._back
@@ -266,13 +277,15 @@ class BucketCargo:
     # On the hook's thread.
 
     def _pack(self) -> None:
-        for passenger, load_offset, factor_offset in self._places():
-            owner = self._round.plan.owners[passenger.index]
-            start = self.manifest.there.part(owner).start
-            weight, bias = _views(passenger, self._there, start + load_offset)
-            weight.copy_(passenger.weight)
-            if bias is not None and passenger.bias is not None:
-                bias.copy_(passenger.bias)
+        for passenger, offsets, factor_offset in self._places():
+            start = self.manifest.there.part(self._round.plan.owners[passenger.index]).start
+            if passenger.spread is not None:
+                self._pack_rows(passenger, passenger.spread, offsets)
+            else:
+                weight, bias = _views(passenger, self._there, start + offsets[0])
+                weight.copy_(passenger.weight)
+                if bias is not None and passenger.bias is not None:
+                    bias.copy_(passenger.bias)
             if self._with_factors:
                 self._pack_factors(passenger, start + factor_offset)
         for bucket, owner, offset in self.manifest.passing:
@@ -281,10 +294,31 @@ class BucketCargo:
         for rank in range(self._round.plan.world_size) if self._message_numel else ():
             self._message(rank, self._there).zero_()
 
-    def _factor_numel(self, passenger: Passenger) -> int:
-        if not self._with_factors:
-            return 0
-        return sum(parcel.numel for parcel in passenger.parcels(self._round.plan.world_size))
+    def _load(self, passenger: Passenger) -> Load:
+        plan, shape = self._round.plan, passenger.shape
+        parcels = passenger.parcels(plan.world_size) if self._with_factors else ()
+        rows: tuple[int, ...] = ()
+        if passenger.spread is not None:
+            rows = tuple([span.numel * sides(shape)[1] for span in rows_of(shape, plan.world_size)])
+        return Load(
+            plan.owners[passenger.index],
+            passenger.gradient_numel,
+            sum(parcel.numel for parcel in parcels),
+            spread_numel(shape, solver=plan.solver) if passenger.sends_solver else 0,
+            rows,
+        )
+
+    def _pack_rows(self, passenger: Passenger, spread: SpreadSolver, offsets: Sequence[int]) -> None:
+        matrix = gradient_matrix(passenger.shape, passenger.weight, passenger.bias)[0]
+        # It runs inside of backward(), which may have been called under autocast.
+        with torch.autocast(matrix.device.type, enabled=False):
+            for rank, rows in enumerate(rows_of(passenger.shape, self._round.plan.world_size)):
+                spread.before(matrix, rows, self._rows(passenger, self._there, rank, offsets))
+
+    def _rows(self, passenger: Passenger, buffer: Tensor, rank: int, offsets: Sequence[int]) -> Tensor:
+        """Return the view of a rank's rows of a spread layer, [rows, l]."""
+        layout = self.manifest.there if buffer is self._there else self.manifest.back
+        return _rows(passenger, buffer, rank, layout.part(rank).start + offsets[rank], layout.parts)
 
     def _pack_factors(self, passenger: Passenger, start: int) -> None:
         plan = self._round.plan
@@ -294,7 +328,8 @@ class BucketCargo:
             parcel.pack(factor, self._there[start : start + parcel.numel], plan.rank)
             start += parcel.numel
 
-    def _places(self) -> list[tuple[Passenger, int, int]]:
+    def _places(self) -> list[tuple[Passenger, tuple[int, ...], int]]:
+        """Return each layer with the offsets of its gradients in the parts and of its factors in its owner's."""
         return list(zip(self._passengers, self.manifest.gradients, self.manifest.factors, strict=True))
 
     # On the owner, between the halves.
@@ -307,16 +342,19 @@ class BucketCargo:
     def _own_step(self, part: Tensor, final: Callable[[int], None]) -> None:
         plan, rank = self._round.plan, self._round.plan.rank
         back = self._back[slice(*self.manifest.back.part(rank))]
-        for passenger, offset, factor_offset in self._places():
-            if plan.owners[passenger.index] != rank:
-                continue
-            curvature = self._round.curvatures[passenger.index]
-            if plan.takes_factors:
-                self._take_factors(curvature, passenger, part[factor_offset:])
-            # Not to send plain gradients for a whole period where the first factors were not finite.
-            if plan.inverts or curvature.lacks_solver:
-                curvature.invert(plan.damping, plan.inverter)
-            self._precondition(curvature, passenger, part, back, offset, final)
+        for passenger, offsets, factor_offset in self._places():
+            owned = plan.owners[passenger.index] == rank
+            if owned and plan.takes_factors:
+                self._take_factors(self._round.curvatures[passenger.index], passenger, part[factor_offset:])
+            if passenger.spread is not None:
+                self._multiply_rows(passenger, passenger.spread, part, back, offsets[rank], final)
+            elif owned:
+                curvature = self._round.curvatures[passenger.index]
+                # Not to send plain gradients for a whole period where the first factors were not finite.
+                if plan.inverts or curvature.lacks_solver:
+                    curvature.invert(plan.damping, plan.inverter)
+                self._precondition(curvature, passenger, part, back, offsets[0], final)
+        self._pack_solvers(back)
         if not self.manifest.in_place:
             for bucket, owner, offset in self.manifest.passing:
                 if owner == rank:
@@ -346,21 +384,72 @@ class BucketCargo:
         plan = self._round.plan
         # New solvers are made when all has arrived.
         return not plan.inverts and any(
-            plan.owners[each.index] == plan.rank and goes_by_rows(each.shape) for each in self._passengers
+            each.spread is not None or (plan.owners[each.index] == plan.rank and goes_by_rows(each.shape))
+            for each in self._passengers
         )
 
     def _arriving(self, numel: int) -> None:
         """See ``Cargo.arriving``."""
         plan = self._round.plan
         part = self._there[slice(*self.manifest.there.part(plan.rank))]
-        for passenger, offset, _ in self._places():
+        for passenger, offsets, _ in self._places():
+            if passenger.spread is not None:
+                self._spread_rows(passenger, passenger.spread, part, offsets[plan.rank]).advance(
+                    numel - offsets[plan.rank]
+                )
+                continue
             if plan.owners[passenger.index] != plan.rank or not goes_by_rows(passenger.shape):
                 continue
             product = self._products.get(passenger.index)
             if product is None and (solver := self._round.curvatures[passenger.index].solver()) is not None:
-                product = self._products[passenger.index] = _row_product(passenger, solver, part, offset)
+                product = self._products[passenger.index] = _row_product(passenger, solver, part, offsets[0])
             if product is not None:
-                product.advance(numel - offset)
+                product.advance(numel - offsets[0])
+
+    def _spread_rows(
+        self, passenger: Passenger, spread: SpreadSolver, part: Tensor, offset: int
+    ) -> SpreadRows:
+        plan = self._round.plan
+        product = self._products.get(passenger.index)
+        if not isinstance(product, SpreadRows):
+            turned = _rows(passenger, part, plan.rank, offset, plan.world_size)
+            rows = rows_of(passenger.shape, plan.world_size)[plan.rank]
+            product = self._products[passenger.index] = SpreadRows(spread, rows, turned)
+        return product
+
+    def _multiply_rows(
+        self,
+        passenger: Passenger,
+        spread: SpreadSolver,
+        part: Tensor,
+        back: Tensor,
+        offset: int,
+        final: Callable[[int], None],
+    ) -> None:
+        """Make this rank's rows of a spread layer, and its share of the KL clip's sum."""
+        plan = self._round.plan
+        source, target = (_rows(passenger, flat, plan.rank, offset, plan.world_size) for flat in (part, back))
+        terms = []
+        for rows, made in self._spread_rows(passenger, spread, part, offset).results():
+            block = slice(*rows)
+            if plan.kl_clip is not None:
+                terms.append((made * source[block].to(made.dtype)).sum(dtype=torch.float64))
+            target[block].copy_(made)
+            final(offset + rows.stop * source.shape[1])
+        del self._products[passenger.index]
+        if terms:
+            self._round.kl_terms[passenger.index] = torch.stack(terms).sum() * passenger.lr**2
+
+    def _pack_solvers(self, back: Tensor) -> None:
+        plan = self._round.plan
+        for passenger, offset in zip(self._passengers, self.manifest.solvers, strict=True):
+            if passenger.sends_solver and plan.owners[passenger.index] == plan.rank:
+                packed = back[offset : offset + spread_numel(passenger.shape, solver=plan.solver)]
+                spread = self._round.curvatures[passenger.index].spread()
+                if spread is None:
+                    packed.zero_()
+                else:
+                    spread.pack(packed)
 
     def _precondition(
         self,
@@ -376,7 +465,8 @@ class BucketCargo:
         matrix = gradient_matrix(passenger.shape, weight, bias)
         if bias is None:
             matrix = matrix.clone()  # as with a bias; see `RowProduct.advance`
-        product = self._products.pop(passenger.index, None)
+        arrived = self._products.pop(passenger.index, None)
+        product = arrived if isinstance(arrived, RowProduct) else None
         solver = curvature.solver() if product is None else None
         if solver is not None and goes_by_rows(passenger.shape):
             product = _row_product(passenger, solver, part, offset)
@@ -413,16 +503,48 @@ class BucketCargo:
     # Wherever the bucket's way ends.
 
     def _unload(self) -> None:
+        self._take_solvers()
         if self._message_numel:
             self._round.unload(self)
         elif self._round.plan.kl_clip is None:
             self.bring_back(None)
 
+    def _take_solvers(self) -> None:
+        """Keep the solvers that all ranks have now."""
+        plan, spread = self._round.plan, self._round.spread
+        for passenger, offset in zip(self._passengers, self.manifest.solvers, strict=True):
+            if not passenger.sends_solver:
+                continue
+            owner = plan.owners[passenger.index]
+            if owner == plan.rank:
+                solver = self._round.curvatures[passenger.index].spread()
+            else:
+                start = self.manifest.back.part(owner).start + offset
+                packed = self._back[start : start + spread_numel(passenger.shape, solver=plan.solver)]
+                solver = SpreadSolver.unpack(packed, passenger.shape, solver=plan.solver)
+            if solver is None:
+                spread.pop(passenger.index, None)
+            else:
+                spread[passenger.index] = solver
+
+    def _bring_rows_back(
+        self, passenger: Passenger, spread: SpreadSolver, offsets: Sequence[int], scale: Tensor | None
+    ) -> None:
+        ranks = range(self._round.plan.world_size)
+        with torch.autocast(self._back.device.type, enabled=False):
+            direction = spread.after([self._rows(passenger, self._back, rank, offsets) for rank in ranks])
+        if scale is not None:
+            direction *= scale
+        split_gradient(passenger.shape, direction.unsqueeze(0), passenger.weight, passenger.bias)
+
     def bring_back(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets; ``scale`` for the preconditioned gradients, None for 1."""
-        for passenger, offset, _ in self._places():
+        for passenger, offsets, _ in self._places():
+            if passenger.spread is not None:
+                self._bring_rows_back(passenger, passenger.spread, offsets, scale)
+                continue
             start = self.manifest.back.part(self._round.plan.owners[passenger.index]).start
-            weight, bias = _views(passenger, self._back, start + offset)
+            weight, bias = _views(passenger, self._back, start + offsets[0])
             for source, target in ((weight, passenger.weight), (bias, passenger.bias)):
                 if source is None or target is None:
                     continue
@@ -449,6 +571,12 @@ class BucketCargo:
 
 def _row_product(passenger: Passenger, solver: Solver, part: Tensor, offset: int) -> RowProduct:
     return RowProduct(passenger.shape, solver, *_views(passenger, part, offset))
+
+
+def _rows(passenger: Passenger, flat: Tensor, rank: int, start: int, world_size: int) -> Tensor:
+    """Return the view of a rank's rows of a spread layer, [rows, l], which begin at ``start`` of ``flat``."""
+    rows, width = rows_of(passenger.shape, world_size)[rank].numel, sides(passenger.shape)[1]
+    return flat[start : start + rows * width].view(rows, width)
 
 
 def _views(passenger: Passenger, flat: Tensor, start: int) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Who inverts which layer's factors, and when A-factors leave. Pure: no tensors, no processes, no clock.
+"""Who owns which layer, which layers are spread, and when A-factors leave. Pure: no tensors, processes or clock.
 
 A and G are the factors of a layer: a_dim × a_dim of its inputs, g_dim × g_dim of its outputs' gradients. Of a factor
 of d × d the upper triangle travels, d·(d+1)/2 values. The cost of one half of an exchange of m bytes is α + β·m.
@@ -24,6 +24,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 _INDIFFERENCE: Final = 1e-3
 _UNMEASURED_CUBIC_S: Final = 1e-12
+_WIRE_S_PER_BYTE: Final = 8e-9  # of 1 Gbit/s
+# Below that, messages and starts of products cost more than what is saved.
+_LEAST_SPREAD_NUMEL: Final = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class LayerCost(NamedTuple):
 
     ``groups``: how many pairs of factors it has: 1, of a grouped convolution its groups, 0 for a layer without
     factors. ``a_dim``, ``g_dim``: sizes of each of them; 0 for a factor that need not be inverted. ``gradient_bytes``:
-    of its weight and bias. ``factor_bytes``: of all its triangles.
+    of its weight and bias. ``factor_bytes``: of all its triangles. ``bucket``: the number of the bucket in which it is
+    expected. ``spread``: whether all ranks precondition a part of it.
     """
 
     name: str
@@ -97,14 +101,28 @@ class LayerCost(NamedTuple):
     g_dim: int
     gradient_bytes: int
     factor_bytes: int
+    bucket: int = 0
+    spread: bool = False
 
     def inverse_s(self, cost: InverseCost) -> float:
         """Return the seconds to invert all factors of this layer, one after the other."""
         return self.groups * (cost.seconds(self.a_dim) + cost.seconds(self.g_dim))
 
+    def step_s(self, cost: InverseCost, inverse_steps: int) -> float:
+        """Return the mean seconds of its owner in a step: the inversion's share, both products, the gradient's way.
+
+        A product is taken to cost as much per multiplication as the inversion does, the wire what is typical. Of a
+        layer that is spread only the inversion is its owner's alone.
+        """
+        if self.spread:
+            return self.inverse_s(cost) / inverse_steps
+        products = self.groups * self.a_dim * self.g_dim * (self.a_dim + self.g_dim)
+        wire_s = 2 * self.gradient_bytes * _WIRE_S_PER_BYTE
+        return self.inverse_s(cost) / inverse_steps + cost.cubic_s * products + wire_s
+
 
 class PlacementRow(NamedTuple):
-    """One layer in a report. ``seconds``: to invert its factors."""
+    """One layer in a report. ``seconds``: of its owner, mean of a step."""
 
     name: str
     groups: int
@@ -120,7 +138,7 @@ class Placement:
 
     Args:
         owners: rank of each layer (or factor), in the order in which they were given, or `EVERYWHERE`.
-        loads_s: seconds of each rank.
+        loads_s: seconds of each rank, mean of a step.
     """
 
     owners: tuple[int, ...]
@@ -131,7 +149,9 @@ class Placement:
         """A short name of the placement, equal if and only if the placements are."""
         return _digest(self)
 
-    def rows(self, layers: Sequence[LayerCost], cost: InverseCost) -> list[PlacementRow]:
+    def rows(
+        self, layers: Sequence[LayerCost], cost: InverseCost, inverse_steps: int = 1
+    ) -> list[PlacementRow]:
         """List the layers for a report, in the order in which they were placed.
 
         Raises:
@@ -143,7 +163,9 @@ class Placement:
                 "pass the same layers to place() and rows()"
             )
         return [
-            PlacementRow(layer.name, layer.groups, layer.a_dim, layer.g_dim, owner, layer.inverse_s(cost))
+            PlacementRow(
+                layer.name, layer.groups, layer.a_dim, layer.g_dim, owner, layer.step_s(cost, inverse_steps)
+            )
             for layer, owner in zip(layers, self.owners, strict=True)
         ]
 
@@ -153,35 +175,52 @@ def _digest(plan: object) -> str:
 
 
 def place(
-    layers: Sequence[LayerCost], world_size: int, cost: InverseCost, link: Link | None = None
+    layers: Sequence[LayerCost], world_size: int, cost: InverseCost, inverse_steps: int = 1
 ) -> Placement:
     """Give each layer an owner: the costliest first, each to the rank that has the least so far.
 
-    Of equal layers the first by name (then by place) goes first, of equal ranks the lowest takes it. No rank's load
-    exceeds 4/3 − 1/(3·W) times the least possible maximum (Graham's bound for this order, 1969), in whatever the
-    loads are measured in.
+    What a rank has counts in the layer's own bucket, and, divided by the number of buckets, in all, since each bucket
+    waits for the rank that has most of it. Of equal layers the first by name (then by place) goes first, of equal ranks
+    the lowest takes it. With one bucket no rank's load exceeds 4/3 − 1/(3·W) times the least possible maximum
+    (Graham's bound for this order, 1969), in whatever the loads are measured in.
 
     Args:
         layers: all that have an owner, in the same order on all ranks.
         world_size: W.
         cost: the same on all ranks.
-        link: only where parts travel straight to their owner: half of an exchange of m bytes moves
-            m·(W−1)/W per rank when cut evenly, and the owner of m bytes receives m·(W−1), so that β of the even cut
-            is W·β at the owner, once for its factors and twice for its gradient (in and out). On a ring uneven
-            parts cost up to W/(W − 1) of an even cut, whoever owns them: leave it out.
+        inverse_steps: steps between two inversions. The rarer they are, the more counts what every step costs.
 
     Raises:
         ValueError: if ``world_size`` is below 1.
     """
     _check_world_size(world_size)
-
-    def weight_s(layer: LayerCost) -> float:
-        moved = 0.0 if link is None else link.beta_s * (2 * layer.gradient_bytes + layer.factor_bytes)
-        return layer.inverse_s(cost) + world_size * moved
-
-    weights_s = [weight_s(layer) for layer in layers]
+    weights_s = [layer.step_s(cost, inverse_steps) for layer in layers]
     order = sorted(range(len(layers)), key=lambda each: (-weights_s[each], layers[each].name, each))
-    return _least_loaded(order, weights_s, [0.0] * world_size)
+    buckets = [layer.bucket for layer in layers]
+    return _least_loaded(order, weights_s, [0.0] * world_size, buckets)
+
+
+def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps: int) -> bool:
+    """Say whether a layer that has most of its bucket is worth to be spread, see [Note: spread layers] in ``_spread``.
+
+    With s <= l its factors' sizes and β the wire's seconds per byte, a step of a layer that goes to its owner and back
+    costs, on a ring, 8·s·l·β/W more than an even cut in both halves. Spreading multiplies s·l·(2s + l/W) instead of
+    s·l·(s + l) numbers one after the other. New solvers cost their broadcast.
+
+    Args:
+        layer: with its costs.
+        world_size: W.
+        cost: of an inversion; a product is taken to cost as much per multiplication.
+        inverse_steps: steps that a solver serves.
+    """
+    small, large = sorted((layer.a_dim, layer.g_dim))
+    numel = small * large
+    if layer.groups != 1 or world_size == 1 or numel < _LEAST_SPREAD_NUMEL:
+        return False
+    wire_s = 8 * numel * _WIRE_S_PER_BYTE / world_size
+    product_s = cost.cubic_s * numel * (large - large / world_size - small)
+    solver_s = 4 * (small**2 + large**2 / 2) * _WIRE_S_PER_BYTE / inverse_steps
+    return wire_s + product_s > solver_s
 
 
 def _check_world_size(world_size: int) -> None:
@@ -189,18 +228,49 @@ def _check_world_size(world_size: int) -> None:
         raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
 
 
-def _least_loaded(order: Iterable[int], weights_s: Sequence[float], loads_s: list[float]) -> Placement:
+def _least_loaded(
+    order: Iterable[int],
+    weights_s: Sequence[float],
+    loads_s: list[float],
+    buckets: Sequence[int] | None = None,
+) -> Placement:
     """Place in this order, on top of ``loads_s``; what the order leaves out is everywhere."""
     owners = [EVERYWHERE] * len(weights_s)
+    buckets = [0] * len(weights_s) if buckets is None else buckets
+    in_buckets_s = {bucket: [0.0] * len(loads_s) for bucket in buckets}
     for number in order:
-        owner = min(range(len(loads_s)), key=lambda rank: (loads_s[rank], rank))
+        here_s = in_buckets_s[buckets[number]]
+        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, loads_s, strict=True)]
+        owner = min(range(len(loads_s)), key=lambda rank: (has_s[rank], rank))
         owners[number] = owner
         loads_s[owner] += weights_s[number]
+        here_s[owner] += weights_s[number]
     return Placement(tuple(owners), tuple(loads_s))
 
 
+def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int) -> list[int]:
+    """Return the number of each parameter's bucket, the last parameters first, as DDP fills them.
+
+    Args:
+        sizes_bytes: of the parameters that are trained, in the model's order.
+        cap_bytes: a bucket is full when it has as much, or more.
+        first_cap_bytes: the same of the first bucket.
+    """
+    found, bucket, filled = [], 0, 0
+    for size in reversed(sizes_bytes):
+        found.append(bucket)
+        filled += size
+        if filled >= (cap_bytes if bucket else first_cap_bytes):
+            bucket, filled = bucket + 1, 0
+    return found[::-1]
+
+
 def placed(
-    layers: Sequence[LayerCost], owners: Sequence[int], world_size: int, cost: InverseCost
+    layers: Sequence[LayerCost],
+    owners: Sequence[int],
+    world_size: int,
+    cost: InverseCost,
+    inverse_steps: int = 1,
 ) -> Placement:
     """Return the placement that somebody else has decided, with its loads.
 
@@ -208,11 +278,12 @@ def placed(
         layers: as given to `place`.
         owners: rank of each.
         world_size: number of ranks.
-        cost: that the loads are told in.
+        cost: as of `place`.
+        inverse_steps: as of `place`.
     """
     loads_s = [0.0] * world_size
     for layer, owner in zip(layers, owners, strict=True):
-        loads_s[owner] += layer.inverse_s(cost)
+        loads_s[owner] += layer.step_s(cost, inverse_steps)
     return Placement(tuple(owners), tuple(loads_s))
 
 
@@ -239,8 +310,8 @@ def place_by_broadcast(
 
     The load-balancing placement of SPD-KFAC (arXiv 2107.06533), for designs in which all ranks have the factors and
     need the inverses: what is inverted sooner than broadcast is inverted everywhere and never sent; of the rest
-    the largest first, each to the rank with the fewest seconds of inversion. Our buckets do not need it, see
-    `replicated`; it is here for comparison.
+    the largest first, each to the rank with the fewest seconds of inversion. For comparison only: in our buckets the
+    factors are reduced to the owner, and the gather carries a gradient of the same size either way.
 
     Args:
         factors: their d.
@@ -257,48 +328,6 @@ def place_by_broadcast(
     sent = [each for each in largest_first if weights_s[each] >= broadcast_s(factors[each])]
     everywhere_s = sum(weights_s[each] for each in largest_first if each not in sent)
     return _least_loaded(sent, weights_s, [everywhere_s] * world_size)
-
-
-def replicated(
-    layer: LayerCost,
-    world_size: int,
-    cost: InverseCost,
-    link: Link,
-    broadcast_s: Callable[[int], float] | None = None,
-) -> bool:
-    """Say whether it costs less to invert this layer on every rank than on an owner.
-
-    What counts is a rank's share of the inversion plus the seconds of the wire that only this choice makes
-    necessary. With t the layer's inversion, f the bytes of its triangles, b the broadcast of its inverses:
-
-    - Our buckets. The factors are reduced to the owner, and the all-gather carries a gradient of the same size either
-      way, preconditioned or not. An owner sends nothing more: t/W. Everywhere, the factors must be gathered, too,
-      in the same all-gather: t + β·f. The difference t·(1 − 1/W) + β·f is >= 0 for every t, f, β >= 0 and W >= 1,
-      so replicating never wins; it is as good only where all of it is free.
-    - A design that broadcasts inverses has the factors everywhere. An owner: t/W + b. Everywhere: t. So replicating
-      wins iff t·(1 − 1/W) < b. SPD-KFAC's t < b charges the owner with all of t, its limit for large W.
-
-    This counts work, not order: gathering before inverting may use a wire that would stand idle meanwhile, which can
-    be worth more than β·f where the triangles are few and the inversion is long. No such order is planned here.
-
-    Args:
-        layer: whose factors.
-        world_size: W.
-        cost: of the inversion.
-        link: of one half of our exchange.
-        broadcast_s: seconds to broadcast an inverse of d × d, in such a design; None: our buckets.
-
-    Raises:
-        ValueError: if ``world_size`` is below 1.
-    """
-    _check_world_size(world_size)
-    inverse_s = layer.inverse_s(cost)
-    everywhere_s, owned_s = inverse_s, inverse_s / world_size
-    if broadcast_s is None:
-        everywhere_s += link.beta_s * layer.factor_bytes
-    else:
-        owned_s += layer.groups * sum(broadcast_s(dim) for dim in (layer.a_dim, layer.g_dim) if dim)
-    return everywhere_s < owned_s
 
 
 def merge(ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link) -> Groups:

@@ -34,6 +34,8 @@ class HyperNow(NamedTuple):
     kl_clip: float | None
     takes_factors: bool
     inverts: bool
+    factor_steps: int
+    inverse_steps: int
 
 
 class Hypers(NamedTuple):
@@ -62,7 +64,8 @@ class Hypers(NamedTuple):
             raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
-        return HyperNow(damping, decay, kl_clip, step % int(every) == 0, step % int(inverts_every) == 0)
+        takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
+        return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())

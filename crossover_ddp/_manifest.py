@@ -1,13 +1,14 @@
 """Where everything lies in the buffers that travel for one bucket of K-FAC. Pure: no tensors, no processes.
 
-[Note: the cargo] A rank's part begins with what comes back: the gradients of the layers that it owns, its share of
-the parameters that pass through, a few bytes for the rank's own number. Behind it, only on the way there, lie the
-factors of its layers. So the way back is the same without the appendices, and without factors nothing differs.
+[Note: the cargo] A rank's part begins with what comes back: the gradients of the layers that it owns, its rows of the
+layers that are spread, its share of the parameters that pass through, a few bytes for the rank's own number. Behind it
+lie, only on the way there, the factors of its layers, and, only on the way back, the solvers that all ranks get. So
+both ways are the same up to the appendices.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,11 +16,18 @@ from ._layout import Layout, Span
 
 
 class Load(NamedTuple):
-    """One layer of a cargo: its owner, elements of its gradients, and of its factors (0: they do not travel)."""
+    """One layer of a cargo.
+
+    ``owner``: who has its factors. ``gradient_numel``: elements of its gradients. ``factor_numel``: of its factors, on
+    the way there; 0: they do not travel. ``solver_numel``: of its solver, on the way back. ``rows_numel``: of each
+    rank's rows of its gradient, which then does not go to the owner; empty: it does.
+    """
 
     owner: int
     gradient_numel: int
     factor_numel: int = 0
+    solver_numel: int = 0
+    rows_numel: tuple[int, ...] = ()
 
 
 class Share(NamedTuple):
@@ -37,23 +45,23 @@ class Manifest:
     Args:
         there: parts of the buffer that is summed.
         back: parts of the buffer that returns.
-        gradients: offset of each layer's gradients in its owner's part, in the order of the loads.
+        gradients: offsets of each layer's gradients in the parts, in the order of the loads: in that of its owner, or,
+            of a layer that is spread, in those of all ranks.
         factors: offset of each layer's factors in its owner's part of ``there``.
+        solvers: offset of each layer's solver in its owner's part of ``back``.
         passing: what goes through untouched.
         number_offsets: of each rank's own number, at the end of its part of ``back``.
     """
 
     there: Layout
     back: Layout
-    gradients: tuple[int, ...]
+    gradients: tuple[tuple[int, ...], ...]
     factors: tuple[int, ...]
+    solvers: tuple[int, ...]
     passing: tuple[Share, ...]
     number_offsets: tuple[int, ...]
-
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether one buffer can go both ways."""
-        return self.there == self.back
+    in_place: bool
+    """Whether one buffer can go both ways."""
 
 
 @lru_cache(maxsize=1024)
@@ -69,26 +77,34 @@ def manifest(
         number_numel: elements at the end of each part for the rank's own number; may be 0.
     """
     filled = [0] * world_size
-    gradients = []
+    gradients: list[tuple[int, ...]] = []
     for load in loads:
-        gradients.append(filled[load.owner])
-        filled[load.owner] += load.gradient_numel
+        if load.rows_numel:
+            gradients.append(tuple(filled))
+            filled = [before + rows for before, rows in zip(filled, load.rows_numel, strict=True)]
+        else:
+            gradients.append((filled[load.owner],))
+            filled[load.owner] += load.gradient_numel
     shares = fill_up(filled, sum(span.numel for span in passing))
     cut = tuple([*_cut(passing, shares, filled)])
     number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
-    back = [offset + number_numel for offset in number_offsets]
-    there = list(back)
-    factors = []
+    there = [offset + number_numel for offset in number_offsets]
+    back = list(there)
+    factors, solvers = [], []
     for load in loads:
         factors.append(there[load.owner])
         there[load.owner] += load.factor_numel
+        solvers.append(back[load.owner])
+        back[load.owner] += load.solver_numel
     return Manifest(
         Layout.of_lengths(there),
         Layout.of_lengths(back),
         tuple(gradients),
         tuple(factors),
+        tuple(solvers),
         cut,
         number_offsets,
+        in_place=not any(load.factor_numel or load.solver_numel for load in loads),
     )
 
 

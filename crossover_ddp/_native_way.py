@@ -57,6 +57,8 @@ class NativeWay:
             end = functools.partial(self._end, engine, journey, half_way, whole_way)
             engine.put(self._gatherer, journey, "exchange", end)
 
+    trail = begin
+
     def spread(self, engine: Engine, journey: Journey) -> None:
         """See `Way`."""
         with journey.side.current():

@@ -62,6 +62,17 @@ class RingWay:
             self._reducer, journey, "reduce-scatter", functools.partial(self._reduce, engine, journey, trip)
         )
 
+    def trail(self, engine: Engine, journey: Journey) -> None:
+        """See `Way`. On the gatherer: on the reducer it would be under way beside the last gathers."""
+        journey.tensor.div_(engine.world_size)
+        buffer = self._buffer(journey, Freight(journey.tensor, journey.layout))
+        scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, None)
+        journey.trip = trip = RingTrip(buffer, scatter, None)
+        # By way of the reducer, which hands out the gathers: only its order is that of all ranks.
+        trail = functools.partial(self._trail, engine, journey, trip)
+        hand_on = functools.partial(engine.put, self._gatherer, journey, "reduce-scatter", trail)
+        engine.put(self._reducer, journey, "reduce-scatter", hand_on)
+
     def spread(self, engine: Engine, journey: Journey) -> None:
         """See `Way`."""
         engine.put(
@@ -118,6 +129,13 @@ class RingWay:
         engine.finish(journey, None)
 
     # On the gatherer.
+
+    def _trail(self, engine: Engine, journey: Journey, trip: RingTrip) -> None:
+        begin_s = time.monotonic()
+        trip.scatter.start()
+        trip.scatter.wait()
+        engine.spans.half("reduce_scatter", begin_s, journey)
+        self._gather(engine, journey, trip)
 
     def _gather(self, engine: Engine, journey: Journey, trip: RingTrip) -> None:
         begin_s = time.monotonic()

@@ -50,6 +50,9 @@ class Way(Protocol):
     def begin(self, engine: Engine, journey: Journey) -> None:
         """Launch a bucket. On the hook's thread."""
 
+    def trail(self, engine: Engine, journey: Journey) -> None:
+        """Launch what nobody waits for, of which nothing comes back, behind the buckets so far."""
+
     def spread(self, engine: Engine, journey: Journey) -> None:
         """Begin to copy each owner's part to all ranks, behind the buckets so far. On the hook's thread."""
 
@@ -76,6 +79,8 @@ class AloneWay:
             engine.complete(journey)
         else:
             engine.put(self._worker, journey, "turn", functools.partial(self._end, engine, journey))
+
+    trail = begin
 
     def spread(self, engine: Engine, journey: Journey) -> None:
         """See `Way`."""

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -26,16 +26,14 @@ from ._curvature import Curvature, Start
 from ._ddp_checks import check_not_capturing, flat_gradients, model_of, resolve_group
 from ._exchange import Exchange
 from ._factor_traffic import FactorTraffic
-from ._factors import DampedInverse, Eigenbasis, Solver
-from ._inverse_probe import measure_inverse
+from ._factors import BatchFactor, DampedInverse, Eigenbasis, Solver
 from ._journey import Cargo, Turn
 from ._kfac_buckets import Content, contents_of
 from ._kfac_cargo import BucketCargo, Passenger, Round, StepPlan
+from ._kfac_costs import agree, layer_costs
 from ._kfac_layers import Layer, find_layers, group_of, unwrapped
 from ._kfac_planning import (
     FactorPlan,
-    InverseCost,
-    LayerCost,
     Placement,
     place,
     placed,
@@ -52,7 +50,9 @@ from ._kfac_settings import (
     learning_rates,
     warn_of_large,
 )
+from ._late import HeldFactors
 from ._layout import Span
+from ._spread import SpreadLayers
 from ._worker import Worker
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -61,8 +61,7 @@ __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 
 logger = logging.getLogger(__name__)
 
-# Of one core: what counts is from which size on the cube dominates, some 130 rows.
-_TYPICAL: Final = InverseCost(cubic_s=2.5e-11, overhead_s=5e-5)
+_MOST_GROUPS: Final = 16  # each costs a message
 _SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
@@ -146,18 +145,18 @@ class KFACState:
             costs=costs,
         )
         self._hyper = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
-        self._hyper.at(0)  # says what is wrong with them
+        self._inverse_steps = self._hyper.at(0).inverse_steps  # says what is wrong with them
         check_max_dim(max_factor_dim)
         check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
         self._loss_scale = loss_scale
-        self._solver = solver
+        self._solver: Literal["inverse", "eigen"] = solver
         self._local = factors == "local"
+        self._inverter = Worker("crossover-invert") if inversion == "background" else None
         self._take_model(model, skip, max_factor_dim, measure=costs == "measured")
         self._lrs = self._learning_rates(kl_clip is not None)
-        self._inverter = Worker("crossover-invert") if inversion == "background" else None
         start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
         self._new_curvature = functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)
         self._new_capture = functools.partial(
@@ -170,14 +169,15 @@ class KFACState:
         )
         self._capture = FactorCapture((), sharing=weight_sharing)
         self._steps = 0
-        self._round: Round | None = None
         self._buffers: dict[tuple[object, ...], Tensor] = {}
-        self._own(place(self._costs, self._world_size, self._inverse_cost))
+        self._own(place(self._costs, self._world_size, self._inverse_cost, self._inverse_steps))
         logger.info("%s", self)
 
     def _own(self, placement: Placement) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
         self._placement = placement
+        self._round: Round | None = None
+        self._held: list[HeldFactors] = []
         self._model_seen = False
         self._curvatures = {
             index: self._new_curvature(self._layers[index].shape)
@@ -185,6 +185,7 @@ class KFACState:
             if owner == self._rank
         }
         self._capture.close()
+        self._spread = SpreadLayers([index for index, cost in enumerate(self._costs) if cost.spread])
         self._capture = self._new_capture(only=self._curvatures if self._local else None)
         self._traffic = FactorTraffic(
             self._layers,
@@ -206,8 +207,11 @@ class KFACState:
         self._layers, self.passing = find_layers(model, skip, max_factor_dim)
         check_parameters(self._layers, model)
         self._roles = _roles(self._layers)
-        self._costs = [_layer_cost(layer) for layer in self._layers]
-        self._inverse_cost = self._agree(group, measure=measure)
+        # New solvers that are made in the background come at another step on each rank.
+        steps = self._inverse_steps if self._inverter is None else None
+        costs = layer_costs(model, self._layers, self._world_size, steps)
+        solver = _SOLVERS[self._solver] if measure else None
+        self._inverse_cost, self._costs = agree(costs, self._layers, group, measured=solver)
         check_any(self._layers, self.passing)
         if self._rank == 0:
             warn_of_large(self.passing)
@@ -222,16 +226,18 @@ class KFACState:
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
         lines = [repr(self)]
-        for row in self._placement.rows(self._costs, self._inverse_cost):
+        for row in self._placement.rows(self._costs, self._inverse_cost, self._inverse_steps):
             curvature = self._curvatures.get(self._index(row.name))
             trouble = "" if curvature is None else _trouble(curvature)
             lines.append(
                 f"  {row.name}: A {row.a_dim}, G {row.g_dim}"
                 + (f", {row.groups} groups" if row.groups > 1 else "")
-                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms{trouble}"
+                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms"
+                + (", spread over all ranks" if self._index(row.name) in self._spread.solvers else "")
+                + trouble
             )
         for rank, load_s in enumerate(self._placement.loads_s):
-            lines.append(f"  rank {rank} inverts for {1e3 * load_s:.3g} ms")
+            lines.append(f"  rank {rank} works for {1e3 * load_s:.3g} ms a step")
         lines += [f"  {name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n".join(lines)
 
@@ -261,8 +267,11 @@ class KFACState:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
         return {
             "factors": sum(curvature.factor_bytes() for curvature in self._curvatures.values()),
-            "solvers": sum(curvature.solver_bytes() for curvature in self._curvatures.values()),
-            "buffers": sum(buffer.nbytes for buffer in self._buffers.values()),
+            "solvers": sum(curvature.solver_bytes() for curvature in self._curvatures.values())
+            + sum(
+                each.nbytes() for index, each in self._spread.solvers.items() if index not in self._curvatures
+            ),
+            "buffers": sum(buffer.nbytes for buffer in self._buffers.values()) + self._traffic.late.nbytes,
         }
 
     def stats(self) -> dict[str, int]:
@@ -286,6 +295,7 @@ class KFACState:
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
         after the process group's timeout, if one does not.
         """
+        self._traffic.late.settle()
         own = {
             self._layers[index].name: curvature.state_dict() for index, curvature in self._curvatures.items()
         }
@@ -317,13 +327,25 @@ class KFACState:
             )
         same = state["world_size"] == self._world_size
         owners = state["owners"] if same else self._placement.owners
-        self._own(placed(self._costs, owners, self._world_size, self._inverse_cost))
+        self._own(placed(self._costs, owners, self._world_size, self._inverse_cost, self._inverse_steps))
         for index, curvature in self._curvatures.items():
             layer = self._layers[index]
             curvature.load_state_dict(state["layers"][layer.name], layer.weight.device)
+        for index in [index for index, cost in enumerate(self._costs) if cost.spread]:
+            layer = self._layers[index]
+            if state["layers"][layer.name].get("root") is None:
+                continue
+            if index in self._curvatures:
+                solver = self._curvatures[index].spread()
+            else:
+                others = self._new_curvature(layer.shape)
+                others.load_state_dict(state["layers"][layer.name], layer.weight.device)
+                solver = others.spread()
+            if solver is not None:
+                self._spread.solvers[index] = solver
         self._steps = state["steps"]
         self._traffic.load_counts(state["columns"])
-        self._capture.active = self._hyper.at(self._steps).takes_factors
+        self._prepare_step()
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
@@ -366,10 +388,11 @@ class KFACState:
             self._round = self._new_round()
             if self._round.plan.takes_factors:
                 self._traffic.early.send_rest()
+            self._held = []
         contents = contents_of(bucket, buffer)
         self._check_known(bucket, contents)
         passengers, passing = self._board(self._round, contents)
-        if self._round.plan.takes_factors:
+        if self._round.plan.takes_factors or self._round.plan.factors_trail:
             if bucket.is_last():
                 self._round.counts = self._traffic.own_counts()
             indices = tuple([passenger.index for passenger in passengers])
@@ -395,13 +418,15 @@ class KFACState:
             decay=hyper.decay,
             kl_clip=hyper.kl_clip,
             scale=self._scale_now(),
-            takes_factors=hyper.takes_factors,
+            takes_factors=hyper.takes_factors and not self._traffic.trails,
+            factors_trail=hyper.takes_factors and self._traffic.trails,
             inverts=hyper.inverts,
             factors_travel=not self._local,
             inverter=self._inverter,
             keeps_turn=hyper.inverts and self.mutex is not None,
+            solver=self._solver,
         )
-        return Round(plan, self._curvatures, self._traffic.early.arrived)
+        return Round(plan, self._curvatures, self._traffic.early.arrived, self._spread.solvers)
 
     def _learning_rates(self, clips: bool) -> dict[int, float]:
         """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
@@ -431,23 +456,52 @@ class KFACState:
         if layer.shape.transposed:
             weight = weight.mT
         bias = None if layer.bias is None else round.waiting[id(layer.bias)]
+        trails = round.plan.factors_trail
         wanted = round.plan.takes_factors and (round.plan.factors_travel or index in self._curvatures)
-        sends_a = index not in self._traffic.early.layers
-        a = self._capture.take_input(index) if wanted and sends_a else None
-        g = self._capture.take_output(index) if wanted else None
+        sends_a = trails or index not in self._traffic.early.layers
+        a = self._capture.take_input(index) if (wanted or trails) and sends_a else None
+        g = self._capture.take_output(index) if wanted or trails else None
+        if trails:
+            self._held.append(HeldFactors(index, a, g, self._traffic.room(index)))
+            a = g = None
         lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
-        return Passenger(index, layer.shape, weight, bias, lr, a, g, sends_a, self._traffic.room(index))
+        spread, sends_solver = self._spread.of(index, renewed=round.plan.inverts)
+        return Passenger(
+            index,
+            layer.shape,
+            weight,
+            bias,
+            lr,
+            a,
+            g,
+            sends_a,
+            self._traffic.room(index),
+            spread,
+            sends_solver,
+        )
 
     def _scale_now(self) -> float:
         return self._loss_scale() if callable(self._loss_scale) else self._loss_scale
 
     def _end_round(self) -> None:
-        if self._round is not None:
-            self._traffic.end_step(self._round)
-        self._round = None
+        ended, self._round = self._round, None
+        if ended is not None:
+            self._traffic.end_step(ended)
+        hyper = self._hyper.at(self._steps)
+        if ended is not None and ended.plan.factors_trail:
+            add = functools.partial(_add_factors, self._curvatures, hyper.decay)
+            self._traffic.late.hold(self._held, min(hyper.factor_steps, _MOST_GROUPS), add)
+            self._held = []
         self._steps += 1
         self._capture.begin_step()
-        self._capture.active = self._hyper.at(self._steps).takes_factors
+        self._prepare_step()
+
+    def _prepare_step(self) -> None:
+        """Capture what the next step needs; have on the way what it builds on."""
+        hyper = self._hyper.at(self._steps)
+        self._capture.active = hyper.takes_factors
+        self._traffic.trails = hyper.takes_factors and not hyper.inverts and self._traffic.can_trail
+        self._traffic.late.leave(all_groups=hyper.takes_factors or hyper.inverts)
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
         network = self._network()
@@ -461,22 +515,6 @@ class KFACState:
             )
         self._traffic.adopt(model_of(bucket, state=self))
         self._model_seen = True
-
-    def _agree(self, group: dist.ProcessGroup, *, measure: bool) -> InverseCost:
-        """Return rank 0's measurement, or typical costs; raise on all ranks if their layers differ."""
-        device = self._layers[0].weight.device if self._layers else torch.device("cpu")
-        measured = _TYPICAL
-        if measure and self._rank == 0:
-            measured = measure_inverse(_SOLVERS[self._solver], device)
-        answers: list[Any] = [None] * self._world_size
-        dist.all_gather_object(answers, (measured, self._costs), group=group)
-        for rank, (_, others) in enumerate(answers):
-            if others != self._costs:
-                raise UnsupportedConfigurationError(
-                    f"expected the same layers on all ranks, got {_difference(self._costs, others)} on rank {rank} "
-                    f"against rank {self._rank}; build the same model everywhere"
-                )
-        return cast(InverseCost, answers[0][0])
 
     def _index(self, name: str) -> int:
         return next(index for index, layer in enumerate(self._layers) if layer.name == name)
@@ -519,35 +557,16 @@ def _check_state(state: object) -> None:
         )
 
 
+def _add_factors(
+    curvatures: Mapping[int, Curvature], decay: float, index: int, a: BatchFactor, g: BatchFactor
+) -> None:
+    curvatures[index].add(a, g, decay)
+
+
 def _roles(layers: Sequence[Layer]) -> dict[int, int]:
     """Return which layer a parameter belongs to, by its id."""
     parameters = [(index, each) for index, layer in enumerate(layers) for each in (layer.weight, layer.bias)]
     return {id(parameter): index for index, parameter in parameters if parameter is not None}
-
-
-def _layer_cost(layer: Layer) -> LayerCost:
-    shape = layer.shape
-    gradient = layer.weight.nbytes + (0 if layer.bias is None else layer.bias.nbytes)
-    return LayerCost(
-        name=layer.name,
-        groups=shape.groups,
-        a_dim=shape.a_dim,
-        g_dim=shape.g_dim,
-        gradient_bytes=gradient,
-        factor_bytes=4 * (shape.a_numel + shape.g_numel),
-    )
-
-
-def _difference(ours: Sequence[LayerCost], theirs: Sequence[LayerCost]) -> str:
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
-            return f"layer {_described(other)} where layer {_described(mine)} is expected"
-    return f"{len(theirs)} layers instead of {len(ours)}"
-
-
-def _described(layer: LayerCost) -> str:
-    groups = f", {layer.groups} groups" if layer.groups > 1 else ""
-    return f"{layer.name!r} of A {layer.a_dim}, G {layer.g_dim}{groups}"
 
 
 def _trouble(curvature: Curvature) -> str:

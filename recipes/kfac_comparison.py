@@ -36,6 +36,7 @@ class Ranks:
     def __init__(self, cluster: Cluster, model: str, args: argparse.Namespace) -> None:
         port = cluster.port()
         arguments = ["--model", model, "--peer", str(args.peer.resolve())]
+        arguments += ["--bucket-mb", str(args.bucket_mb)]
         self._workers = [
             Worker(cluster, "ranks", node, port, arguments, args.out / model, WORKER)
             for node in range(cluster.nodes)
@@ -157,6 +158,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15, help="of a run with new inverses in every step")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=25.0, help="DDP's bucket_cap_mb (default 25, DDP's own)"
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/kfac-comparison"))
     args = parser.parse_args(argv)

@@ -90,9 +90,9 @@ def peer(path: Path) -> Any:
 class Run:
     """A fresh copy of the job, trained one way."""
 
-    def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path) -> None:
+    def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path, bucket_mb: float) -> None:
         network, self.batches = build(name)
-        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
         self.precondition: Callable[[], object] = int
         self.state: KFACState | None = None
@@ -136,9 +136,9 @@ class Run:
             self.state.close()
 
 
-def run(order: dict[str, Any], name: str, path: Path) -> None:
+def run(order: dict[str, Any], name: str, path: Path, bucket_mb: float) -> None:
     """Warm up, wait for the start signal, run the steps, report."""
-    job = Run(name, order["way"], tuple(order["periods"]), path)
+    job = Run(name, order["way"], tuple(order["periods"]), path, bucket_mb)
     # A whole number of periods is measured, wherever it begins.
     losses = [job.step() for _ in range(WARM_UP_STEPS)]
     dist.barrier()
@@ -166,12 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--bucket-mb", type=float, required=True)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     say(event="up", pid=os.getpid())
     while (order := heard())["do"] != "quit":
-        run(order, args.model, args.peer)
+        run(order, args.model, args.peer, args.bucket_mb)
     dist.destroy_process_group()
 
 

@@ -67,6 +67,8 @@ def timed(run: Run) -> dict[str, float]:
     wire_bytes, begin_s = sent_bytes(), time.perf_counter()
     run.step()
     time_s = time.perf_counter() - begin_s
+    if run.state is not None:  # the step's own factors, which would follow behind later steps
+        run.state._traffic.late.settle()
     # A rank may be done while its last bytes still wait for the link; the barrier's few follow them.
     dist.barrier()
     return {"time_s": time_s, "wire_bytes": sent_bytes() - wire_bytes}

@@ -47,8 +47,8 @@ def figures(run: KfacRuns) -> dict[str, float]:
         "plain": ("kfac", "split", "plain"),
         "factor": ("kfac", "split", "factors"),
         "solver": ("kfac", "split", "solvers"),
-        "early": ("early", "kfac", "factors"),
-        "early factor": ("early", "split", "factors"),
+        "early": ("early", "kfac", "both"),
+        "early factor": ("early", "split", "both"),
         "local": ("local", "split", "factors"),
     }
     return {

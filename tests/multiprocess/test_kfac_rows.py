@@ -1,11 +1,18 @@
-"""A layer large enough to be multiplied while it arrives, against the independent float64 computation."""
+"""A layer large enough to be multiplied while it arrives, against the independent float64 computation.
+
+At its owner, or, if it dominates its bucket, on all ranks, which have a part of its rows each.
+"""
 
 import copy
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from crossover_ddp import _kfac_costs, kfac_hooks
 from crossover_ddp._kfac_cargo import BucketCargo
+from crossover_ddp._kfac_planning import placed
 from crossover_ddp._row_product import goes_by_rows
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_oracle import Oracle, Settings
@@ -13,53 +20,188 @@ from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, batch
 from tests.multiprocess.test_kfac import relative_error
 
 SETTINGS = Settings(factor_update_steps=2, inv_update_steps=3, kl_clip=1e-4)
-WIDE = (WIDTH, 300, 230, OUTPUTS)
+WIDE = {"tall": (WIDTH, 300, 230, OUTPUTS), "wide": (WIDTH, 230, 300, OUTPUTS)}
 STEPS = 6
 RELATIVE = 1e-4
 
 
-def train(rank: int, world_size: int, cap_mb: float) -> tuple[list[float], list[int]]:
-    """Return the greatest relative error of each step, and how often this rank heard of arriving rows in it."""
-    heard = [0]
+class Seen(NamedTuple):
+    """Of one rank, by step: greatest relative error, how often it heard of arriving rows, gradients, spread layers."""
+
+    errors: list[float]
+    heard: list[int]
+    gradients: list[dict[str, torch.Tensor]]
+    spread: list[list[str]]
+
+
+def train(rank: int, world_size: int, widths: tuple[int, ...], cap_mb: float, spread: bool) -> Seen:
+    seen = Seen([], [0], [], [])
     arriving = BucketCargo._arriving
 
     def count(cargo: BucketCargo, numel: int) -> None:
-        heard[-1] += 1
+        seen.heard[-1] += 1
         arriving(cargo, numel)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketCargo, "_arriving", count)
-        training = Training(
-            rank,
-            mlp(*WIDE),
-            ddp={"bucket_cap_mb": cap_mb},
-            damping=SETTINGS.damping,
-            factor_decay=SETTINGS.factor_decay,
-            kl_clip=SETTINGS.kl_clip,
-            factor_update_steps=SETTINGS.factor_update_steps,
-            inv_update_steps=SETTINGS.inv_update_steps,
-        )
+        if not spread:
+            patch.setattr(_kfac_costs, "spreads", lambda *costs: False)
+        training = training_of(rank, widths, cap_mb)
         assert sum(goes_by_rows(layer.shape) for layer in training.state._layers) == 1
         oracle = Oracle(SETTINGS, LR)
-        errors = []
         for step in range(STEPS):
             replicas = [copy.deepcopy(training.model.module).double() for _ in range(world_size)]
             training.backward()
             batches = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
-            errors.append(relative_error(training.model.module, oracle.step(replicas, batches)))
+            seen.errors.append(relative_error(training.model.module, oracle.step(replicas, batches)))
+            seen.gradients.append(training.gradients())
+            seen.spread.append([line.split(":")[0].strip() for line in spread_lines(training)])
             training.optimizer.step()
-            heard.append(0)
+            seen.heard.append(0)
     assert oracle.least_scale < 1, "the clip is to be seen at work"
-    return errors, heard[:-1]
+    del seen.heard[-1]
+    return seen
+
+
+def training_of(rank: int, widths: tuple[int, ...], cap_mb: float = 25.0, **options: Any) -> Training:
+    settings = {
+        "damping": SETTINGS.damping,
+        "factor_decay": SETTINGS.factor_decay,
+        "kl_clip": SETTINGS.kl_clip,
+        "factor_update_steps": SETTINGS.factor_update_steps,
+        "inv_update_steps": SETTINGS.inv_update_steps,
+    }
+    return Training(rank, mlp(*widths), ddp={"bucket_cap_mb": cap_mb}, **{**settings, **options})
+
+
+def spread_lines(training: Training) -> list[str]:
+    return [line for line in training.state.report().splitlines() if "spread over all ranks" in line]
 
 
 @pytest.mark.parametrize("cap_mb", [0.1, 25.0])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rows_that_arrive_are_multiplied_to_the_same_direction(world_size: int, cap_mb: float) -> None:
     torch.set_num_threads(1)
-    ranks = run_ranks(train, world_size, args=(cap_mb,))
-    for errors, _ in ranks:
-        assert max(errors) < RELATIVE, errors
-    heard = [sum(of_step) for of_step in zip(*(counts for _, counts in ranks), strict=True)]
+    ranks = run_ranks(train, world_size, args=(WIDE["tall"], cap_mb, False))
+    for seen in ranks:
+        assert max(seen.errors) < RELATIVE, seen.errors
+        assert not any(seen.spread)
+    heard = [sum(of_step) for of_step in zip(*(seen.heard for seen in ranks), strict=True)]
     plain = [step % SETTINGS.inv_update_steps != 0 and world_size > 1 for step in range(STEPS)]
     assert [count > 0 for count in heard] == plain, heard
+
+
+@pytest.mark.parametrize("widths", WIDE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dominant_layer_is_spread_to_the_same_direction(world_size: int, widths: str) -> None:
+    torch.set_num_threads(1)
+    ranks = run_ranks(train, world_size, args=(WIDE[widths], 0.1, True))
+    for seen in ranks:
+        assert max(seen.errors) < RELATIVE, seen.errors
+        assert seen.spread == [["2"]] * STEPS
+        # Every rank multiplies what has arrived.
+        assert [count > 0 for count in seen.heard] == [
+            step % SETTINGS.inv_update_steps != 0 for step in range(STEPS)
+        ]
+        for ours, theirs in zip(seen.gradients, ranks[0].gradients, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def train_in_its_eigenbasis(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
+    """Return how far the spread layer's gradients are, relative to the greatest, from those of its owner."""
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        # With local factors the owner decides whose they are.
+        patch.setattr(kfac_hooks, "place", lambda layers, *costs: placed(layers, [0] * len(layers), *costs))
+        spread = training_of(rank, WIDE["wide"], solver="eigen", **options)
+        patch.setattr(_kfac_costs, "spreads", lambda *costs: False)
+        whole = training_of(rank, WIDE["wide"], solver="eigen", **options)
+    for _ in range(STEPS):
+        spread.step()
+        whole.step()
+        pairs = zip(spread.gradients().values(), whole.gradients().values(), strict=True)
+        errors.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+    assert len(spread_lines(spread)) == 1
+    assert not spread_lines(whole)
+    return errors
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_clip": None}, {"factors": "local"}], ids=str)
+def test_a_layer_is_spread_in_its_eigenbasis_too(options: dict[str, Any]) -> None:
+    for errors in run_ranks(train_in_its_eigenbasis, 2, args=(options,)):
+        assert errors[0] == 0.0, "the first step makes the solvers"
+        assert 0.0 < max(errors) < RELATIVE, errors
+
+
+def train_after_a_bad_start(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+    """Return of each step whether the layer was spread afterwards, and whether all gradients were finite."""
+    training, found = training_of(rank, WIDE["tall"]), []
+    inputs, targets = batch(rank, 0)
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        rough = inputs * float("nan") if step == 0 else inputs
+        torch.nn.functional.cross_entropy(training.model(rough), targets).backward()
+        finite = all(bool(each.isfinite().all()) for each in training.gradients().values())
+        found.append((bool(spread_lines(training)), finite))
+    return found
+
+
+def test_a_layer_whose_first_factors_were_no_numbers_is_spread_once_it_has_a_solver() -> None:
+    for found in run_ranks(train_after_a_bad_start, 2):
+        assert found[0] == (False, False)
+        # The next factors are those of step 2; they come behind its gradients.
+        assert found[1:] == [(False, True)] * 2 + [(True, True)] * (STEPS - 3)
+
+
+def train_on_ranks_that_round_differently(rank: int, world_size: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_kfac_costs, "rounding", lambda shapes, device: f"of rank {rank}")
+        training = training_of(rank, WIDE["tall"])
+    for _ in range(2):
+        training.step()
+    return spread_lines(training)
+
+
+def test_ranks_that_round_differently_spread_nothing() -> None:
+    assert run_ranks(train_on_ranks_that_round_differently, 2) == [[], []]
+
+
+def save_and_go_on(rank: int, world_size: int, path: str) -> list[dict[str, torch.Tensor]]:
+    training = training_of(rank, WIDE["tall"])
+    for _ in range(2):
+        training.step()
+    state = training.state.state_dict()
+    if rank == 1:
+        torch.save((training.model.module.state_dict(), training.optimizer.state_dict(), state), path)
+    return go_on(training)
+
+
+def resume(rank: int, world_size: int, path: str) -> list[dict[str, torch.Tensor]]:
+    network, optimizer, state = torch.load(path)
+    training = training_of(rank, WIDE["tall"])
+    training.model.module.load_state_dict(network)
+    training.optimizer.load_state_dict(optimizer)
+    training.state.load_state_dict(state)
+    training.steps = 2
+    found = go_on(training)
+    assert len(spread_lines(training)) == (world_size > 1)
+    return found
+
+
+def go_on(training: Training) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for _ in range(4):
+        training.backward()
+        found.append(training.gradients())
+        training.optimizer.step()
+    return found
+
+
+def test_spread_layers_go_on_exactly_after_a_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "kfac.pt")
+    expected = run_ranks(save_and_go_on, 2, args=(path,))
+    for ours, theirs in zip(run_ranks(resume, 2, args=(path,)), expected, strict=True):
+        for got, wanted in zip(ours, theirs, strict=True):
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    (alone,) = run_ranks(resume, 1, args=(path,))
+    assert all(bool(each.isfinite().all()) for of_step in alone for each in of_step.values())

@@ -1,8 +1,7 @@
-"""Placement, replication, merging and early factors against exhaustive search, algebra and cases done by hand."""
+"""Placement, spreading, merging and early factors against exhaustive search, algebra and cases done by hand."""
 
 import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from crossover_ddp._kfac_planning import (
     PlacementRow,
     choose_early,
     columns_that_travel,
+    expected_buckets,
     factor_step_s,
     merge,
     merge_best,
@@ -28,7 +28,7 @@ from crossover_ddp._kfac_planning import (
     place,
     place_by_broadcast,
     placed,
-    replicated,
+    spreads,
 )
 from crossover_ddp._planning import Link
 
@@ -151,7 +151,7 @@ def test_loads_are_those_of_the_owners(dims: list[int], world_size: int) -> None
     found = place(layers, world_size, CUBIC)
     for rank in range(world_size):
         owned = [each for each, owner in zip(layers, found.owners, strict=True) if owner == rank]
-        assert found.loads_s[rank] == sum(each.inverse_s(CUBIC) for each in owned)
+        assert found.loads_s[rank] == sum(each.step_s(CUBIC, 1) for each in owned)
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))
@@ -170,13 +170,66 @@ def test_equal_layers_go_to_the_lowest_rank_first() -> None:
     assert place(layers, 2, CUBIC).owners == (0, 0, 1)  # a to 0, b to 1, c to 0
 
 
-def test_bytes_count_where_they_are_sent_straight_to_the_owner() -> None:
-    layers = [layer("a", 3), layer("b", 3), layer("wide", 1, gradient_bytes=1000, factor_bytes=500)]
-    assert place(layers, 2, CUBIC).owners == (0, 1, 0)
-    found = place(layers, 2, CUBIC, Link(5.0, 0.1))
-    assert found.owners == (1, 1, 0)
-    # twice the gradient, once the factors, each at W times the cost of the even cut
-    assert found.loads_s == pytest.approx((1 + 2 * 0.1 * 2500, 54))
+def test_what_every_step_costs_counts_the_more_the_rarer_inversions_are() -> None:
+    layers = [layer("a", 30), layer("b", 20), layer("wide", 1, gradient_bytes=10**12)]
+    assert place(layers, 2, CUBIC).owners == (0, 1, 1)
+    assert place(layers, 2, CUBIC, inverse_steps=100).owners == (1, 1, 0)
+
+
+def test_a_step_costs_the_products_the_wire_and_a_share_of_the_inversion() -> None:
+    one = LayerCost("l", 2, 3, 4, 1000, 0)
+    assert one.step_s(InverseCost(1.0, 5.0), 10) == pytest.approx(2 * (27 + 64 + 10) / 10 + 2 * 84 + 2 * 8e-6)
+
+
+def test_each_bucket_is_shared_out() -> None:
+    sizes = [("a", 0, 4), ("b", 0, 1), ("c", 1, 4), ("d", 1, 1)]
+    layers = [layer(name, size)._replace(bucket=bucket) for name, bucket, size in sizes]
+    found = place(layers, 2, CUBIC)
+    assert found.owners == (0, 1, 1, 0)
+    assert place([each._replace(bucket=0) for each in layers], 2, CUBIC).owners == (0, 0, 1, 1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    cap=st.integers(1, 40),
+    first=st.integers(1, 40),
+)
+def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: int, first: int) -> None:
+    buckets = expected_buckets(sizes, cap, first)
+    assert buckets[-1] == 0
+    assert buckets == sorted(buckets, reverse=True)
+    for number in range(
+        buckets[0]
+    ):  # all but the last one are full, and were not before their last parameter
+        inside = [size for size, bucket in zip(sizes, buckets, strict=True) if bucket == number]
+        assert sum(inside) >= (cap if number else first) > sum(inside[1:])
+
+
+def test_the_owner_of_a_spread_layer_has_only_its_inversion() -> None:
+    one = LayerCost("l", 1, 30, 40, 10**6, 0)
+    assert one._replace(spread=True).step_s(CUBIC, 10) == one.inverse_s(CUBIC) / 10 < one.step_s(CUBIC, 10)
+
+
+TYPICAL = InverseCost(cubic_s=2.5e-11, overhead_s=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("a_dim", "g_dim", "world_size", "inverse_steps", "spread"),
+    [
+        pytest.param(1121, 155, 2, 100, True, id="dominant"),
+        pytest.param(155, 1121, 2, 100, True, id="either-side"),
+        pytest.param(1121, 155, 2, 1, False, id="new-solvers-in-every-step"),
+        pytest.param(1121, 155, 1, 100, False, id="alone"),
+        pytest.param(500, 100, 2, 100, False, id="small"),
+        pytest.param(8000, 8000, 64, 10**6, False, id="square-and-large"),
+    ],
+)
+def test_a_layer_is_spread_where_the_wire_and_the_owner_cost_more(
+    a_dim: int, g_dim: int, world_size: int, inverse_steps: int, spread: bool
+) -> None:
+    cost = LayerCost("l", 1, a_dim, g_dim, 4 * a_dim * g_dim, 0)
+    assert spreads(cost, world_size, TYPICAL, inverse_steps) == spread
+    assert not spreads(cost._replace(groups=2), world_size, TYPICAL, inverse_steps)
 
 
 def test_ranks_compare_digests() -> None:
@@ -190,8 +243,8 @@ def test_the_report_has_a_row_for_each_layer() -> None:
     layers = [LayerCost("fc", 1, 2, 3, 8, 8), LayerCost("norm", 0, 0, 0, 8, 0)]
     found = place(layers, 2, CUBIC)
     assert found.rows(layers, CUBIC) == [
-        PlacementRow("fc", 1, 2, 3, 0, 35.0),
-        PlacementRow("norm", 0, 0, 0, 1, 0.0),
+        PlacementRow("fc", 1, 2, 3, 0, 35.0 + 30.0 + 2 * 8 * 8e-9),
+        PlacementRow("norm", 0, 0, 0, 1, 2 * 8 * 8e-9),
     ]
     with pytest.raises(ValueError, match="expected the 2 layers that were placed, got 1"):
         found.rows(layers[:1], CUBIC)
@@ -208,8 +261,6 @@ def test_a_group_has_a_rank(world_size: int) -> None:
         place([], world_size, CUBIC)
     with pytest.raises(ValueError, match=message):
         place_by_broadcast([], world_size, float, float)
-    with pytest.raises(ValueError, match=message):
-        replicated(layer("a", 1), world_size, CUBIC, FREE)
 
 
 # Broadcasting designs.
@@ -234,61 +285,6 @@ def test_the_broadcast_rule_is_followed(dims: list[int], world_size: int, alpha:
     everywhere = sum(d**3 for d, is_sent in zip(dims, sent, strict=True) if not is_sent)
     assert sum(found.loads_s) == pytest.approx(world_size * everywhere + sum(d**3 for d in dims) - everywhere)
     assert min(found.loads_s, default=0) >= everywhere
-
-
-positive = st.floats(0, 1e3)
-costs = st.builds(InverseCost, st.floats(0, 1e-3), positive)
-links = st.builds(Link, positive, positive)
-layer_costs = st.builds(
-    LayerCost,
-    st.just("layer"),
-    st.integers(0, 8),
-    st.integers(0, 5000),
-    st.integers(0, 5000),
-    st.integers(0, 10**8),
-    st.integers(0, 10**8),
-)
-
-
-@given(layer=layer_costs, world_size=st.integers(1, 10_000), cost=costs, link=links)
-def test_replicating_never_wins_in_our_buckets(
-    layer: LayerCost, world_size: int, cost: InverseCost, link: Link
-) -> None:
-    assert not replicated(layer, world_size, cost, link)
-
-
-def test_replicating_never_wins_at_any_of_thousands_of_costs() -> None:
-    draw = random.Random(1)
-    for _ in range(5000):
-        cost = InverseCost(10 ** draw.uniform(-15, -9), 10 ** draw.uniform(-6, -1))
-        link = Link(10 ** draw.uniform(-6, -1), draw.choice([0.0, 10 ** draw.uniform(-12, -6)]))
-        dims = (draw.randrange(5000), draw.randrange(5000))
-        costs = LayerCost("l", draw.randrange(5), *dims, draw.randrange(10**8), draw.randrange(10**8))
-        assert not replicated(costs, draw.randrange(1, 1000), cost, link)
-
-
-@given(layer=layer_costs, world_size=st.integers(2, 64), cost=costs, broadcast=st.floats(0, 1e6))
-def test_replicating_wins_in_a_broadcasting_design_where_sending_costs_more_than_computing(
-    layer: LayerCost, world_size: int, cost: InverseCost, broadcast: float
-) -> None:
-    def broadcast_s(dim: int) -> float:
-        return broadcast * dim * dim
-
-    sent_s = layer.groups * (broadcast_s(layer.a_dim) + broadcast_s(layer.g_dim))
-    inverse_s = layer.inverse_s(cost)
-    if inverse_s < sent_s:  # SPD-KFAC's rule charges the owner with all of the inversion, so it is implied
-        assert replicated(layer, world_size, cost, FREE, broadcast_s)
-    if inverse_s * (1 - 1 / world_size) > sent_s * (1 + 1e-9):
-        assert not replicated(layer, world_size, cost, FREE, broadcast_s)
-
-
-def test_both_rules_agree_where_small_factors_are_cheap() -> None:
-    cost = InverseCost(1e-12)
-    dims = (64, 512, 2304, 4608)
-    found = place_by_broadcast(dims, 64, cost.seconds, lambda d: 1e-3)
-    assert [owner == EVERYWHERE for owner in found.owners] == [True, True, False, False]
-    chosen = [replicated(layer("l", d), 64, cost, FREE, lambda d: 1e-3) for d in dims]
-    assert chosen == [True, True, False, False]
 
 
 # Merging.

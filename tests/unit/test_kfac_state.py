@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import kfac_hooks
+from crossover_ddp import _kfac_costs
 from crossover_ddp._kfac_planning import InverseCost
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -349,12 +349,12 @@ def test_the_report_names_layers_owners_and_what_passes_through() -> None:
     assert "0: A 7, G 8, rank 0" in report
     assert "1.weight passes through: " in report
     assert "2.weight passes through: " in report
-    assert "rank 0 inverts for " in report
+    assert "rank 0 works for " in report
 
 
 def test_owners_are_found_by_measured_costs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = InverseCost(cubic_s=1.0)
-    monkeypatch.setattr(kfac_hooks, "measure_inverse", lambda *_: measured)
+    monkeypatch.setattr(_kfac_costs, "measure_inverse", lambda *_: measured)
     assert Training(costs="measured").state._inverse_cost == measured
     assert Training().state._inverse_cost != measured
     monkeypatch.undo()

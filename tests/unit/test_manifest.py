@@ -10,20 +10,29 @@ from crossover_ddp._manifest import Load, Manifest, fill_up, manifest
 @st.composite
 def cargoes(draw: st.DrawFn) -> tuple[int, tuple[Load, ...], tuple[Span, ...], int]:
     world_size = draw(st.integers(1, 5))
-    loads = st.builds(Load, st.integers(0, world_size - 1), st.integers(0, 30), st.integers(0, 40))
+    rows = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size).map(tuple)
+    sizes = st.integers(0, world_size - 1), st.integers(0, 30), st.integers(0, 40), st.integers(0, 20)
+    loads = st.builds(Load, *sizes, st.just(()) | rows)
     borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
     spans = tuple(Span(start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=False))
     return world_size, tuple(draw(st.lists(loads, max_size=6))), spans, draw(st.integers(0, 4))
 
 
-def spans_there(made: Manifest, loads: tuple[Load, ...], number_numel: int) -> list[Span]:
+def spans_of(made: Manifest, loads: tuple[Load, ...], number_numel: int, *, back: bool) -> list[Span]:
+    """Return where everything lies, one way or the other."""
     found = []
-    for load, gradient, factor in zip(loads, made.gradients, made.factors, strict=True):
-        found.append((load.owner, gradient, load.gradient_numel))
-        found.append((load.owner, factor, load.factor_numel))
+    appendices = made.solvers if back else made.factors
+    for load, gradients, appendix in zip(loads, made.gradients, appendices, strict=True):
+        if load.rows_numel:
+            found += list(zip(range(made.there.parts), gradients, load.rows_numel, strict=True))
+        else:
+            (gradient,) = gradients
+            found.append((load.owner, gradient, load.gradient_numel))
+        found.append((load.owner, appendix, load.solver_numel if back else load.factor_numel))
     found += [(share.owner, share.offset, share.bucket.numel) for share in made.passing]
     found += [(rank, offset, number_numel) for rank, offset in enumerate(made.number_offsets)]
-    starts = [made.there.part(rank).start for rank in range(made.there.parts)]
+    layout = made.back if back else made.there
+    starts = [layout.part(rank).start for rank in range(layout.parts)]
     return [Span(starts[rank] + offset, starts[rank] + offset + numel) for rank, offset, numel in found]
 
 
@@ -33,9 +42,10 @@ def test_everything_has_a_place_of_its_own(
 ) -> None:
     world_size, loads, passing, number_numel = cargo
     made = manifest(world_size, loads, passing, number_numel)
-    spans = spans_there(made, loads, number_numel)
-    covered = sorted(element for span in spans for element in range(*span))
-    assert covered == list(range(made.there.numel))
+    for back, layout in ((False, made.there), (True, made.back)):
+        spans = spans_of(made, loads, number_numel, back=back)
+        covered = sorted(element for span in spans for element in range(*span))
+        assert covered == list(range(layout.numel))
 
 
 @given(cargoes())
@@ -49,22 +59,21 @@ def test_what_passes_through_is_all_that_shall(
 
 
 @given(cargoes())
-def test_the_way_back_is_the_way_there_without_factors(
+def test_both_ways_are_the_same_up_to_their_appendices(
     cargo: tuple[int, tuple[Load, ...], tuple[Span, ...], int],
 ) -> None:
     world_size, loads, passing, number_numel = cargo
     made = manifest(*cargo)
-    without = manifest(
-        world_size, tuple(load._replace(factor_numel=0) for load in loads), passing, number_numel
-    )
+    bare = tuple(load._replace(factor_numel=0, solver_numel=0) for load in loads)
+    without = manifest(world_size, bare, passing, number_numel)
     assert without.in_place
-    assert made.back == without.back
+    assert without.there == without.back
     assert (made.gradients, made.passing, made.number_offsets) == (
         without.gradients,
         without.passing,
         without.number_offsets,
     )
-    assert made.in_place == (not any(load.factor_numel for load in loads))
+    assert made.in_place == (not any(load.factor_numel or load.solver_numel for load in loads))
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))

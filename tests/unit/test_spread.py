@@ -1,0 +1,142 @@
+"""Spread layers against the owner's own product: the same direction, the same clip, whoever has which rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from crossover_ddp._columns import LayerShape
+from crossover_ddp._factors import DampedInverse, Eigenbasis, Solver, precondition
+from crossover_ddp._layout import Span
+from crossover_ddp._spread import (
+    SpreadLayers,
+    SpreadRows,
+    SpreadSolver,
+    rounding,
+    rows_of,
+    sides,
+    spread_numel,
+)
+
+KINDS: dict[str, type[Solver]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
+RELATIVE = 1e-10  # in float64
+
+
+def factor(dim: int, generator: torch.Generator, rank: int = 0) -> Tensor:
+    columns = torch.randn(1, dim, rank or dim, generator=generator, dtype=torch.float64)
+    return columns @ columns.mT / dim
+
+
+def made(kind: str, shape: LayerShape, seed: int, damping: float = 0.03) -> tuple[Solver, Tensor]:
+    """Return a solver and a gradient, [1, g, a]."""
+    generator = torch.Generator().manual_seed(seed)
+    a, g = factor(shape.a_dim, generator), factor(shape.g_dim, generator)
+    solver = KINDS[kind].compute(a, g, damping, pi=True)
+    assert solver is not None
+    return solver, torch.randn(1, shape.g_dim, shape.a_dim, generator=generator, dtype=torch.float64)
+
+
+def turned_rows(spread: SpreadSolver, gradient: Tensor, rows: Span) -> Tensor:
+    turned = gradient.new_empty(rows.numel, sides(spread.shape)[1])
+    spread.before(gradient, rows, turned)
+    return turned
+
+
+shapes = st.builds(LayerShape, st.just(1), st.integers(1, 90), st.integers(1, 90), has_bias=st.just(False))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, world_size=st.integers(1, 4), seed=st.integers(0, 99))
+def test_rows_of_all_ranks_make_the_owners_direction(
+    kind: str, shape: LayerShape, world_size: int, seed: int
+) -> None:
+    solver, gradient = made(kind, shape, seed)
+    expected = precondition(solver, gradient)[0]
+    spread = SpreadSolver.of(solver, shape)
+    made_rows, clip = [], 0.0
+    for rows in rows_of(shape, world_size):
+        turned = turned_rows(spread, gradient[0], rows)
+        blocks = [block for _, block in SpreadRows(spread, rows, turned).results()]
+        of_rank = torch.cat(blocks) if blocks else turned
+        clip += float((of_rank * turned).sum())
+        made_rows.append(of_rank)
+    direction = spread.after(made_rows)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(direction, expected, rtol=0, atol=RELATIVE * scale)
+    assert clip == pytest.approx(float((expected * gradient[0]).sum()), rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@given(shape=shapes, seed=st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_what_the_owner_sends_is_what_all_have(kind: str, shape: LayerShape, seed: int) -> None:
+    solver, _ = made(kind, shape, seed)
+    spread = SpreadSolver.of(solver, shape)
+    packed = torch.full((spread_numel(shape, solver=kind),), float("nan"), dtype=torch.float64)
+    spread.pack(packed)
+    again = SpreadSolver.unpack(packed, shape, solver=kind)
+    assert again is not None
+    assert torch.equal(again.root, spread.root)
+    torch.testing.assert_close(again.right, spread.right, rtol=1e-14, atol=0)
+    assert (again.values is None) == (spread.values is None)
+    if again.values is not None and spread.values is not None:
+        assert torch.equal(again.values, spread.values)
+    assert SpreadSolver.unpack(torch.zeros_like(packed), shape, solver=kind) is None
+
+
+def test_rows_are_made_as_they_come_and_the_same() -> None:
+    shape = LayerShape(1, 50, 80, has_bias=False)
+    solver, gradient = made("inverse", shape, 1)
+    spread = SpreadSolver.of(solver, shape)
+    (rows,) = rows_of(shape, 1)
+    turned = turned_rows(spread, gradient[0], rows)
+    at_once = [block for _, block in SpreadRows(spread, rows, turned).results()]
+    arriving = torch.full_like(turned, float("nan"))
+    coming = SpreadRows(spread, rows, arriving)
+    for numel in range(0, turned.numel() + 1, 37):
+        arriving.flatten()[:numel].copy_(turned.flatten()[:numel])
+        coming.advance(numel)
+    arriving.copy_(turned)
+    found = [block for _, block in coming.results()]
+    assert len(found) == len(at_once) > 1
+    assert all(torch.equal(one, other) for one, other in zip(found, at_once, strict=True))
+
+
+def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
+    shape = LayerShape(1, 60, 40, has_bias=False)
+    solver, _ = made("inverse", shape, 2)
+    assert isinstance(solver, DampedInverse)
+    values, vectors = torch.linalg.eigh(solver.g_inverse[0])
+    values[:3] = torch.tensor([-1e-12, 0.0, 1e-13])
+    broken = (vectors * values) @ vectors.mT
+    assert int(torch.linalg.cholesky_ex(broken).info) != 0
+    root = SpreadSolver.of(DampedInverse(solver.a_inverse, broken.unsqueeze(0)), shape).root
+    torch.testing.assert_close(root.mT @ root, broken, rtol=0, atol=1e-10 * float(values.max()))
+
+
+def test_rows_cover_the_smaller_side() -> None:
+    shape = LayerShape(1, 1121, 155, has_bias=True)
+    assert sides(shape) == (155, 1121)
+    assert [rows.numel for rows in rows_of(shape, 4)] == [38, 38, 38, 41]
+
+
+def test_layers_are_spread_from_the_step_on_that_follows_their_solver() -> None:
+    shape = LayerShape(1, 5, 4, has_bias=False)
+    layers = SpreadLayers([0])
+    assert [layers.of(index, renewed=False) for index in range(2)] == [(None, True), (None, False)]
+    solver = layers.solvers[0] = SpreadSolver.of(made("inverse", shape, 0)[0], shape)
+    assert layers.of(0, renewed=False) == (solver, False)
+    assert layers.of(0, renewed=True) == (None, True)
+    assert layers.of(1, renewed=True) == (None, False)
+
+
+def test_roundings_are_told_apart() -> None:
+    shapes = [LayerShape(1, 64, 200, False), LayerShape(1, 200, 64, False)]
+    cpu = torch.device("cpu")
+    assert rounding(shapes, cpu) == rounding(shapes[:1], cpu)
+    assert rounding(shapes, cpu) != rounding([LayerShape(1, 65, 200, False)], cpu)
+    seen = torch.get_rng_state()
+    rounding(shapes, cpu)
+    assert torch.equal(torch.get_rng_state(), seen)
