@@ -69,8 +69,9 @@ class KFACState:
     """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
 
     The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
-    K-FAC direction, for whatever ``optimizer.step()`` makes of it; other parameters hold the plain mean. On steps
-    that update the factors, one reduction of their triangles is added to the traffic; nothing else ever travels.
+    K-FAC direction, for whatever ``optimizer.step()`` makes of it; other parameters hold the plain mean. A step that
+    updates the factors adds one reduction of their triangles to the traffic, in this step or behind the next ones; a
+    layer with more than half of a bucket, which all ranks precondition together, adds its solver when it is new.
 
     Args:
         model: the model, wrapped by DDP or not. Loss: the mean over the local mini-batch.
@@ -244,9 +245,9 @@ class KFACState:
     def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
         """Choose whether input factors leave during forward, on a wire that is idle then, or ride in the buckets.
 
-        By the times of the factor steps so far, a few probes of the link, and the cost model in
-        ``_kfac_planning.py``; early factors of layers that are close together leave in one message. Call it again
-        when the buckets or the link have changed. Without it all factors ride in the buckets.
+        That is, in steps that make solvers; in others they follow behind the gradients. By the times of the factor
+        steps so far, a few probes of the link, and the cost model in ``_kfac_planning.py``; early factors of layers
+        that are close together leave in one message. Call it again when the buckets or the link have changed.
 
         Args:
             early: True or False decides instead of the model; the groups are the model's all the same.
