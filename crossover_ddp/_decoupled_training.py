@@ -61,6 +61,7 @@ class DecoupledTraining:
         self._closed = False
         self._buffers: BufferCopy | None = None
         self._has_turn = False
+        self._device = torch.device("cpu")
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(intercept(optimizer, self))
 
@@ -176,16 +177,14 @@ class DecoupledTraining:
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.engine is not None:
-            self.trial.backward_ended(
-                functools.partial(self.engine.gather_numbers, device=bucket.buffer().device)
-            )
+            self._device = bucket.buffer().device
+            self.trial.backward_ended(functools.partial(self.engine.gather_numbers, device=self._device))
 
     def _settle(self) -> None:
         """Let the device finish, where the host does not wait for it anyway."""
-        model = self.model()
-        device = None if model is None else next(model.module.parameters()).device
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
+        # Not the model's device: to ask for its parameters would bring their updates forward.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def break_round(self) -> None:
         """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""

@@ -1,6 +1,7 @@
 """Whether deferring is worth it is tried and agreed on; results are those of plain DDP all the while, in any case."""
 
 import contextlib
+import logging
 import uuid
 from typing import Any, NamedTuple
 
@@ -143,3 +144,32 @@ def test_an_unknown_way_to_defer_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ValueError, match="expected defer='auto' or 'always', got defer='never'"):
         DecoupledState(optimizer, defer="never")  # type: ignore[arg-type]
+
+
+def train_plainly(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
+    """Return whether it defers in the end, and what was logged as a warning."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger("crossover_ddp").addHandler(listener)
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = DecoupledState(optimizer)
+    model.register_comm_hook(state, decoupled_hook)
+    for _ in range(STEPS):
+        model(torch.randn(5, 1, 6, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("crossover_ddp").removeHandler(listener)
+    return state.deferring, said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_loop_is_never_warned(world_size: int) -> None:
+    for deferring, said in run_ranks(train_plainly, world_size):
+        assert deferring is not None, "the trial is to be over"
+        assert said == []

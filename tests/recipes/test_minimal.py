@@ -1,0 +1,86 @@
+"""The recipes that people copy: short, complete, and with the losses of plain DDP."""
+
+import re
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.harness.scripts import spawn_script
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+MINIMAL = sorted(RECIPES.glob("minimal_*.py"))
+TIMEOUT_S = 90.0
+PLAIN = {"CROSSOVER_DISABLE": "1"}
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"^epoch \d+: loss ([\d.]+)$", output, re.MULTILINE)
+
+
+def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
+    """Return what rank 0 of two has printed."""
+    given = ["--epochs", "2", *args]
+    with spawn_script(RECIPES / f"minimal_{name}.py", 2, args=given, environment=environment) as ranks:
+        first, second = ranks.wait(TIMEOUT_S)
+    assert second == ""
+    return first
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    return losses(train("crossover", environment=PLAIN))
+
+
+def test_there_is_one_for_each_hook_and_the_mutex() -> None:
+    assert [path.stem for path in MINIMAL] == [
+        "minimal_crossover",
+        "minimal_decoupled",
+        "minimal_kfac",
+        "minimal_mutex",
+    ]
+
+
+@pytest.mark.parametrize("path", MINIMAL, ids=lambda path: path.stem)
+def test_it_is_short_and_imports_public_names_only(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= 80
+    assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", source)
+
+
+def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
+    script, group = RECIPES / "minimal_crossover.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
+    # The sibling trains longer, so that the other one is never alone.
+    with (
+        spawn_script(script, 2, args=["--epochs", "4", "--lr", "0.05"], environment=group) as other,
+        spawn_script(script, 2, args=["--epochs", "2"], environment=group) as one,
+    ):
+        found = losses(one.wait(TIMEOUT_S)[0])
+        assert len(losses(other.wait(TIMEOUT_S)[0])) == 4
+    assert len(plain) == 2
+    assert found == plain
+
+
+def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
+    output = train("decoupled")
+    assert losses(output) == plain
+    assert output.count("\n") == len(plain), f"nothing else is said: {output}"
+
+
+def test_kfac_learns() -> None:
+    output = train("kfac", "--epochs", "3")
+    assert float(losses(output)[-1]) < 0.05  # 1e-5 as measured; plain SGD's was 0.033
+    assert "KFACState(3 layers" in output
+
+
+def test_two_programs_take_turns() -> None:
+    script, group = RECIPES / "minimal_mutex.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
+    with (
+        spawn_script(script, 1, args=["a"], environment=group) as one,
+        spawn_script(script, 1, args=["b"], environment=group) as other,
+    ):
+        outputs = one.wait(TIMEOUT_S) + other.wait(TIMEOUT_S)
+    for output in outputs:
+        assert "'turns': 20" in output
+        assert "'disabled_because': None" in output
+    assert any(int(re.findall(r"'handovers': (\d+)", output)[0]) > 0 for output in outputs)
