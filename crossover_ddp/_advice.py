@@ -245,7 +245,7 @@ def _plan(found: Figures, *, decoupled: bool) -> BucketPlan:
     recorded = len(found.buckets) * (_DEFERRED_CPU_S if found.hook == DECOUPLED else _SPLIT_CPU_S)
     bare = fine.burdened(-recorded / len(fine.buckets))
     predict = decoupled_step_s if decoupled else all_reduce_step_s
-    return plan_buckets(bare.burdened(cpu_s), link, predict, per_bucket=False)
+    return plan_buckets(bare.burdened(cpu_s), link, predict)
 
 
 def _present_step_s(found: Figures, work: Workload, link: Link) -> float:
@@ -259,7 +259,7 @@ def _link(found: Figures) -> Link:
 
 
 def _cap(plan: BucketPlan) -> str:
-    return _megabytes(max(plan.caps_bytes))
+    return _megabytes(plan.cap_bytes)
 
 
 def _megabytes(size_bytes: float) -> str:

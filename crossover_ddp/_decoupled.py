@@ -141,18 +141,14 @@ class DecoupledState:
             resolve_group(self.process_group), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
-    def plan_buckets(self, *, per_bucket: bool = False) -> BucketPlan:
+    def plan_buckets(self) -> BucketPlan:
         """Choose the size of DDP's buckets for this model on this link, from the steps so far and a few probes.
 
         Train some ten steps with small buckets first (``bucket_cap_mb`` of a fiftieth of the model: no plan can cut
         finer), then make a new ``DistributedDataParallel(model, **plan.ddp_options(), ...)`` of the same model.
 
-        Args:
-            per_bucket: let each bucket have a size of its own (``bucket_cap_mb_list``, torch 2.15). The model
-                expects a little more of that; in measurements it was not better (docs/measurements.md).
-
         Returns:
-            Rank 0's choice, the same on all ranks: sizes of buckets, and the predicted seconds per step.
+            Rank 0's choice, the same on all ranks: the size of buckets, and the predicted seconds per step.
 
         On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
         run, and, on all ranks, as long as some rank has recorded no step whose updates all came in forward.
@@ -162,9 +158,7 @@ class DecoupledState:
         self.flush()
         model = self._training.model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
-        return plan_from(
-            self._training.updates.times, resolve_group(self.process_group), device, per_bucket=per_bucket
-        )
+        return plan_from(self._training.updates.times, resolve_group(self.process_group), device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,12 +1,10 @@
 """Choose bucket sizes for decoupled training from recorded steps and a measured link."""
 
 import dataclasses
-import inspect
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ._link_probe import measure_link
 from ._planning import BucketPlan, plan_buckets
@@ -14,19 +12,13 @@ from ._step_times import StepTimes
 from .errors import UnsupportedConfigurationError
 
 
-def plan_from(
-    times: StepTimes, group: dist.ProcessGroup, device: torch.device, *, per_bucket: bool
-) -> BucketPlan:
+def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
     """Return rank 0's plan on all ranks; see `DecoupledState.plan_buckets`. **Collective**."""
     workload = times.workload()
     if device.type != "cpu":
         raise UnsupportedConfigurationError(
             f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
             "a sixteenth of the model is a good start"
-        )
-    if per_bucket and "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
-        raise UnsupportedConfigurationError(
-            f"expected a DDP that knows bucket_cap_mb_list, got torch {torch.__version__}; leave out per_bucket"
         )
     recorded: list[Any] = [None] * group.size()
     dist.all_gather_object(recorded, workload is not None, group=group)
@@ -39,6 +31,6 @@ def plan_from(
     link = measure_link(group)
     if torch.get_num_threads() == 1:  # else torch's own threads would be counted
         link = dataclasses.replace(link, cpu_s=times.cpu_s())
-    choice: list[Any] = [plan_buckets(workload, link, per_bucket=per_bucket)]
+    choice: list[Any] = [plan_buckets(workload, link)]
     dist.broadcast_object_list(choice, group=group, group_src=0)
     return cast(BucketPlan, choice[0])

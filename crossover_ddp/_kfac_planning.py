@@ -2,22 +2,17 @@
 
 A and G are the factors of a layer: a_dim × a_dim of its inputs, g_dim × g_dim of its outputs' gradients. Of a factor
 of d × d the upper triangle travels, d·(d+1)/2 values. The cost of one half of an exchange of m bytes is α + β·m.
-Every decision follows from its arguments alone, so ranks with the same costs come to the same plan; its ``digest``
-lets them make sure. Source: the broadcast rule and the merge rule are those of SPD-KFAC (arXiv 2107.06533);
-the rest is our design.
+Every decision follows from its arguments alone, so ranks with the same costs come to the same plan. Source: the merge
+rule is that of SPD-KFAC (arXiv 2107.06533); the rest is our design.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from ._planning import Link
-
-EVERYWHERE: Final = -1
-"""In place of an owner: every rank inverts this factor itself."""
 
 Groups = tuple[tuple[int, ...], ...]
 """Consecutive numbers of layers, from 0, cut into what travels together."""
@@ -137,17 +132,12 @@ class Placement:
     """Who inverts what.
 
     Args:
-        owners: rank of each layer (or factor), in the order in which they were given, or `EVERYWHERE`.
+        owners: rank of each layer (or factor), in the order in which they were given.
         loads_s: seconds of each rank, mean of a step.
     """
 
     owners: tuple[int, ...]
     loads_s: tuple[float, ...]
-
-    @property
-    def digest(self) -> str:
-        """A short name of the placement, equal if and only if the placements are."""
-        return _digest(self)
 
     def rows(
         self, layers: Sequence[LayerCost], cost: InverseCost, inverse_steps: int = 1
@@ -170,10 +160,6 @@ class Placement:
         ]
 
 
-def _digest(plan: object) -> str:
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
-
-
 def place(
     layers: Sequence[LayerCost], world_size: int, cost: InverseCost, inverse_steps: int = 1
 ) -> Placement:
@@ -193,11 +179,21 @@ def place(
     Raises:
         ValueError: if ``world_size`` is below 1.
     """
-    _check_world_size(world_size)
+    if world_size < 1:
+        raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
     weights_s = [layer.step_s(cost, inverse_steps) for layer in layers]
     order = sorted(range(len(layers)), key=lambda each: (-weights_s[each], layers[each].name, each))
-    buckets = [layer.bucket for layer in layers]
-    return _least_loaded(order, weights_s, [0.0] * world_size, buckets)
+    loads_s = [0.0] * world_size
+    in_buckets_s = {layer.bucket: [0.0] * world_size for layer in layers}
+    owners = [0] * len(layers)
+    for number in order:
+        here_s = in_buckets_s[layers[number].bucket]
+        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, loads_s, strict=True)]
+        owner = min(range(world_size), key=lambda rank: (has_s[rank], rank))
+        owners[number] = owner
+        loads_s[owner] += weights_s[number]
+        here_s[owner] += weights_s[number]
+    return Placement(tuple(owners), tuple(loads_s))
 
 
 def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps: int) -> bool:
@@ -221,31 +217,6 @@ def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps:
     product_s = cost.cubic_s * numel * (large - large / world_size - small)
     solver_s = 4 * (small**2 + large**2 / 2) * _WIRE_S_PER_BYTE / inverse_steps
     return wire_s + product_s > solver_s
-
-
-def _check_world_size(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
-
-
-def _least_loaded(
-    order: Iterable[int],
-    weights_s: Sequence[float],
-    loads_s: list[float],
-    buckets: Sequence[int] | None = None,
-) -> Placement:
-    """Place in this order, on top of ``loads_s``; what the order leaves out is everywhere."""
-    owners = [EVERYWHERE] * len(weights_s)
-    buckets = [0] * len(weights_s) if buckets is None else buckets
-    in_buckets_s = {bucket: [0.0] * len(loads_s) for bucket in buckets}
-    for number in order:
-        here_s = in_buckets_s[buckets[number]]
-        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, loads_s, strict=True)]
-        owner = min(range(len(loads_s)), key=lambda rank: (has_s[rank], rank))
-        owners[number] = owner
-        loads_s[owner] += weights_s[number]
-        here_s[owner] += weights_s[number]
-    return Placement(tuple(owners), tuple(loads_s))
 
 
 def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int) -> list[int]:
@@ -298,36 +269,6 @@ def columns_that_travel(count: int, dim: int, world_size: int) -> int:
         world_size: W. Alone nothing travels.
     """
     return count if world_size > 1 and world_size * count < (dim + 1) / 2 else 0
-
-
-def place_by_broadcast(
-    factors: Sequence[int],
-    world_size: int,
-    inverse_s: Callable[[int], float],
-    broadcast_s: Callable[[int], float],
-) -> Placement:
-    """Give each factor an owner who broadcasts its inverse, or invert it everywhere where that is quicker.
-
-    The load-balancing placement of SPD-KFAC (arXiv 2107.06533), for designs in which all ranks have the factors and
-    need the inverses: what is inverted sooner than broadcast is inverted everywhere and never sent; of the rest
-    the largest first, each to the rank with the fewest seconds of inversion. For comparison only: in our buckets the
-    factors are reduced to the owner, and the gather carries a gradient of the same size either way.
-
-    Args:
-        factors: their d.
-        world_size: number of ranks.
-        inverse_s: seconds to invert a factor of d.
-        broadcast_s: seconds to broadcast its inverse.
-
-    Raises:
-        ValueError: if ``world_size`` is below 1.
-    """
-    _check_world_size(world_size)
-    weights_s = [inverse_s(dim) for dim in factors]
-    largest_first = sorted(range(len(factors)), key=lambda each: (-factors[each], each))
-    sent = [each for each in largest_first if weights_s[each] >= broadcast_s(factors[each])]
-    everywhere_s = sum(weights_s[each] for each in largest_first if each not in sent)
-    return _least_loaded(sent, weights_s, [everywhere_s] * world_size)
 
 
 def merge(ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link) -> Groups:
@@ -388,15 +329,6 @@ def merge_best(ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link)
         groups.append(tuple(range(cuts[stop], stop)))
         stop = cuts[stop]
     return tuple(reversed(groups))
-
-
-def merged_s(groups: Groups, ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link) -> float:
-    """Return when the last of ``groups`` has travelled, on a wire that is free from 0 on."""
-    ready_s = _in_order(ready_s, sizes_bytes)
-    free_s = 0.0
-    for group in groups:
-        free_s = max(free_s, ready_s[group[-1]]) + link.half_s(sum(sizes_bytes[layer] for layer in group))
-    return free_s
 
 
 def _in_order(ready_s: Sequence[float], sizes_bytes: Sequence[int]) -> list[float]:
@@ -478,11 +410,6 @@ class FactorPlan:
     predicted_s: float
     in_buckets_s: float
     early_s: float
-
-    @property
-    def digest(self) -> str:
-        """A short name of the plan, equal if and only if the plans are."""
-        return _digest(self)
 
 
 def choose_early(step: FactorStep, link: Link) -> FactorPlan:

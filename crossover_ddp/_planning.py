@@ -5,7 +5,6 @@ is never idle while something is ready: reduce-scatters first, then the gather t
 begun is not interrupted. Source: the α–β model is common; the schedule is our design after DeAR (arXiv 2302.12445).
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +12,6 @@ from typing import Final, NamedTuple
 
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 1e-3
-_SWEEPS: Final = 4
 _MEGABYTE: Final = 1024 * 1024
 
 
@@ -204,56 +202,39 @@ class BucketPlan:
     """Which buckets to give to DDP, and what a step is expected to take with them.
 
     Args:
-        caps_bytes: size at which each bucket is full, in the order of backward.
-        per_bucket: whether DDP can be given a cap for each bucket; else all caps are the same.
+        cap_bytes: size at which a bucket is full.
+        buckets: how many there are.
         step_s: predicted seconds per step.
         limit_s: the wire's own limit, max(compute, wire time of all bytes without start-ups).
     """
 
-    caps_bytes: tuple[int, ...]
-    per_bucket: bool
+    cap_bytes: int
+    buckets: int
     step_s: float
     limit_s: float
 
     @property
-    def buckets(self) -> int:
-        """Number of buckets."""
-        return len(self.caps_bytes)
-
-    @property
     def bucket_cap_mb(self) -> float:
-        """The largest cap, in the unit of DDP's ``bucket_cap_mb``."""
-        return max(self.caps_bytes) / _MEGABYTE
+        """The cap in the unit of DDP's ``bucket_cap_mb``."""
+        return self.cap_bytes / _MEGABYTE
 
     def ddp_options(self) -> dict[str, object]:
         """Return the keyword arguments for DistributedDataParallel."""
-        if self.per_bucket:
-            return {"bucket_cap_mb_list": [cap / _MEGABYTE for cap in self.caps_bytes]}
         return {"bucket_cap_mb": self.bucket_cap_mb}
-
-    @property
-    def digest(self) -> str:
-        """A short name of the plan, equal if and only if the plans are."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 Predict = Callable[[Workload, Link], float]
 
 
-def plan_buckets(
-    work: Workload, link: Link, predict: Predict = decoupled_step_s, *, per_bucket: bool = True
-) -> BucketPlan:
-    """Choose the buckets with the shortest predicted step.
+def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
+    """Choose the size of buckets with the shortest predicted step; of about equal ones the largest, which costs least.
 
-    First the best size for all; of about equal ones the largest, which costs the least. Then, if each bucket may have
-    a size of its own, borders between buckets are drawn and wiped out one at a time as long as that helps: what
-    comes last in backward, and is needed first, wants small buckets, the rest large ones.
+    A size of its own for each bucket was tried, and was not better: docs/measurements.md.
 
     Args:
         work: recorded with buckets as small as DDP makes them; no plan can cut finer.
         link: as measured.
         predict: `decoupled_step_s` or `all_reduce_step_s`.
-        per_bucket: whether DDP can be given a cap for each bucket.
     """
     if not work.buckets:
         raise ValueError("expected at least one recorded bucket, got none; record a step first")
@@ -274,24 +255,4 @@ def plan_buckets(
     good_s = min(taken_s for _, taken_s in found) * (1 + _INDIFFERENCE)
     cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
     borders = bare.borders(cap)
-    if not per_bucket:
-        return BucketPlan((cap,) * (len(borders) + 1), False, best_s, limit_s(borders))
-    borders, best_s = _improved(borders, best_s, len(work.buckets), step_s)
-    sizes = tuple([bucket.size_bytes for bucket in bare.cut(borders).buckets])
-    return BucketPlan(sizes, True, best_s, limit_s(borders))
-
-
-def _improved(
-    borders: frozenset[int], best_s: float, places: int, step_s: Callable[[frozenset[int]], float]
-) -> tuple[frozenset[int], float]:
-    """Flip one border at a time as long as the step becomes shorter; last borders first."""
-    for _ in range(_SWEEPS):
-        before_s = best_s
-        for place in range(places - 1, 0, -1):
-            flipped = borders ^ {place}
-            taken_s = step_s(flipped)
-            if taken_s < best_s * (1 - _INDIFFERENCE / 10):
-                borders, best_s = flipped, taken_s
-        if best_s >= before_s * (1 - _INDIFFERENCE):
-            break
-    return borders, best_s
+    return BucketPlan(cap, len(borders) + 1, best_s, limit_s(borders))

@@ -68,8 +68,8 @@ class Ranks:
         self._tell(do="go")
         return Outcome(self._hear("done"))
 
-    def plan(self, *, per_bucket: bool) -> dict[str, Any]:
-        self._tell(do="plan", per_bucket=per_bucket)
+    def plan(self) -> dict[str, Any]:
+        self._tell(do="plan")
         return self._hear("plan")[0]
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def measure_preset(
         if ratio:
             rate_mbit = first.mean("wire_bytes") * 8 / (ratio * first.mean("core_busy_s")) / 1e6
         cluster.set_rate(rate_mbit)
-        plan = ranks.plan(per_bucket=args.per_bucket)
+        plan = ranks.plan()
         ddp_mb = best_cap_mb(ranks, plan["size_bytes"])
         best = {"bucket_cap_mb": ddp_mb}
         own = {"bucket_cap_mb": args.cap_mb} if args.cap_mb else plan["options"]
@@ -202,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cap-mb", type=float, help="bucket size of decoupled, instead of the planned one")
-    parser.add_argument("--per-bucket", action="store_true", help="plan a size for each bucket")
     parser.add_argument("--out", type=Path, default=Path("runs/decoupled"))
     args = parser.parse_args(argv)
     args.way = list(dict.fromkeys([*FIRST_WAYS, *args.way]))

@@ -110,7 +110,7 @@ def run(order: dict[str, Any], preset: str) -> None:
     gc.collect()
 
 
-def plan(order: dict[str, Any], preset: str) -> None:
+def plan(preset: str) -> None:
     """Record steps with the finest buckets and let the package choose."""
     network, _, _ = _models.build(preset, 0)
     size_bytes = sum(p.numel() * p.element_size() for p in network.parameters())
@@ -118,11 +118,11 @@ def plan(order: dict[str, Any], preset: str) -> None:
     assert job.state is not None
     for _ in range(PLANNING_STEPS):
         job.step()
-    chosen = job.state.plan_buckets(per_bucket=order["per_bucket"])
+    chosen = job.state.plan_buckets()
     say(
         event="plan",
         options=chosen.ddp_options(),
-        caps_bytes=chosen.caps_bytes,
+        cap_bytes=chosen.cap_bytes,
         buckets=chosen.buckets,
         step_s=chosen.step_s,
         limit_s=chosen.limit_s,
@@ -141,7 +141,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     say(event="up", pid=os.getpid())
     while (order := heard())["do"] != "quit":
-        (plan if order["do"] == "plan" else run)(order, args.preset)
+        if order["do"] == "plan":
+            plan(args.preset)
+        else:
+            run(order, args.preset)
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from crossover_ddp._kfac_planning import InverseCost, LayerCost, place, place_by_broadcast
+from crossover_ddp._kfac_planning import InverseCost, LayerCost
 
 WORKERS: Final = 64
 # Published with SPD-KFAC (arXiv 2107.06533, and its code): ResNet-50, batch 32, 64 workers, seconds.
@@ -142,9 +142,25 @@ class Device:
     factor_gbit: float
 
 
-def _sent(dim: int) -> float:
-    """Make the broadcast rule draw its line at the published threshold."""
-    return 0.0 if dim >= SENT_FROM_DIM else float("inf")
+def shared_out(weights: Sequence[float], world_size: int) -> tuple[list[int], list[float]]:
+    """Give each weight to the rank that has least, the largest first; return owners and loads."""
+    loads, owners = [0.0] * world_size, [0] * len(weights)
+    for number in sorted(range(len(weights)), key=lambda each: (-weights[each], each)):
+        owners[number] = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[owners[number]] += weights[number]
+    return owners, loads
+
+
+def busiest_worker(dims: Sequence[int], world_size: int) -> tuple[int, float]:
+    """Return how many factors SPD-KFAC's busiest worker inverts, and their d³: those that are sent, and all small ones.
+
+    Its load-balancing placement: what is inverted sooner than sent is inverted everywhere; the rest is shared out.
+    """
+    sent = [dim for dim in dims if dim >= SENT_FROM_DIM]
+    small = [dim for dim in dims if dim < SENT_FROM_DIM]
+    owners, loads = shared_out([float(dim**3) for dim in sent], world_size)
+    busiest = max(range(world_size), key=lambda rank: loads[rank])
+    return len(small) + owners.count(busiest), loads[busiest] + sum(float(dim**3) for dim in small)
 
 
 @functools.cache
@@ -156,10 +172,8 @@ def device_of_constants(overhead_s: float = 0.0) -> Device:
     """
     layers = layers_of("resnet50")
     dims = dims_of(layers)
-    counts = place_by_broadcast(dims, WORKERS, lambda dim: float(dim**3), _sent)
-    busiest = max(range(WORKERS), key=lambda rank: counts.loads_s[rank])
-    factors = sum(owner in (busiest, -1) for owner in counts.owners)
-    cubic_s = (INVERSION_S - overhead_s * factors) / counts.loads_s[busiest]
+    factors, cubes = busiest_worker(dims, WORKERS)
+    cubic_s = (INVERSION_S - overhead_s * factors) / cubes
     sent_bytes = sum(_triangle(dim) for dim in dims if dim >= SENT_FROM_DIM) * _BYTES
     return Device(
         InverseCost(cubic_s, overhead_s),
@@ -222,9 +236,8 @@ class _Inversions:
     def __init__(self, layers: Sequence[Layer], cost: InverseCost) -> None:
         dims = dims_of(layers)
         self.all_s = sum(cost.seconds(dim) for dim in dims)
-        singles = [LayerCost(str(number), 1, dim, 0, 0, 0) for number, dim in enumerate(dims)]
-        self.by_factor_s = max(place(singles, WORKERS, cost).loads_s)
-        self.by_layer_s = max(place([layer.cost for layer in layers], WORKERS, cost).loads_s)
+        self.by_factor_s = max(shared_out([cost.seconds(dim) for dim in dims], WORKERS)[1])
+        self.by_layer_s = max(shared_out([layer.cost.inverse_s(cost) for layer in layers], WORKERS)[1])
 
 
 def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:

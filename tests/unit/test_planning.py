@@ -116,11 +116,7 @@ def test_the_plan_is_as_good_as_the_recorded_buckets_and_the_same_every_time(
     plan = plan_buckets(work, link)
     assert plan.step_s <= decoupled_step_s(work, link) * (1 + 2e-3)
     assert plan == plan_buckets(work, link)
-    assert plan.digest == plan_buckets(work, link).digest
-    assert sum(plan.caps_bytes) == sum(bucket.size_bytes for bucket in work.buckets)
-    uniform = plan_buckets(work, link, per_bucket=False)
-    assert plan.step_s <= uniform.step_s
-    assert len(set(uniform.caps_bytes)) == 1
+    assert plan.buckets == len(work.cut(work.borders(plan.cap_bytes)).buckets)
 
 
 @given(work=workloads, cpu_s=st.floats(0, 1e-3))
@@ -136,13 +132,9 @@ def test_processor_time_of_the_exchange_makes_buckets_fewer() -> None:
     assert dear.buckets < free.buckets
 
 
-def test_buckets_of_different_sizes_are_better_than_equal_ones() -> None:
+def test_a_plan_is_what_ddp_is_given() -> None:
     plan = plan_buckets(even(24), link_of(1.0, alpha_s=5e-3))
-    assert len(set(plan.caps_bytes)) > 1
-    assert plan.ddp_options() == {"bucket_cap_mb_list": [cap / 2**20 for cap in plan.caps_bytes]}
-    uniform = plan_buckets(even(24), link_of(1.0, alpha_s=5e-3), per_bucket=False)
-    assert uniform.ddp_options() == {"bucket_cap_mb": uniform.bucket_cap_mb}
-    assert plan.step_s < uniform.step_s
+    assert plan.ddp_options() == {"bucket_cap_mb": plan.cap_bytes / 2**20}
 
 
 def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
@@ -153,7 +145,6 @@ def test_a_dear_start_up_makes_few_large_buckets_and_a_cheap_one_many() -> None:
     )
     assert dear.buckets < 12 < cheap.buckets
     assert cheap.step_s < dear.step_s
-    assert dear.digest != cheap.digest
 
 
 def test_a_link_is_fitted_to_what_was_measured() -> None:
