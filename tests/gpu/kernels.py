@@ -94,6 +94,14 @@ def switches(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     return sum(a[1] != b[1] for a, b in itertools.pairwise(order))
 
 
+def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]:
+    """Return how long the device idled at each switch from one job to the other; below 0 where they overlapped."""
+    order = sorted([(i, 0) for i in first] + [(i, 1) for i in second])
+    return [
+        (b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, other) in itertools.pairwise(order) if one != other
+    ]
+
+
 def sleep_s(duration_s: float) -> None:
     """Keep the current stream busy for about this long; needs no compiler.
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, sleep_s, span_s, switches
+from tests.gpu.kernels import Interval, busy_kernel, gaps_s, intervals, overlaps, sleep_s, span_s, switches
 
 
 def at(*pairs: tuple[int, int]) -> list[Interval]:
@@ -28,6 +28,13 @@ def test_span_and_switches() -> None:
     assert span_s(mine, theirs) == pytest.approx(30e-9)
     assert switches(mine, theirs) == 3
     assert switches(mine, at((20, 30))) == 1
+
+
+def test_gaps_are_those_between_the_jobs() -> None:
+    mine, theirs = at((0, 5), (6, 15)), at((17, 20), (40, 50))
+    assert gaps_s(mine, theirs) == pytest.approx([2e-9])
+    assert gaps_s(mine, at((10, 12), (15, 16))) == pytest.approx([-5e-9])
+    assert gaps_s(at((0, 5), (10, 15)), at((5, 9))) == pytest.approx([0.0, 1e-9])
 
 
 def test_marks_are_read_as_intervals() -> None:
