@@ -1,4 +1,4 @@
-"""How K-FAC's factors travel: as triangles or columns, in the gradients' buckets or ahead of them."""
+"""How K-FAC's factors travel: as triangles or columns, in the gradients' buckets, ahead of them or behind them."""
 
 import functools
 import weakref
@@ -148,7 +148,7 @@ class FactorTraffic:
         return told.to(device, non_blocking=True)
 
     def end_step(self, round: Round) -> None:
-        """The step's last bucket was handed over; what the ranks tell comes while it travels."""
+        """Note that the step's last bucket is on its way; the ranks' messages arrive with it."""
         self._ended, self._rooms = round, None
         self.early.begin_step()
 

@@ -4,9 +4,9 @@
 bucket at the same time. Which one is best depends on the moment: during backward whatever is ready, if no
 reduce-scatter wants the wire; afterwards what the next forward needs first. So rank 0 decides, and its word
 travels around the ring ahead of the data: one bucket at a time during backward; the whole rest of a step, in one
-word, once its last bucket is reduced and nothing can come between. Nobody waits for a word unless rank 0 has
-still one to say: each bucket is named once, and there is a call of ``next`` for every reduce-scatter that this
-rank has completed.
+word, once its last bucket is reduced and nothing can come between. A rank waits for a word only while rank 0 still
+has one to send: rank 0 names each bucket once, and each rank calls ``next`` once for every reduce-scatter that it
+has completed.
 
 A gather waits for reduce-scatters of its own step only. Those of a later step may need it: where rank 0 has run
 out of inputs (``Join``) it answers for steps whose forward the other ranks have not begun.

@@ -1,4 +1,4 @@
-"""Whoever reads a parameter whose update is still to come makes it come first.
+"""A read of a parameter whose update is pending applies the update first.
 
 [Note: no stale read] Parameters are read in two ways: by the forward of the module that has them, and by anybody
 who asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an exponential moving average,

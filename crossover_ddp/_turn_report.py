@@ -1,4 +1,4 @@
-"""What looks at shared memory tell: who computes, who queues, shares and rates. Pure: no file, no clock.
+"""Who computes, who queues, and with which shares and rates, from samples of shared memory. Pure: no file, no clock.
 
 [Note: what counters tell]
 A slot says which turn was started and which was given back; the lead device's log says who drew which turn. So

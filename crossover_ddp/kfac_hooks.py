@@ -93,8 +93,8 @@ class KFACState:
         skip: names of modules, or patterns of names, that shall pass through.
         max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
             time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.
-        costs: by what owners are found: "typical" costs of inversions, so that the same job has the same owners, and
-            rounds its sums alike, in every run; or those "measured" on rank 0 when the state is made.
+        costs: which costs of inversions decide who owns a layer: "typical" ones, so that the same job has the same
+            owners, and rounds its sums alike, in every run; or those "measured" on rank 0 when the state is made.
         process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
             wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
