@@ -23,7 +23,7 @@ def train(name: str, *args: str, environment: dict[str, str] | None = None) -> s
     given = ["--epochs", "2", *args]
     with spawn_script(RECIPES / f"minimal_{name}.py", 2, args=given, environment=environment) as ranks:
         first, second = ranks.wait(TIMEOUT_S)
-    assert second == ""
+    assert losses(second) == []
     return first
 
 
@@ -64,7 +64,7 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
 def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
     output = train("decoupled")
     assert losses(output) == plain
-    assert output.count("\n") == len(plain), f"nothing else is said: {output}"
+    assert "looked at" not in output, "a loop that looks at nothing is not warned"
 
 
 def test_kfac_learns() -> None:
