@@ -1,6 +1,6 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
-from .comm_hooks import (
+from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
     crossover_hook,
@@ -8,15 +8,15 @@ from .comm_hooks import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
-from .errors import (
+from crossover_ddp.errors import (
     CrossoverError,
     ExchangeError,
     SegmentError,
     TurnError,
     UnsupportedConfigurationError,
 )
-from .gpu_mutex import GPUMutex
-from .kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 __all__ = [
     "CrossoverError",

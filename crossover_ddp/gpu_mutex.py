@@ -1,7 +1,7 @@
 """The GPU mutex: jobs that share devices take turns on them.
 
 A turn belongs to a job, all its ranks; every device sees the same order of turns; see [Note: turn order] in
-`crossover_ddp._turns`. `CrossoverState` and the other hooks use a mutex by themselves; this class
+`crossover_ddp._turns.rules`. `CrossoverState` and the other hooks use a mutex by themselves; this class
 is for whoever wants turns without a hook, and for giving the turn away during evaluation and checkpoints.
 
 [Note: one draw for each acquire]
@@ -24,11 +24,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from crossover_ddp._group_timeout import patience_limit_s
-from crossover_ddp._joining import Membership, NotJoinedError, join
-from crossover_ddp._segment_files import EVENT_HANDLE_BYTES, Slot
-from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import Grant, Lease, Patience, TurnLog, blockers
+from crossover_ddp._system import environment
+from crossover_ddp._turns.group_timeout import patience_limit_s
+from crossover_ddp._turns.joining import Membership, NotJoinedError, join
+from crossover_ddp._turns.rules import Grant, Lease, Patience, TurnLog, blockers
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES, Slot
 from crossover_ddp.errors import CrossoverError, UnsupportedConfigurationError
 
 if TYPE_CHECKING:
@@ -37,11 +38,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from crossover_ddp._turn_channel import TurnChannel
+    from crossover_ddp._turns.channel import TurnChannel
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GROUP = "default"
 CLOSED = "closed"
 _LATENCIES_KEPT = 10_000
 _CLOSE_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ _P = ParamSpec("_P")
 
 def turns_disabled() -> bool:
     """Tell whether ``CROSSOVER_DISABLE=1`` is set."""
-    return os.environ.get("CROSSOVER_DISABLE", "") not in ("", "0")
+    return environment.is_set(environment.DISABLE)
 
 
 def _never_raises(
@@ -156,7 +156,7 @@ class GPUMutex:
         return mutex
 
     def _prepare(self, name: str | None, lease_s: float | None, process_group: "ProcessGroup | None") -> None:
-        self.name = name if name is not None else os.environ.get("CROSSOVER_GROUP", DEFAULT_GROUP)
+        self.name = name if name is not None else os.environ.get(environment.GROUP, environment.DEFAULT_GROUP)
         self._lease = Lease(None if lease_s is None else float(lease_s))
         self._busy = threading.RLock()
         self.closed = False  # `close` was called, whether or not turns had failed before
@@ -413,7 +413,7 @@ class GPUMutex:
             self._wait_on_host(segment, problem)
 
     def _wait_on_host(self, segment: TurnSegment, problem: str) -> None:
-        """Have siblings tell their turns late from their next one on; see [Note: telling late] in `_gpu_order`."""
+        """Have siblings tell their turns late from their next one on; see [Note: telling late]."""
         if self._waits_on_host:
             return
         self._waits_on_host = True

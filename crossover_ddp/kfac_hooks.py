@@ -20,25 +20,27 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from ._capture import FactorCapture
-from ._columns import WeightSharing
-from ._curvature import Curvature, Start
-from ._ddp_checks import check_not_capturing, flat_gradients, model_of, resolve_group
-from ._exchange import Exchange
-from ._factor_traffic import FactorTraffic
-from ._factors import BatchFactor, DampedInverse, Eigenbasis, Solver
-from ._journey import Cargo, Turn
-from ._kfac_buckets import Content, contents_of
-from ._kfac_cargo import BucketCargo, Passenger, Round, StepPlan
-from ._kfac_costs import agree, layer_costs
-from ._kfac_layers import Layer, find_layers, group_of, unwrapped
-from ._kfac_planning import (
-    FactorPlan,
-    Placement,
-    place,
-    placed,
+from crossover_ddp._exchange.ddp_checks import (
+    check_not_capturing,
+    flat_gradients,
+    model_of,
+    resolve_group,
 )
-from ._kfac_settings import (
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.transfer import Cargo, Turn
+from crossover_ddp._kfac.buckets import Content, contents_of
+from crossover_ddp._kfac.capture import FactorCapture
+from crossover_ddp._kfac.columns import WeightSharing
+from crossover_ddp._kfac.costs import agree, layer_costs
+from crossover_ddp._kfac.curvature import Curvature, Start
+from crossover_ddp._kfac.factor_traffic import FactorTraffic
+from crossover_ddp._kfac.factors import BatchFactor, DampedInverse, Eigenbasis, Solver
+from crossover_ddp._kfac.late import HeldFactors
+from crossover_ddp._kfac.layers import Layer, find_layers, group_of, unwrapped
+from crossover_ddp._kfac.payload import BucketCargo, Passenger, Round, StepPlan
+from crossover_ddp._kfac.placement import FactorPlan, Placement, place, placed
+from crossover_ddp._kfac.settings import (
     Hyper,
     Hypers,
     check_any,
@@ -50,10 +52,9 @@ from ._kfac_settings import (
     learning_rates,
     warn_of_large,
 )
-from ._late import HeldFactors
-from ._layout import Span
-from ._spread import SpreadLayers
-from ._worker import Worker
+from crossover_ddp._kfac.spread import SpreadLayers
+from crossover_ddp._system.worker import Worker
+
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
 
@@ -246,7 +247,7 @@ class KFACState:
         """Choose whether input factors leave during forward, on a wire that is idle then, or ride in the buckets.
 
         That is, in steps that make solvers; in others they follow behind the gradients. By the times of the factor
-        steps so far, a few probes of the link, and the cost model in ``_kfac_planning.py``; early factors of layers
+        steps so far, a few probes of the link, and the cost model in ``_kfac/placement.py``; early factors of layers
         that are close together leave in one message. Call it again when the buckets or the link have changed.
 
         Args:

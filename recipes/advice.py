@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 import _models
-from crossover_ddp._advice import CROSSOVER, DECOUPLED_TRAINING, advise
-from crossover_ddp._cli_advise import read_spans
-from crossover_ddp._step_figures import Figures, figures
+from crossover_ddp.cli.advise.advice import CROSSOVER, DECOUPLED_TRAINING, advise
+from crossover_ddp.cli.advise.command import read_spans
+from crossover_ddp.cli.advise.step_figures import Figures, figures
 from decoupled import Ranks
 from lab_cluster import Cluster
 from lab_jobs import Job

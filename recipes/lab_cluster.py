@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 import lab_jobs
 import lab_processes
-from crossover_ddp._signals import endings_raise, undisturbed
+from crossover_ddp._system.signals import endings_raise, undisturbed
 from lab_jobs import Job, RunResult
 from lab_network import (
     INTERFACE,

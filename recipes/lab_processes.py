@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from crossover_ddp._marked_processes import processes_with
+from crossover_ddp._system.marked_processes import processes_with
 from lab_network import LabId
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._timeline_files import Reading, read_file
-from crossover_ddp._timeline_spans import Span, occupancy
+from crossover_ddp._timeline.files import Reading, read_file
+from crossover_ddp._timeline.spans import Span, occupancy
 from lab_analysis import JobFigures, Step, job_figures, makespan_s
 from lab_jobs import RUN_FILE
 

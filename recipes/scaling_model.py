@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from crossover_ddp._kfac_planning import InverseCost, LayerCost
+from crossover_ddp._kfac.placement import InverseCost, LayerCost
 
 WORKERS: Final = 64
 # Published with SPD-KFAC (arXiv 2107.06533, and its code): ResNet-50, batch 32, 64 workers, seconds.

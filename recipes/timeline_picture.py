@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import lab_records
-from crossover_ddp._timeline_picture import Window, draw
-from crossover_ddp._timeline_trace import chrome_trace
+from crossover_ddp._timeline.picture import Window, draw
+from crossover_ddp._timeline.trace import chrome_trace
 
 
 def draw_run(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp._turn_channel import TurnChannel
-from crossover_ddp._turns import Grant
+from crossover_ddp._turns.channel import TurnChannel
+from crossover_ddp._turns.rules import Grant
 from tests.harness import run_ranks
 
 from .conftest import BenchForm

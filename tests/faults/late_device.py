@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crossover_ddp._segment_files import EVENT_HANDLE_BYTES
+from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
 
 _RECORD = struct.Struct("=qd")  # the turn it was recorded in, when it fires
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from crossover_ddp._segment_files import FILE_BYTES, HEADER_BYTES, SHARED_MEMORY, SLOT_BYTES, digest
-from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, digest
 from crossover_ddp.errors import SegmentError
 from tests.faults import mutex_worker
 from tests.faults.forked import work_and_exit

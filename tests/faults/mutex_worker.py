@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crossover_ddp import _device_order, _turn_segment, gpu_mutex
-from crossover_ddp._segment_files import Slot
-from crossover_ddp._turns import Lost, Patience
+from crossover_ddp import gpu_mutex
+from crossover_ddp._turns import device_order
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.rules import Lost, Patience
+from crossover_ddp._turns.slots import Slot
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.faults.late_device import LateEvents, LateThread
@@ -76,12 +78,12 @@ class Sabotage:
     @staticmethod
     def deafness() -> None:
         """A turn given back wakes nobody."""
-        _turn_segment.TurnSegment.ring_others = lambda self: None  # type: ignore[method-assign]
+        turn_segment.TurnSegment.ring_others = lambda self: None  # type: ignore[method-assign]
 
     @staticmethod
     def leftovers() -> None:
         """The last one to leave removes nothing."""
-        _turn_segment.remove_unused = lambda *_: False
+        turn_segment.remove_unused = lambda *_: False
 
     @staticmethod
     def early_events() -> None:
@@ -140,7 +142,7 @@ class Rank:
     # --- joining and leaving --------------------------------------------------------------------------------
 
     def _join(self) -> GPUMutex | None:
-        _device_order.device_order = self._make_order  # type: ignore[assignment]
+        device_order.device_order = self._make_order  # type: ignore[assignment]
         self._book.note("joins")
         try:
             device = f"dev{self.plan.devices[self.rank]}"
@@ -150,7 +152,7 @@ class Rank:
             return None
         segment = mutex._segment
         assert segment is not None
-        raw = os.pread(segment._fd, _turn_segment.SLOT_BYTES, segment._offset(segment.slot))
+        raw = os.pread(segment._fd, turn_segment.SLOT_BYTES, segment._offset(segment.slot))
         incarnation = Slot.from_buffer_copy(raw).incarnation
         self._book.note("lease", mutex.stats()["lease_s"])
         self._book.note("joined", segment.slot, incarnation, mutex._is_lead, mutex.job)
@@ -164,7 +166,7 @@ class Rank:
             return self._order
         if self.plan.order == "thread":
             return LateThread(late_s)
-        return _device_order.HostOrder()
+        return device_order.HostOrder()
 
     def _watch(self, mutex: GPUMutex) -> None:
         """Note when turns end for good, and with whom the rank loses patience."""
@@ -336,7 +338,7 @@ def jump_monotonic_clock(jump_s: float) -> None:
         monotonic_ns=lambda: clock.monotonic_ns() + round(jump_s * 1e9),
         sleep=time.sleep,
     )
-    gpu_mutex.time = _turn_segment.time = jumped  # type: ignore[assignment]
+    gpu_mutex.time = turn_segment.time = jumped  # type: ignore[assignment]
 
 
 def live(order: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from crossover_ddp._turns import DEFAULT_LEASE_S, LONGEST_LEASE_S
+from crossover_ddp._turns.rules import DEFAULT_LEASE_S, LONGEST_LEASE_S
 from tests.faults.schedules import LATE_S, JobPlan, Schedule
 
 FOREVER = float("inf")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crossover_ddp._turns import DEFAULT_LEASE_S
+from crossover_ddp._turns.rules import DEFAULT_LEASE_S
 
 MAX_JOBS = 4
 DEVICE_COUNTS = ((1, 5), (2, 5), (3, 1), (4, 1))

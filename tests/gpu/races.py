@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from crossover_ddp._device_order import VARIABLE
+from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.harness import Job, run_jobs
@@ -70,7 +70,7 @@ def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
     if plan.variant == "none":
         yield None
         return
-    with mock.patch.dict(os.environ, {VARIABLE: plan.way}):
+    with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
         mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
         mutex._order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._layout import Layout
-from crossover_ddp._staging import CudaCopier, Side
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._exchange.staging import CudaCopier, Side
 from tests.gpu.kernels import sleep_s
 from tests.harness import close_pools, run_ranks
 from tests.unit.fake_bucket import FakeBucket

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from crossover_ddp import _device_order
+from crossover_ddp._system import device
+from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import busy_kernel, gaps_s, overlaps, span_s, switches
 from tests.gpu.races import (
@@ -99,7 +100,7 @@ def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
 
 PRINT_NAME = """
 import sys, torch
-from crossover_ddp._device_order import device_name
+from crossover_ddp._system.device import device_name
 print(device_name(torch.device("cuda", int(sys.argv[1]))))
 """
 
@@ -123,14 +124,14 @@ def visible_here() -> list[str]:
 
 
 def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it() -> None:
-    name = _device_order.device_name(torch.device("cuda", 0))
+    name = device.device_name(torch.device("cuda", 0))
     assert name_where_visible(visible_here()[0], 0) == name
     assert name_where_visible(name, 0) == name  # CUDA takes the UUID as well
 
 
 @pytest.mark.gpu(count=2)
 def test_two_gpus_keep_their_names_when_their_numbers_are_swapped() -> None:
-    names = [_device_order.device_name(torch.device("cuda", index)) for index in range(2)]
+    names = [device.device_name(torch.device("cuda", index)) for index in range(2)]
     assert names[0] != names[1]
     swapped = ",".join(reversed(visible_here()[:2]))
     assert [name_where_visible(swapped, index) for index in (1, 0)] == names
@@ -208,7 +209,7 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
             1,
             args=(plan,),
             backend=None,
-            environment={_device_order.VARIABLE: way},
+            environment={DEVICE_ORDER: way},
             deaths={0: signal.SIGKILL},
             name="dying",
         ),
@@ -217,7 +218,7 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
             1,
             args=(plan,),
             backend=None,
-            environment={_device_order.VARIABLE: way},
+            environment={DEVICE_ORDER: way},
             name="living",
         ),
     ]

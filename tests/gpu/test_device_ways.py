@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp._cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED, cuda_driver
-from crossover_ddp._device_order import VARIABLE, WAYS, device_name
-from crossover_ddp._event_order import EventOrder
+from crossover_ddp._system.cuda_driver import (
+    CAN_USE_64_BIT_STREAM_MEM_OPS,
+    IPC_EVENT_SUPPORTED,
+    cuda_driver,
+)
+from crossover_ddp._system.device import device_name
+from crossover_ddp._system.environment import DEVICE_ORDER, DEVICE_ORDERS
+from crossover_ddp._turns.event_order import EventOrder
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import busy_kernel, overlaps, switches
 from tests.gpu.races import (
@@ -41,7 +46,7 @@ STUCK_S = 25.0
 
 
 def mutex_on_gpu(plan: Plan, way: str) -> GPUMutex:
-    with mock.patch.dict(os.environ, {VARIABLE: way}):
+    with mock.patch.dict(os.environ, {DEVICE_ORDER: way}):
         mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     assert mutex.stats()["ordered_by"] == way
     return mutex
@@ -80,7 +85,7 @@ def test_this_gpu_has_both_marks() -> None:
 # --- streams and graphs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DEVICE_ORDERS)
 @pytest.mark.parametrize("variant", ["streams", "graph"])
 def test_kernels_on_other_streams_and_in_graphs_never_overlap(way: str, variant: str, tmp_path: Path) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant, way=way))
@@ -93,7 +98,7 @@ def test_kernels_on_a_stream_that_release_does_not_name_overlap(tmp_path: Path) 
     assert overlaps(first.ran, second.ran), "the test above cannot fail: it proves nothing"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DEVICE_ORDERS)
 def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_path: Path) -> None:
     plan = new_plan(tmp_path)
     mutex = mutex_on_gpu(plan, way)
@@ -238,7 +243,7 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(way: str, tmp
     mutex = mutex_on_gpu(plan, way)
     ending = subprocess.Popen(
         [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group],
-        env={**os.environ, VARIABLE: way, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, DEVICE_ORDER: way, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

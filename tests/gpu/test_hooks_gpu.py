@@ -29,7 +29,7 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._exchange import Exchange
+from crossover_ddp._exchange.engine import Exchange
 from tests.harness import Job, run_jobs
 
 pytestmark = pytest.mark.gpu

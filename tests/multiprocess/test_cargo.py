@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._journey import Cargo, Freight
-from crossover_ddp._layout import Layout
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._exchange.transfer import Cargo, Freight
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
 from tests.unit.fake_bucket import FakeBucket, FakeTurn

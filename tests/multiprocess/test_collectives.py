@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._collectives import HostBuffer, NativeHalves, Ring
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._layout import Layout
-from crossover_ddp._staging import Side, StagedBuffer
+from crossover_ddp._exchange.collectives import HostBuffer, NativeHalves, Ring
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._exchange.staging import Side, StagedBuffer
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import run_ranks

@@ -26,10 +26,10 @@ from crossover_ddp import (
     ExchangeError,
     GPUMutex,
     UnsupportedConfigurationError,
-    _endings,
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp._exchange import endings
 from tests.harness import Job, run_jobs, run_ranks
 
 STEPS = 200
@@ -286,7 +286,7 @@ def test_what_is_saved_on_the_way_out_holds_the_last_step() -> None:
 
 def leave_at_once(rank: int, world_size: int, meeting: str) -> bool:
     """One rank saves what it has trained; the other has nothing more to do."""
-    _endings._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
+    endings._END_TIMEOUT_S = 0.0  # type: ignore[misc]  # a slow link in the place of a fast one
     store = dist.FileStore(meeting, world_size)
     training = Training(rank, "sgd", "decoupled")
     for _ in range(5):
@@ -318,13 +318,13 @@ def hold_gathers_until_the_other_leaves(training: Training, store: dist.Store) -
 
 
 def say_when_leaving(store: dist.Store) -> None:
-    stop = _endings.stop_workers
+    stop = endings.stop_workers
 
     def said(*args: Any) -> bool:
         store.set("leaving", "yes")
         return stop(*args)
 
-    _endings.stop_workers = said
+    endings.stop_workers = said
 
 
 def test_a_rank_may_leave_after_the_last_step_while_another_saves(tmp_path: Path) -> None:

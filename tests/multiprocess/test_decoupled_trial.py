@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, GPUMutex, _trial, decoupled_hook, reduce_scatter_all_gather_hook
-from crossover_ddp._trial import BLOCK, END, WARM_UP
+from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp._decoupled import trial as trial_module
+from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP
 from tests.harness import run_ranks
 
 STEPS = END + 10
@@ -86,7 +87,7 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
 def pretend(state: DecoupledState, *, deferred_s: float) -> None:
     """Let time go by the kind of step alone."""
     trial = state._training.trial
-    assert isinstance(trial, _trial.Trial)
+    assert isinstance(trial, trial_module.Trial)
     now_s = 0.0
 
     def clock() -> float:

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
-from crossover_ddp._segment_files import digest
-from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import digest
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks

@@ -19,16 +19,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import (
-    CrossoverState,
-    _turn_channel,
-    _turn_segment,
-    crossover_hook,
-    gpu_mutex,
-    reduce_scatter_all_gather_hook,
-)
-from crossover_ddp._segment_files import LAYOUT, SLOT_COUNT, Header, digest, lock_slots
-from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp import CrossoverState, crossover_hook, gpu_mutex, reduce_scatter_all_gather_hook
+from crossover_ddp._turns import channel as turn_channel
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, Header, digest, lock_slots
 from tests.harness import Job, run_jobs
 from tests.harness.waiting import eventually
 
@@ -136,7 +131,7 @@ def _full(rank: int, patch: pytest.MonkeyPatch) -> None:
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(_turn_segment.os, "posix_fallocate", no_room)
+    patch.setattr(turn_segment.os, "posix_fallocate", no_room)
 
 
 def _full_on_one_rank(rank: int, patch: pytest.MonkeyPatch) -> None:
@@ -151,20 +146,20 @@ def _broken_store(rank: int, patch: pytest.MonkeyPatch) -> None:
         def unreachable(*_: Any) -> None:
             raise RuntimeError("connection refused")
 
-        patch.setattr(_turn_channel.TurnChannel, "_own_connection", unreachable)
+        patch.setattr(turn_channel.TurnChannel, "_own_connection", unreachable)
 
 
 def _late_rank(rank: int, patch: pytest.MonkeyPatch) -> None:
     """One rank answers when the others have given up on it: the verdict is theirs."""
     patch.setattr(gpu_mutex, "_HOOK_JOIN_TIMEOUT_S", 0.5)
-    gather = _turn_channel.TurnChannel.gather
+    gather = turn_channel.TurnChannel.gather
     if rank == 1:
 
         def late(self: Any, value: Any) -> Any:
             time.sleep(1.5)
             return gather(self, value)
 
-        patch.setattr(_turn_channel.TurnChannel, "gather", late)
+        patch.setattr(turn_channel.TurnChannel, "gather", late)
 
 
 SPOILERS: dict[str, Callable[[int, pytest.MonkeyPatch], None]] = {

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._factors import DampedInverse
-from crossover_ddp._journey import Cargo
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.transfer import Cargo
+from crossover_ddp._kfac.factors import DampedInverse
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp

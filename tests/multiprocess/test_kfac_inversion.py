@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from crossover_ddp import ExchangeError
-from crossover_ddp._factors import DampedInverse, Eigenbasis
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._factor_traffic import FactorTraffic
-from crossover_ddp._late import LateFactors
+from crossover_ddp._kfac.factor_traffic import FactorTraffic
+from crossover_ddp._kfac.late import LateFactors
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import Training
 

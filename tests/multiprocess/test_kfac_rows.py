@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from crossover_ddp import _kfac_costs, kfac_hooks
-from crossover_ddp._kfac_cargo import BucketCargo
-from crossover_ddp._kfac_planning import placed
-from crossover_ddp._row_product import goes_by_rows
+from crossover_ddp import kfac_hooks
+from crossover_ddp._kfac import costs as kfac_costs
+from crossover_ddp._kfac.payload import BucketCargo
+from crossover_ddp._kfac.placement import placed
+from crossover_ddp._kfac.row_product import goes_by_rows
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_oracle import Oracle, Settings
 from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, batch, mlp
@@ -45,7 +46,7 @@ def train(rank: int, world_size: int, widths: tuple[int, ...], cap_mb: float, sp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketCargo, "_arriving", count)
         if not spread:
-            patch.setattr(_kfac_costs, "spreads", lambda *costs: False)
+            patch.setattr(kfac_costs, "spreads", lambda *costs: False)
         training = training_of(rank, widths, cap_mb)
         assert sum(goes_by_rows(layer.shape) for layer in training.state._layers) == 1
         oracle = Oracle(SETTINGS, LR)
@@ -114,7 +115,7 @@ def train_in_its_eigenbasis(rank: int, world_size: int, options: dict[str, Any])
         # With local factors the owner decides whose they are.
         patch.setattr(kfac_hooks, "place", lambda layers, *costs: placed(layers, [0] * len(layers), *costs))
         spread = training_of(rank, WIDE["wide"], solver="eigen", **options)
-        patch.setattr(_kfac_costs, "spreads", lambda *costs: False)
+        patch.setattr(kfac_costs, "spreads", lambda *costs: False)
         whole = training_of(rank, WIDE["wide"], solver="eigen", **options)
     for _ in range(STEPS):
         spread.step()
@@ -155,7 +156,7 @@ def test_a_layer_whose_first_factors_were_no_numbers_is_spread_once_it_has_a_sol
 
 def train_on_ranks_that_round_differently(rank: int, world_size: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_kfac_costs, "rounding", lambda shapes, device: f"of rank {rank}")
+        patch.setattr(kfac_costs, "rounding", lambda shapes, device: f"of rank {rank}")
         training = training_of(rank, WIDE["tall"])
     for _ in range(2):
         training.step()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp import GPUMutex
-from crossover_ddp._factors import DampedInverse
+from crossover_ddp._kfac.factors import DampedInverse
 from tests.harness import Job, run_jobs, run_ranks
 from tests.multiprocess.kfac_training import Training
 

@@ -5,9 +5,9 @@ import uuid
 
 import torch.distributed as dist
 
-from crossover_ddp._segment_files import digest
-from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import DEFAULT_LEASE_S
+from crossover_ddp._turns.rules import DEFAULT_LEASE_S
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import digest
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
 

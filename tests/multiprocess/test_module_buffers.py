@@ -16,13 +16,13 @@ from crossover_ddp import (
     CrossoverState,
     DecoupledState,
     KFACState,
-    _module_buffers,
     crossover_hook,
     crossover_wrapper,
     decoupled_hook,
     kfac_hook,
     reduce_scatter_all_gather_hook,
 )
+from crossover_ddp._exchange import module_buffers
 from tests.harness import run_ranks
 
 STEPS = 5
@@ -104,7 +104,7 @@ def test_ddp_broadcasts_only_before_the_first_step(hook: str, world_size: int) -
 def train_without_finding_the_model(rank: int, world_size: int, hook: str) -> tuple[int, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(_module_buffers, "model_of", lambda *_, **__: None)
+            patch.setattr(module_buffers, "model_of", lambda *_, **__: None)
         return count_broadcasts(rank, world_size, hook)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp._timeline_files import Reading, read
-from crossover_ddp._timeline_merge import Merged, job_names, merge
-from crossover_ddp._timeline_spans import occupancy
+from crossover_ddp._timeline.files import Reading, read
+from crossover_ddp._timeline.merge import Merged, job_names, merge
+from crossover_ddp._timeline.spans import occupancy
 from tests.multiprocess import timeline_worker
 from tests.multiprocess.test_crossover import STEPS, siblings
 from tests.unit.trace_format import check_format

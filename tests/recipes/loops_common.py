@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
-from crossover_ddp._job_turn import _mutexes
+from crossover_ddp.comm_hooks import _mutexes
 from tests.harness import documents
 
 _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_text()

@@ -12,8 +12,8 @@ import pytest
 
 import lab
 from crossover_ddp import cli
-from crossover_ddp._advice import DECOUPLED_TRAINING
-from crossover_ddp._cli_output import FINE
+from crossover_ddp.cli.advise.advice import DECOUPLED_TRAINING
+from crossover_ddp.cli.output import FINE
 from lab import Cluster, Job
 
 from . import RECIPES

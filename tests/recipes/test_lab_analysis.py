@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import lab
 import lab_records
 import timeline_picture
-from crossover_ddp._timeline_spans import Span
+from crossover_ddp._timeline.spans import Span
 from lab_analysis import Step, bound, job_figures
 from tests.unit.made_up_spans import siblings, span
 

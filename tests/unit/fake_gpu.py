@@ -17,9 +17,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from crossover_ddp import _cuda_driver, _device_order, _event_order, _semaphore_order
-from crossover_ddp._cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED
-from crossover_ddp._segment_files import EVENT_HANDLE_BYTES
+from crossover_ddp._system import cuda_driver as driver_module
+from crossover_ddp._system import device as device_module
+from crossover_ddp._system.cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, IPC_EVENT_SUPPORTED
+from crossover_ddp._turns import (
+    device_order as device_order_module,
+)
+from crossover_ddp._turns import (
+    event_order as event_order_module,
+)
+from crossover_ddp._turns import (
+    semaphore_order as semaphore_order_module,
+)
+from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
 from crossover_ddp.gpu_mutex import GPUMutex
 
 GPU = torch.device("cuda", 0)
@@ -104,10 +114,10 @@ class FakeProcess:
         self.mutex._finalizer.detach()
         self.mutex._segment = None
         segment.forget()
-        if isinstance(order, _event_order.EventOrder | _semaphore_order.SemaphoreOrder):
+        if isinstance(order, event_order_module.EventOrder | semaphore_order_module.SemaphoreOrder):
             order._watch._waits.clear()
             order._watch.close()
-        if isinstance(order, _device_order.GpuOrder):
+        if isinstance(order, device_order_module.GpuOrder):
             order._teller.stop()
             order._teller.join(SOON_S)
 
@@ -310,13 +320,15 @@ def install(monkeypatch: pytest.MonkeyPatch, uuid: str) -> Iterator[FakeGpu]:
     monkeypatch.setattr(cuda, "set_device", lambda device: None)
     monkeypatch.setattr(cuda, "current_stream", lambda device=None: gpu.process.current)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: gpu.process.capturing)
-    for module in (_cuda_driver, _device_order, _event_order, _semaphore_order):
+    for module in (driver_module, device_module, event_order_module, semaphore_order_module):
         monkeypatch.setattr(module, "cuda_driver", lambda: gpu.driver)
     # The fake processes are one, whose own events would not be opened but used as they are.
     monkeypatch.setattr(
-        _event_order.Pools, "take", lambda self, device, count: _event_order._new_pool(device, count)
+        event_order_module.Pools,
+        "take",
+        lambda self, device, count: event_order_module._new_pool(device, count),
     )
-    monkeypatch.setattr(_event_order.Pools, "own", lambda self, handles: None)
+    monkeypatch.setattr(event_order_module.Pools, "own", lambda self, handles: None)
     try:
         yield gpu
     finally:

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import Member
+from crossover_ddp._turns.rules import Member
+from crossover_ddp._turns.segment import TurnSegment
 
 DEVICE = "dev0"
 

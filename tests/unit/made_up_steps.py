@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from crossover_ddp._timeline_merge import RawSpan
+from crossover_ddp._timeline.merge import RawSpan
 
 STEPS = 20
 

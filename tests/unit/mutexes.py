@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turn_segment import SHARED_MEMORY
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp.gpu_mutex import GPUMutex
 
 DEVICE = "dev0"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp import _advice
-from crossover_ddp._advice import Advice, Option, advise, sibling_bound
 from crossover_ddp._planning import Link
-from crossover_ddp._step_figures import DECOUPLED, SPLIT, WRAPPED, Bucket, Figures, figures
+from crossover_ddp.cli.advise import advice as advice_module
+from crossover_ddp.cli.advise.advice import Advice, Option, advise, sibling_bound
+from crossover_ddp.cli.advise.step_figures import DECOUPLED, SPLIT, WRAPPED, Bucket, Figures, figures
 from tests.unit.made_up_steps import split_rank
 
 MEGABYTE = 2**20
@@ -81,7 +81,7 @@ def test_no_expectation_exceeds_its_bound_and_none_is_below_nothing(found: Figur
             assert each.bound is not None
             assert 0 < each.factor <= each.bound * (1 + 1e-9)
             assert each.step_s is not None
-            if each.what != _advice.CROSSOVER:
+            if each.what != advice_module.CROSSOVER:
                 assert each.step_s >= found.compute_s * (1 - 1e-9)
                 assert each.factor == pytest.approx(found.step_s / each.step_s)
 
@@ -123,7 +123,9 @@ def test_the_bounds_of_the_measurements_are_met(c_s: float, n_s: float, m_s: flo
 
 
 def test_a_slower_link_makes_decoupling_pay_until_the_wire_is_the_limit() -> None:
-    factors = [option(advise(even(ratio)), _advice.DECOUPLED_TRAINING).factor for ratio in (0.2, 0.6, 1.0)]
+    factors = [
+        option(advise(even(ratio)), advice_module.DECOUPLED_TRAINING).factor for ratio in (0.2, 0.6, 1.0)
+    ]
     assert factors[0] == pytest.approx(1.0, abs=0.05)
     assert factors == sorted(factors)  # type: ignore[type-var]
     assert factors[-1] is not None
@@ -132,13 +134,13 @@ def test_a_slower_link_makes_decoupling_pay_until_the_wire_is_the_limit() -> Non
 
 def test_start_up_time_wants_larger_buckets_and_an_exposed_tail_smaller_ones() -> None:
     slow_start = job([0.5 + 0.05 * n for n in range(11)], [20_000] * 10 + [60_000], alpha_s=0.05, beta_s=1e-9)
-    larger = option(advise(slow_start), _advice.BUCKET_SIZE)
+    larger = option(advise(slow_start), advice_module.BUCKET_SIZE)
     assert larger.bucket_cap_mb is not None
     assert larger.bucket_cap_mb > 60_000 / MEGABYTE
     assert larger.factor is not None
     assert larger.factor > 1.1
     few = even(0.9, buckets=2)
-    smaller = option(advise(few), _advice.BUCKET_SIZE)
+    smaller = option(advise(few), advice_module.BUCKET_SIZE)
     assert smaller.bucket_cap_mb is not None
     assert smaller.bucket_cap_mb < few.buckets[0].size_bytes / MEGABYTE
     assert smaller.factor is not None
@@ -147,19 +149,19 @@ def test_start_up_time_wants_larger_buckets_and_an_exposed_tail_smaller_ones() -
 
 def test_half_the_bytes_halve_what_is_on_the_wire() -> None:
     found = job([0.2, 1.0], [1000, 9000], beta_s=1e-4)  # M = 2 s, of which 1.8 exposed
-    halved = option(advise(found), _advice.HALF_PRECISION)
+    halved = option(advise(found), advice_module.HALF_PRECISION)
     assert halved.step_s == pytest.approx(1.0 + 0.9)
     assert not halved.same_training
 
 
 def test_accumulation_shares_one_exchange_among_two_mini_batches() -> None:
     found = job([0.2, 1.0], [1000, 9000], beta_s=1e-4)
-    assert option(advise(found), _advice.ACCUMULATION).step_s == pytest.approx((2 * 1.0 + 1.8) / 2)
+    assert option(advise(found), advice_module.ACCUMULATION).step_s == pytest.approx((2 * 1.0 + 1.8) / 2)
 
 
 def test_the_verdict_names_the_best_for_two_jobs_and_for_one() -> None:
     advice = advise(even(0.95))
-    assert advice.best in (_advice.CROSSOVER, _advice.DECOUPLED_TRAINING)
+    assert advice.best in (advice_module.CROSSOVER, advice_module.DECOUPLED_TRAINING)
     assert "expected" in advice.verdict
     assert ("for a job alone" in advice.verdict) or ("with a second job at hand" in advice.verdict)
 
@@ -174,8 +176,8 @@ def test_a_wrapped_hook_gets_what_can_be_known() -> None:
     found = replace(even(1.0), hook=WRAPPED, buckets=(), link=None, wire_s=None, alpha_known=False)
     advice = advise(found)
     known = {each.what for each in advice.options if each.factor is not None}
-    assert known == {_advice.ACCUMULATION}
-    assert option(advice, _advice.CROSSOVER).bound == pytest.approx(found.step_s / found.compute_s)
+    assert known == {advice_module.ACCUMULATION}
+    assert option(advice, advice_module.CROSSOVER).bound == pytest.approx(found.step_s / found.compute_s)
     assert "wrapped hook tells too little" in advice.verdict
 
 
@@ -201,8 +203,8 @@ def test_advice_on_a_timeline_from_end_to_end() -> None:
     ready_s = [0.4, 0.52, 0.64, 0.76, 0.88, 1.0]
     rank = split_rank(ready_s, sizes, compute_s=1.0, alpha_s=0.001, beta_s=0.45 / sum(sizes))
     advice = advise(figures({0: rank, 1: rank}))
-    crossover = option(advice, _advice.CROSSOVER)
+    crossover = option(advice, advice_module.CROSSOVER)
     assert crossover.bound is not None
-    assert crossover.factor == pytest.approx(_advice.OF_BOUND * crossover.bound)
+    assert crossover.factor == pytest.approx(advice_module.OF_BOUND * crossover.bound)
     assert advice.model_step_s is not None
     assert math.isfinite(advice.model_step_s)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossover_ddp._capture import FactorCapture
-from crossover_ddp._columns import LayerShape, WeightSharing
-from crossover_ddp._factor_sums import Captured
-from crossover_ddp._kfac_layers import Layer, find_layers
+from crossover_ddp._kfac.capture import FactorCapture
+from crossover_ddp._kfac.columns import LayerShape, WeightSharing
+from crossover_ddp._kfac.factor_sums import Captured
+from crossover_ddp._kfac.layers import Layer, find_layers
 
 pytestmark = pytest.mark.torch_version
 

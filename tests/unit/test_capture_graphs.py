@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._capture import FactorCapture
-from crossover_ddp._kfac_layers import find_layers
+from crossover_ddp._kfac.capture import FactorCapture
+from crossover_ddp._kfac.layers import find_layers
 
 pytestmark = pytest.mark.torch_version
 

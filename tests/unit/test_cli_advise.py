@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from crossover_ddp import _cli_advise, _short_run, cli
-from crossover_ddp._cli_output import FINE, FOUND, USAGE
-from crossover_ddp._step_figures import THE_LINE
-from crossover_ddp._timeline_merge import RawSpan
+from crossover_ddp import cli
+from crossover_ddp._timeline.merge import RawSpan
+from crossover_ddp.cli.advise import command as cli_advise
+from crossover_ddp.cli.advise import short_run
+from crossover_ddp.cli.advise.step_figures import THE_LINE
+from crossover_ddp.cli.output import FINE, FOUND, USAGE
 from tests.harness.waiting import eventually, gone
 from tests.unit.made_up_steps import split_rank
 
@@ -153,13 +155,13 @@ def test_a_job_that_never_begins_is_ended(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_leaves_no_process_behind(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
-    ended = _short_run.run(
+    ended = short_run.run(
         [sys.executable, "-c", STUBBORN, str(noted)],
         tmp_path / "timeline",
         enough=lambda _: noted.exists() and noted.read_text() != "",
         grace_s=0.5,
     )
-    assert ended == _short_run.Ended(None, "started")
+    assert ended == short_run.Ended(None, "started")
     assert eventually(lambda: gone(int(noted.read_text())))
 
 
@@ -220,6 +222,6 @@ def test_progress_counts_whole_steps_of_the_slowest_rank(tmp_path: Path) -> None
     rank = split_rank([1.0], [1000], compute_s=1.0, alpha_s=0.0, beta_s=1e-6)
     write(tmp_path, {0: rank, 1: rank[: len(rank) // 2]})
     arguments = cli.parser().parse_args(["advise", "--steps", "9", "--", "x"])
-    progress = _cli_advise._Progress(tmp_path, arguments)
+    progress = cli_advise._Progress(tmp_path, arguments)
     assert progress.enough(0.0)
     assert progress.steps == 9

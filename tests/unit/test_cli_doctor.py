@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossover_ddp import _cli_doctor, _machine_facts, cli
-from crossover_ddp._cli_output import FINE, FOUND, USAGE
-from crossover_ddp._findings import Finding, Gpu, Network, State
+from crossover_ddp import cli
+from crossover_ddp.cli.doctor import command as cli_doctor
+from crossover_ddp.cli.doctor import machine_facts
+from crossover_ddp.cli.doctor.findings import Finding, Gpu, Network, State
+from crossover_ddp.cli.output import FINE, FOUND, USAGE
 from tests.unit.joined_segments import files, join_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +46,7 @@ def test_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_doctor_makes_no_cuda_context() -> None:
     before = torch.cuda.is_initialized()
-    _cli_doctor.examine()
+    cli_doctor.examine()
     assert torch.cuda.is_initialized() == before
 
 
@@ -55,7 +57,7 @@ def test_tables_show_each_finding_with_its_mend(
         Finding("network", State.PROBLEM, "odd [red]markup[/red]", "mend it"),
         Finding("gpu", State.OK, "fine", "not shown"),
     ]
-    monkeypatch.setattr(_cli_doctor, "examine", lambda **_: found)
+    monkeypatch.setattr(cli_doctor, "examine", lambda **_: found)
     assert cli.main(["doctor"]) == FOUND
     shown = capsys.readouterr().out
     assert "odd [red]markup[/red]" in shown
@@ -73,16 +75,16 @@ def test_tables_show_each_finding_with_its_mend(
 )
 def test_the_exit_code_is_that_of_the_worst_finding(states: list[State], worst: State, code: int) -> None:
     found = [Finding("x", state, "y") for state in states]
-    assert (_cli_doctor.worst(found), _cli_doctor.exit_code(found)) == (worst, code)
+    assert (cli_doctor.worst(found), cli_doctor.exit_code(found)) == (worst, code)
 
 
 def test_sweeping_removes_the_dead_and_says_so(tmp_path: Path) -> None:
     join_at(tmp_path, group="dead").forget()
     living = join_at(tmp_path, group="alive")
-    found = [each for each in _cli_doctor.examine(base=str(tmp_path)) if each.topic == "segments"]
+    found = [each for each in cli_doctor.examine(base=str(tmp_path)) if each.topic == "segments"]
     assert [each.mend for each in found if each.state is State.NOTE] == ["crossover-ddp doctor --sweep"]
     found = [
-        each for each in _cli_doctor.examine(base=str(tmp_path), sweep_first=True) if each.topic == "segments"
+        each for each in cli_doctor.examine(base=str(tmp_path), sweep_first=True) if each.topic == "segments"
     ]
     assert [each.state for each in found] == [State.NOTE, State.OK]
     assert found[0].what.startswith("removed ")
@@ -93,7 +95,7 @@ def test_sweeping_removes_the_dead_and_says_so(tmp_path: Path) -> None:
 def test_looking_alone_removes_nothing(tmp_path: Path) -> None:
     join_at(tmp_path).forget()
     before = files(tmp_path)
-    _cli_doctor.examine(base=str(tmp_path))
+    cli_doctor.examine(base=str(tmp_path))
     assert files(tmp_path) == before
 
 
@@ -124,7 +126,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_gpus_are_read_from_the_drivers_table() -> None:
     table = "GPU-1, NVIDIA H, 80000, 70000, Default\n\nodd line\nGPU-2, B, [N/A], [N/A], Exclusive_Process\n"
-    assert _machine_facts.parse_gpus(table) == (
+    assert machine_facts.parse_gpus(table) == (
         Gpu("GPU-1", "NVIDIA H", 80_000, 70_000, "Default"),
         Gpu("GPU-2", "B", None, None, "Exclusive_Process"),
     )
@@ -145,34 +147,34 @@ def test_the_driver_is_asked_for_gpus(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert len(_machine_facts.gpus().listed) == count
+    assert len(machine_facts.gpus().listed) == count
 
 
 def test_no_driver_lists_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert _machine_facts.gpus().listed == ()
+    assert machine_facts.gpus().listed == ()
 
 
 def test_mps_is_looked_for_where_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not _machine_facts.mps().control_pipe
+    assert not machine_facts.mps().control_pipe
     (tmp_path / "control").write_bytes(b"")
-    found = _machine_facts.mps()
+    found = machine_facts.mps()
     assert (found.pipe_directory, found.control_pipe) == (str(tmp_path), True)
 
 
 def test_shared_memory_is_described(tmp_path: Path) -> None:
-    found = _machine_facts.shared_memory(str(tmp_path))
+    found = machine_facts.shared_memory(str(tmp_path))
     assert (found.present, found.writable, found.directory, found.user) == (True, True, None, os.geteuid())
     assert found.free_bytes > 0
     segment = join_at(tmp_path)
-    directory = _machine_facts.shared_memory(str(tmp_path)).directory
+    directory = machine_facts.shared_memory(str(tmp_path)).directory
     assert directory is not None
     assert (directory.is_directory, directory.owner, directory.mode) == (True, os.geteuid(), 0o700)
     segment.leave()
-    assert not _machine_facts.shared_memory(str(tmp_path / "missing")).present
+    assert not machine_facts.shared_memory(str(tmp_path / "missing")).present
 
 
 def test_interfaces_are_read_as_far_as_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,26 +189,26 @@ def test_interfaces_are_read_as_far_as_they_answer(tmp_path: Path, monkeypatch: 
         if speed is not None:
             (tmp_path / name / "speed").write_text(speed + "\n")
     (tmp_path / "bonding_masters").write_text("")
-    found = _machine_facts.network(str(tmp_path))
+    found = machine_facts.network(str(tmp_path))
     assert found.chosen == "odd0"
     assert [(each.name, each.up, each.loopback, each.mbit_s) for each in found.interfaces] == [
         ("fast0", True, False, 10_000),
         ("lo0", True, True, None),
         ("odd0", False, False, None),
     ]
-    assert _machine_facts.network(str(tmp_path / "missing")).interfaces == ()
+    assert machine_facts.network(str(tmp_path / "missing")).interfaces == ()
 
 
 def test_this_machine_has_a_loopback_with_addresses() -> None:
-    found: Network = _machine_facts.network()
+    found: Network = machine_facts.network()
     (loopback,) = [each for each in found.interfaces if each.name == "lo"]
     assert loopback.loopback
     assert "127.0.0.1" in loopback.addresses
 
 
 def test_a_name_that_nobody_knows_has_no_addresses() -> None:
-    assert _machine_facts._resolved("") in ((), ("127.0.0.1",), ("::1", "127.0.0.1"))
-    assert _machine_facts._resolved("a..b") == ()
+    assert machine_facts._resolved("") in ((), ("127.0.0.1",), ("::1", "127.0.0.1"))
+    assert machine_facts._resolved("a..b") == ()
 
 
 @pytest.mark.parametrize(
@@ -215,14 +217,14 @@ def test_a_name_that_nobody_knows_has_no_addresses() -> None:
 def test_the_containers_quota_is_read(contents: str, expected: float | None, tmp_path: Path) -> None:
     path = tmp_path / "cpu.max"
     path.write_text(contents)
-    assert _machine_facts.cpu_quota(str(path)) == expected
-    assert _machine_facts.cpu_quota(str(tmp_path / "missing")) is None
+    assert machine_facts.cpu_quota(str(path)) == expected
+    assert machine_facts.cpu_quota(str(tmp_path / "missing")) is None
 
 
 def test_a_timeline_goes_where_its_directory_could_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CROSSOVER_TIMELINE", str(tmp_path / "a" / "b"))
-    assert _machine_facts.timeline_writable()
+    assert machine_facts.timeline_writable()
     (tmp_path / "a").write_text("a file")
-    assert not _machine_facts.timeline_writable()
+    assert not machine_facts.timeline_writable()

@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _cli_run, _first_look, _machine_facts, cli
-from crossover_ddp._cli_output import FINE, USAGE
-from crossover_ddp._findings import Gpu, Gpus
-from crossover_ddp._job_process import MARK
-from crossover_ddp._marked_processes import processes_with
-from crossover_ddp._run_commands import from_groups, named
+from crossover_ddp import cli
+from crossover_ddp._system.environment import RUN_JOB
+from crossover_ddp._system.marked_processes import processes_with
+from crossover_ddp.cli.doctor import machine_facts
+from crossover_ddp.cli.doctor.findings import Gpu, Gpus
+from crossover_ddp.cli.output import FINE, USAGE
+from crossover_ddp.cli.run import command as cli_run
+from crossover_ddp.cli.run import first_look
+from crossover_ddp.cli.run.commands import from_groups, named
 from tests.harness.waiting import eventually, state
 from tests.unit.mutexes import files_of
 
@@ -45,7 +48,7 @@ def runs(
 
 
 def own_processes() -> list[int]:
-    return [pid for pid, mark in processes_with(MARK) if mark.startswith(f"{os.getpid()}-")]
+    return [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{os.getpid()}-")]
 
 
 def shell(text: str) -> list[str]:
@@ -153,7 +156,7 @@ def test_a_killed_runner_takes_its_jobs_along(tmp_path: Path) -> None:
         runner.kill()
         runner.wait()
     deadline_s = time.monotonic() + 10
-    while left := [pid for pid, mark in processes_with(MARK) if mark.startswith(f"{runner.pid}-")]:
+    while left := [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{runner.pid}-")]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.02)
 
@@ -214,7 +217,7 @@ def test_ctrl_z_stops_all_jobs_until_the_runner_goes_on() -> None:
         assert runner.stderr is not None
 
         def of_jobs() -> list[int]:
-            return [pid for pid, mark in processes_with(MARK) if mark.startswith(f"{runner.pid}-")]
+            return [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{runner.pid}-")]
 
         try:
             for _ in range(2):
@@ -403,8 +406,8 @@ HOLDS = "import time\nblock = bytearray(200 << 20)\nprint('up', flush=True)\ntim
 def test_the_first_job_shows_how_many_fit(
     capsys: "pytest.CaptureFixture[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_machine_facts, "available_memory_bytes", lambda: 300 << 20)
-    monkeypatch.setattr(_first_look, "START_UP_S", 0.5)
+    monkeypatch.setattr(machine_facts, "available_memory_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(first_look, "START_UP_S", 0.5)
     holds = [sys.executable, "-S", "-c", HOLDS]
     document = runs(capsys, holds, ["true"], ["true"], options=["--try-first", "0.5", "--at-once", "3"])
     (room,) = document["memory"]
@@ -419,7 +422,7 @@ def test_the_first_job_shows_how_many_fit(
 def test_the_others_start_beside_the_first_if_they_fit(
     capsys: "pytest.CaptureFixture[str]", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_first_look, "START_UP_S", 0.2)
+    monkeypatch.setattr(first_look, "START_UP_S", 0.2)
     waits = shell(f"until [ -e {tmp_path}/second ]; do sleep 0.02; done")
     document = runs(capsys, waits, ["touch", f"{tmp_path}/second"], options=["--try-first", "0.2"])
     assert (codes(document), document["at_once"]) == ([0, 0], 2)
@@ -428,7 +431,7 @@ def test_the_others_start_beside_the_first_if_they_fit(
 
 def gpus(monkeypatch: pytest.MonkeyPatch, *free_mib: int) -> None:
     listed = tuple(Gpu(f"GPU-{index}", "test", 1000, free, "Default") for index, free in enumerate(free_mib))
-    monkeypatch.setattr(_machine_facts, "gpus", lambda: Gpus(listed, len(listed), None))
+    monkeypatch.setattr(machine_facts, "gpus", lambda: Gpus(listed, len(listed), None))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -446,7 +449,7 @@ def test_on_gpus_a_jobs_need_is_what_the_free_memory_falls_by(
     capsys: "pytest.CaptureFixture[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(monkeypatch, 1000, 1000)
-    monkeypatch.setattr(_machine_facts, "gpu_free_bytes", lambda: {"GPU-0": 400 << 20})
+    monkeypatch.setattr(machine_facts, "gpu_free_bytes", lambda: {"GPU-0": 400 << 20})
     document = runs(capsys, ["sleep", "0.3"], ["true"], options=["--try-first", "0.1"])
     assert [room["first_job_bytes"] for room in document["memory"]] == [600 << 20, None]
     assert document["at_once"] == 1
@@ -465,15 +468,15 @@ def test_on_gpus_a_jobs_need_is_what_the_free_memory_falls_by(
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, seen: bool) -> None:
-    assert _cli_run.sees(visible, 1, Gpu("GPU-abc", "test", None, None, "Default")) is seen
+    assert cli_run.sees(visible, 1, Gpu("GPU-abc", "test", None, None, "Default")) is seen
 
 
 def test_available_memory_is_the_least_that_is_told(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:   4096 kB\n")
     nowhere = str(tmp_path / "none")
-    assert _machine_facts.available_memory_bytes(str(meminfo), nowhere) == 4096 << 10
-    assert _machine_facts.available_memory_bytes(nowhere, nowhere) is None
+    assert machine_facts.available_memory_bytes(str(meminfo), nowhere) == 4096 << 10
+    assert machine_facts.available_memory_bytes(nowhere, nowhere) is None
     cgroup = tmp_path / "cgroup"
     cgroup.write_text("4:memory:/old\n0::/slurm/job\n")
     for part, limit in (("slurm/job", "max"), ("slurm", "1000")):
@@ -481,7 +484,7 @@ def test_available_memory_is_the_least_that_is_told(tmp_path: Path) -> None:
         (tmp_path / part / "memory.max").write_text(limit)
         (tmp_path / part / "memory.current").write_text("900")
         (tmp_path / part / "memory.stat").write_text("anon 700\ninactive_file 150\n")
-    rooms = list(_machine_facts._cgroup_rooms(str(cgroup), str(tmp_path)))
+    rooms = list(machine_facts._cgroup_rooms(str(cgroup), str(tmp_path)))
     assert rooms == [250]
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _cli_status, cli
-from crossover_ddp._cli_output import FINE, FOUND, INTERRUPTED, USAGE
-from crossover_ddp._segment_view import look
-from crossover_ddp._turn_report import DeviceReport, Report, report
+from crossover_ddp import cli
+from crossover_ddp._turns.view import look
+from crossover_ddp.cli import status as cli_status
+from crossover_ddp.cli.output import FINE, FOUND, INTERRUPTED, USAGE
+from crossover_ddp.cli.turn_report import DeviceReport, Report, report
 from tests.unit.joined_segments import Process, join_at
 from tests.unit.mutexes import DEVICE, SOON_S, Make, acquire_in, files_of, segment_of
 
@@ -27,7 +28,7 @@ SHORT_S = 0.3
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cli_status, "_INTERVAL_S", SHORT_S)
+    monkeypatch.setattr(cli_status, "_INTERVAL_S", SHORT_S)
 
 
 def status_of(group: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def test_a_killed_holder_is_gone_and_holds_nothing(tmp_path: Path) -> None:
     with Process(tmp_path, job=2) as holder:
         turn = holder.call("draw_turn")
         holder.call("publish_started", turn)
-        reports = _cli_status.observe("jobs", SHORT_S, base=str(tmp_path))
+        reports = cli_status.observe("jobs", SHORT_S, base=str(tmp_path))
         assert {job.job: job.state for job in one_device(next(reports)).jobs} == {
             "1": "between turns",
             "2": "computes",
@@ -156,11 +157,11 @@ def test_no_jobs_are_said_to_be_none(group: str, capsys: pytest.CaptureFixture[s
 
 def test_files_that_are_no_segments_change_the_exit_code(tmp_path: Path) -> None:
     segment = join_at(tmp_path)
-    reports = _cli_status.observe(None, 0.1, base=str(tmp_path))
-    assert _cli_status.exit_code(next(reports)) == FINE
+    reports = cli_status.observe(None, 0.1, base=str(tmp_path))
+    assert cli_status.exit_code(next(reports)) == FINE
     os.truncate(segment.path, 5)
     next(reports)
-    assert _cli_status.exit_code(next(reports)) == FOUND
+    assert cli_status.exit_code(next(reports)) == FOUND
     segment.forget()
 
 
@@ -172,13 +173,13 @@ def test_watching_shows_one_picture_after_another(
     if live:
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     make()
-    observed = _cli_status.observe
+    observed = cli_status.observe
 
     def twice(*arguments: Any) -> Any:
         yield from itertools.islice(observed(*arguments), 2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_cli_status, "observe", twice)
+    monkeypatch.setattr(cli_status, "observe", twice)
     assert cli.main(["status", "--watch", "0.1", "--group", group]) == FINE
     assert capsys.readouterr().out.count("last hand-over") >= 2
 
@@ -260,7 +261,7 @@ def test_ctrl_c_before_the_end_of_a_single_look_is_told(monkeypatch: pytest.Monk
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_cli_status, "observe", interrupt)
+    monkeypatch.setattr(cli_status, "observe", interrupt)
     assert cli.main(["status", "--json"]) == INTERRUPTED
 
 

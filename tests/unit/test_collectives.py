@@ -6,9 +6,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._collectives import HostBuffer, NativeHalves, Ring, chunk_numel, ring_tag
-from crossover_ddp._layout import Layout, Span
-from crossover_ddp._staging import StagedBuffer
+from crossover_ddp._exchange.collectives import HostBuffer, NativeHalves, Ring, chunk_numel, ring_tag
+from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._exchange.staging import StagedBuffer
 from tests.unit.late_copier import LateCopier
 
 INT32_MAX = 2**31 - 1

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, crossover_hook, crossover_wrapper
-from crossover_ddp._turn_segment import SHARED_MEMORY
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
 
 Hook = default_hooks.allreduce_hook
@@ -139,7 +139,7 @@ def test_a_foreign_segment_costs_one_warning(
 ) -> None:
     expected = losses(small_model())
     monkeypatch.setattr(
-        "crossover_ddp._turn_segment.TurnSegment.__init__.__kwdefaults__", {"base": str(tmp_path)}
+        "crossover_ddp._turns.segment.TurnSegment.__init__.__kwdefaults__", {"base": str(tmp_path)}
     )
     foreign = tmp_path / f"crossover_ddp-{os.geteuid()}"
     foreign.symlink_to(tmp_path / "elsewhere")
@@ -217,7 +217,7 @@ def test_the_turn_is_given_away_before_a_worker_can_take_the_next_one(
     hook: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest worker there can be: it is done before `put` returns."""
-    monkeypatch.setattr("crossover_ddp._worker.Worker.put", lambda self, job: job())
+    monkeypatch.setattr("crossover_ddp._system.worker.Worker.put", lambda self, job: job())
     turn = RecordingTurn()
     state = CrossoverState()
     state.turn = turn

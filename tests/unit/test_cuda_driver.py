@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp import _cuda_driver, _device_order
-from crossover_ddp._cuda_driver import (
+from crossover_ddp._system import cuda_driver as driver_module
+from crossover_ddp._system import device as device_module
+from crossover_ddp._system.cuda_driver import (
     CAN_USE_64_BIT_STREAM_MEM_OPS,
     IPC_EVENT_SUPPORTED,
     CudaDriver,
@@ -149,14 +150,14 @@ def test_a_gpu_and_an_instance_of_one_are_named_as_nvidia_smi_does(
 def test_the_drivers_name_comes_before_torchs(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = type("Properties", (), {"uuid": "of-torch"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(_device_order, "cuda_driver", lambda: driver)
-    assert _device_order.device_name(torch.device("cuda", 1)) == f"GPU-{CARD}"
+    monkeypatch.setattr(device_module, "cuda_driver", lambda: driver)
+    assert device_module.device_name(torch.device("cuda", 1)) == f"GPU-{CARD}"
 
     def none() -> CudaDriver:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(_device_order, "cuda_driver", none)
-    assert _device_order.device_name(torch.device("cuda", 1)) == "GPU-of-torch"
+    monkeypatch.setattr(device_module, "cuda_driver", none)
+    assert device_module.device_name(torch.device("cuda", 1)) == "GPU-of-torch"
 
 
 def test_the_driver_is_initialized_before_anything_else_is_asked(
@@ -178,9 +179,9 @@ def test_the_driver_is_initialized_before_anything_else_is_asked(
 def test_a_thread_of_ours_ignores_captures_of_others_from_its_first_work_on(
     driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cuda_driver, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(driver_module, "cuda_driver", lambda: driver)
     threads = [
-        threading.Thread(target=lambda: [_cuda_driver.adopt_thread() for _ in range(3)], name=name)
+        threading.Thread(target=lambda: [driver_module.adopt_thread() for _ in range(3)], name=name)
         for name in ("one", "two")
     ]
     for thread in threads:
@@ -188,7 +189,7 @@ def test_a_thread_of_ours_ignores_captures_of_others_from_its_first_work_on(
         thread.join()
     assert library.seen == [("mode", 1, "one"), ("mode", 1, "two")]
     library.result = 1  # a driver that refuses changes nothing
-    other = threading.Thread(target=_cuda_driver.adopt_thread, name="three")
+    other = threading.Thread(target=driver_module.adopt_thread, name="three")
     other.start()
     other.join()
     assert library.seen[-1] == ("mode", 1, "three")

@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
-from crossover_ddp._compiled import called_by_compiled_code, uncompiled
-from crossover_ddp._trial import END
+from crossover_ddp._decoupled.compiled import called_by_compiled_code, uncompiled
+from crossover_ddp._decoupled.trial import END
 from tests.unit.decoupled_training import inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]

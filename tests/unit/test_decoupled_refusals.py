@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from crossover_ddp._decoupled_training import DecoupledTraining
-from crossover_ddp._exchange import Exchange
+from crossover_ddp._decoupled.training import DecoupledTraining
+from crossover_ddp._exchange.engine import Exchange
 from tests.unit.decoupled_training import Training, assert_same, inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]

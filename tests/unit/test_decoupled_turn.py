@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
-from crossover_ddp._journey import Deferred
+from crossover_ddp._exchange.transfer import Deferred
 from tests.unit.decoupled_training import inputs, network, sgd
 
 STEPS = 6
@@ -60,8 +60,8 @@ def test_with_a_sibling_the_turn_is_drawn_when_the_device_has_the_first_gradient
 
 
 def test_a_native_gather_can_be_waited_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from crossover_ddp._exchange import Exchange
-    from crossover_ddp._staging import Side
+    from crossover_ddp._exchange.engine import Exchange
+    from crossover_ddp._exchange.staging import Side
     from tests.unit.test_gathers import FakeBucket
 
     waited: list[str] = []

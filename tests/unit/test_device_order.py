@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp import _device_order, _event_order, _gpu_order
-from crossover_ddp._device_order import EventOrder, HostOrder, SynchronizedOrder, device_order
-from crossover_ddp._event_order import Pools
-from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp._system import device as device_module
+from crossover_ddp._turns import (
+    event_order as event_order_module,
+)
+from crossover_ddp._turns import (
+    gpu_order as gpu_order_module,
+)
+from crossover_ddp._turns.device_order import EventOrder, HostOrder, SynchronizedOrder, device_order
+from crossover_ddp._turns.event_order import Pools
+from crossover_ddp._turns.slots import EVENT_COUNT, EVENT_HANDLE_BYTES
 
 GPU = torch.device("cuda", 0)
 SOON_S = 10.0
@@ -104,9 +110,9 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: notes.add("set_device", device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-    monkeypatch.setattr(_event_order, "_pools", Pools())
-    monkeypatch.setattr(_gpu_order, "_DRAIN_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(_gpu_order, "_SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(event_order_module, "_pools", Pools())
+    monkeypatch.setattr(gpu_order_module, "_DRAIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(gpu_order_module, "_SETTLE_TIMEOUT_S", 0.05)
     yield notes
     notes.gate.set()
     for order in made:
@@ -351,7 +357,7 @@ def test_a_cpu_needs_no_order_of_its_own() -> None:
 def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = type("Properties", (), {"uuid": "3e8f-1"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert _device_order.device_name(GPU) == "GPU-3e8f-1"
+    assert device_module.device_name(GPU) == "GPU-3e8f-1"
 
 
 @pytest.mark.parametrize(("initialized", "expected"), [(True, "cuda:1"), (False, "cpu")])
@@ -361,4 +367,4 @@ def test_the_default_is_the_gpu_that_is_in_use(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert _device_order.default_device() == torch.device(expected)
+    assert device_module.default_device() == torch.device(expected)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._staging import Side
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.staging import Side
 from tests.unit.fake_bucket import FakeBucket, FakeTurn
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange import Exchange
+from crossover_ddp._exchange.engine import Exchange
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.unit.fuse import blow

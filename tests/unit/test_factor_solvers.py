@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossover_ddp._factors import DampedInverse, Eigenbasis, Solver, precondition
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver, precondition
 
 SOLVERS: tuple[type[Solver], ...] = (DampedInverse, Eigenbasis)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossover_ddp._capture import FactorCapture
-from crossover_ddp._factor_sums import Captured, Room
-from crossover_ddp._factors import factor_of
-from crossover_ddp._kfac_layers import find_layers
+from crossover_ddp._kfac.capture import FactorCapture
+from crossover_ddp._kfac.factor_sums import Captured, Room
+from crossover_ddp._kfac.factors import factor_of
+from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.test_capture import (
     Net,

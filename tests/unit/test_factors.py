@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from crossover_ddp import _factors
-from crossover_ddp._columns import LayerShape, WeightSharing, layer_shape
-from crossover_ddp._factors import (
+from crossover_ddp._kfac import factors as factors_module
+from crossover_ddp._kfac.columns import LayerShape, WeightSharing, layer_shape
+from crossover_ddp._kfac.factors import (
     gradient_matrix,
     input_factor,
     output_factor,
@@ -248,8 +248,8 @@ def test_unfolding_in_parts_and_multiplying_in_strips_gives_the_same(
     reference = reference_of(CASES[name])
     shape = shape_of(reference.module)
     whole = input_factor(reference.module, shape, reference.input, "expand")
-    monkeypatch.setattr(_factors, "_CHUNK_NUMEL", 200)
-    monkeypatch.setattr(_factors, "_GRAM_STRIP", 4)
+    monkeypatch.setattr(factors_module, "_CHUNK_NUMEL", 200)
+    monkeypatch.setattr(factors_module, "_GRAM_STRIP", 4)
     parts = input_factor(reference.module, shape, reference.input, "expand")
     torch.testing.assert_close(parts, whole)
     assert torch.equal(parts, parts.mT)
@@ -363,7 +363,7 @@ def symmetric(groups: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_triangles_survive_packing(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_factors, "_PACK_BLOCK", 16)
+    monkeypatch.setattr(factors_module, "_PACK_BLOCK", 16)
     for size in range(1, 71):
         factor = symmetric(groups, size)
         flat = torch.full((groups * size * (size + 1) // 2,), torch.nan)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _findings
-from crossover_ddp._findings import (
+from crossover_ddp._turns.view import Liveness, Look, Place, Problem, Segment
+from crossover_ddp.cli.doctor import findings
+from crossover_ddp.cli.doctor.findings import (
     Directory,
     Finding,
     Gpu,
@@ -18,7 +19,6 @@ from crossover_ddp._findings import (
     Software,
     State,
 )
-from crossover_ddp._segment_view import Liveness, Look, Place, Problem, Segment
 
 OK, NOTE, PROBLEM = State
 
@@ -45,7 +45,7 @@ def said(found: list[Finding]) -> str:
 
 
 def test_a_good_installation_has_nothing_to_mend() -> None:
-    assert set(states(_findings.software(SOFTWARE))) == {OK}
+    assert set(states(findings.software(SOFTWARE))) == {OK}
 
 
 @pytest.mark.parametrize(
@@ -60,20 +60,20 @@ def test_a_good_installation_has_nothing_to_mend() -> None:
     ],
 )
 def test_what_an_installation_lacks_is_found(changed: dict[str, Any], state: State, words: str) -> None:
-    found = _findings.software(replace(SOFTWARE, **changed))
+    found = findings.software(replace(SOFTWARE, **changed))
     assert [each for each in states(found) if each is not OK] == [state]
     assert words in said(found)
 
 
 def test_nccl_is_not_missed_in_a_build_without_cuda() -> None:
-    assert set(states(_findings.software(replace(SOFTWARE, cuda_build=None, nccl=None)))) == {OK}
+    assert set(states(findings.software(replace(SOFTWARE, cuda_build=None, nccl=None)))) == {OK}
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("2.15.0+cu132", (2, 15, 0)), ("2.11.0a0+git", (2, 11, 0)), ("3", (3,)), ("x", ())]
 )
 def test_versions_are_numbers(text: str, expected: tuple[int, ...]) -> None:
-    assert _findings.version_of(text) == expected
+    assert findings.version_of(text) == expected
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -93,15 +93,15 @@ def test_versions_are_numbers(text: str, expected: tuple[int, ...]) -> None:
     ],
 )
 def test_gpus(seen: Gpus, mps: Mps, state: State, words: str) -> None:
-    found = _findings.gpus(seen, mps)
+    found = findings.gpus(seen, mps)
     assert found[-1].state is state
     assert words in said(found)
 
 
 def test_gpus_are_told_by_uuid_with_their_memory() -> None:
-    (found,) = _findings.gpus(Gpus((GPU,), 1, None), NO_MPS)
+    (found,) = findings.gpus(Gpus((GPU,), 1, None), NO_MPS)
     assert found.what == "GPU-1 H, 70000 of 80000 MiB free"
-    (found,) = _findings.gpus(Gpus((GPU._replace(memory_mib=None),), 1, None), NO_MPS)
+    (found,) = findings.gpus(Gpus((GPU._replace(memory_mib=None),), 1, None), NO_MPS)
     assert found.what == "GPU-1 H"
 
 
@@ -115,10 +115,10 @@ def test_gpus_are_told_by_uuid_with_their_memory() -> None:
     ],
 )
 def test_mps(seen: Mps, state: State, words: str) -> None:
-    found = _findings.multi_process_service(seen, 1)
+    found = findings.multi_process_service(seen, 1)
     assert states(found) == [state]
     assert words in said(found)
-    assert _findings.multi_process_service(seen, 0) == [], "without a GPU it does not matter"
+    assert findings.multi_process_service(seen, 0) == [], "without a GPU it does not matter"
 
 
 # --- shared memory ---------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_mps(seen: Mps, state: State, words: str) -> None:
     ],
 )
 def test_shared_memory(changed: dict[str, Any], state: State, words: str) -> None:
-    found = _findings.shared_memory(replace(SHARED_MEMORY, **changed))
+    found = findings.shared_memory(replace(SHARED_MEMORY, **changed))
     assert [each for each in states(found) if each is not OK] == [state] * (state is not OK)
     assert words in said(found)
 
@@ -155,7 +155,7 @@ def test_segments_in_use_left_behind_and_broken_are_told_apart() -> None:
         Problem("/x", "the directory itself"),
     )
     seen = Look(0, "/x", (SEGMENT, SEGMENT._replace(group="old", held=False)), problems)
-    found = _findings.segments(seen, ["/x/swept.turns"])
+    found = findings.segments(seen, ["/x/swept.turns"])
     assert states(found) == [NOTE, OK, NOTE, PROBLEM, PROBLEM]
     assert [each.mend for each in found] == [
         "",
@@ -167,7 +167,7 @@ def test_segments_in_use_left_behind_and_broken_are_told_apart() -> None:
 
 
 def test_no_segments_are_fine() -> None:
-    assert states(_findings.segments(Look(0, "/x", (), ()))) == [OK]
+    assert states(findings.segments(Look(0, "/x", (), ()))) == [OK]
 
 
 # --- environment -----------------------------------------------------------------------------------------------------
@@ -188,13 +188,13 @@ def test_no_segments_are_fine() -> None:
     ],
 )
 def test_environment(variables: dict[str, str], state: State, words: str) -> None:
-    found = _findings.environment(variables)
+    found = findings.environment(variables)
     assert [each for each in states(found) if each is not OK] == [state] * (state is not OK)
     assert words in said(found)
 
 
 def test_a_timeline_that_cannot_be_written_is_a_problem() -> None:
-    found = _findings.environment({"CROSSOVER_TIMELINE": "/t"}, timeline_writable=False)
+    found = findings.environment({"CROSSOVER_TIMELINE": "/t"}, timeline_writable=False)
     assert PROBLEM in states(found)
     assert "mkdir -p /t" in said(found)
 
@@ -213,14 +213,14 @@ def test_a_timeline_that_cannot_be_written_is_a_problem() -> None:
     ],
 )
 def test_threads(wanted: str | None, cores: int, quota: float | None, state: State, words: str) -> None:
-    found = _findings.threads(wanted, cores, quota)
+    found = findings.threads(wanted, cores, quota)
     assert states(found) == [state]
     assert words in said(found)
 
 
 def test_a_quota_below_the_cores_is_told() -> None:
-    assert "1.5 by the container's quota" in _findings.threads("1", 4, 1.5)[0].what
-    assert "quota" not in _findings.threads("1", 4, 8.0)[0].what
+    assert "1.5 by the container's quota" in findings.threads("1", 4, 1.5)[0].what
+    assert "quota" not in findings.threads("1", 4, 8.0)[0].what
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_quota_below_the_cores_is_told() -> None:
     ],
 )
 def test_platform(system: str, kernel: str, state: State) -> None:
-    assert states(_findings.platform(system, kernel)) == [state]
+    assert states(findings.platform(system, kernel)) == [state]
 
 
 # --- network ---------------------------------------------------------------------------------------------------------
@@ -256,19 +256,19 @@ def test_platform(system: str, kernel: str, state: State) -> None:
     ],
 )
 def test_network(changed: dict[str, Any], state: State, words: str) -> None:
-    found = _findings.network(replace(NETWORK, **changed))
+    found = findings.network(replace(NETWORK, **changed))
     assert states(found) == [state]
     assert words in said(found)
 
 
 def test_several_chosen_interfaces_are_judged_each() -> None:
-    assert states(_findings.network(replace(NETWORK, chosen="eth0,eth1"))) == [OK, PROBLEM]
+    assert states(findings.network(replace(NETWORK, chosen="eth0,eth1"))) == [OK, PROBLEM]
 
 
 def test_the_link_speed_is_told_or_said_not_to_be_known() -> None:
-    assert "10000 Mbit/s" in _findings.network(NETWORK)[0].what
+    assert "10000 Mbit/s" in findings.network(NETWORK)[0].what
     unknown = replace(NETWORK, interfaces=(replace(ETH, mbit_s=None),))
-    assert "speed not told" in _findings.network(unknown)[0].what
+    assert "speed not told" in findings.network(unknown)[0].what
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ def test_the_link_speed_is_told_or_said_not_to_be_known() -> None:
 
 def test_every_problem_says_what_mends_it() -> None:
     found = [
-        *_findings.software(replace(SOFTWARE, python=(3, 9, 0), torch="1", gloo=False)),
-        *_findings.gpus(Gpus((GPU._replace(compute_mode="Prohibited"),), 0, None), NO_MPS),
-        *_findings.shared_memory(replace(SHARED_MEMORY, present=False)),
-        *_findings.environment({"CROSSOVER_GROUP": "/"}),
-        *_findings.network(replace(NETWORK, chosen="x")),
-        *_findings.threads("x", 1),
-        *_findings.platform("Plan 9", ""),
+        *findings.software(replace(SOFTWARE, python=(3, 9, 0), torch="1", gloo=False)),
+        *findings.gpus(Gpus((GPU._replace(compute_mode="Prohibited"),), 0, None), NO_MPS),
+        *findings.shared_memory(replace(SHARED_MEMORY, present=False)),
+        *findings.environment({"CROSSOVER_GROUP": "/"}),
+        *findings.network(replace(NETWORK, chosen="x")),
+        *findings.threads("x", 1),
+        *findings.platform("Plan 9", ""),
     ]
     problems = [each for each in found if each.state is PROBLEM]
     assert len(problems) >= 9

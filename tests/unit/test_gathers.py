@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._exchange import Exchange
-from crossover_ddp._gathers import GatherOrder
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.gathers import GatherOrder
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
 from tests.unit.fake_bucket import FakeBucket

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp import _gpu_findings
-from crossover_ddp._device_order import WAYS
-from crossover_ddp._findings import Finding, Mps, State
-from crossover_ddp._gpu_findings import Ordering
+from crossover_ddp._system.environment import DEVICE_ORDERS
+from crossover_ddp.cli.doctor import gpu_findings
+from crossover_ddp.cli.doctor.findings import Finding, Mps, State
+from crossover_ddp.cli.doctor.gpu_findings import Ordering
 
 OK, NOTE, PROBLEM = State
 NEW = (2, 30, 7)
@@ -59,25 +59,25 @@ def worth_saying(found: list[Finding]) -> list[Finding]:
 def test_options_of_nccl(
     variables: dict[str, str], version: tuple[int, ...], state: State, words: str
 ) -> None:
-    found = _gpu_findings.nccl(variables, version, 2)
+    found = gpu_findings.nccl(variables, version, 2)
     assert [each.state for each in worth_saying(found)] == [state] * (state is not OK)
     assert words in "\n".join(f"{each.what} | {each.mend}" for each in found)
 
 
 def test_an_old_nccl_does_not_know_newer_options() -> None:
     variables = {"NCCL_CTA_POLICY": "1", "NCCL_MAX_CTAS": "4"}
-    found = _gpu_findings.nccl(variables, (2, 16, 2), 1)
+    found = gpu_findings.nccl(variables, (2, 16, 2), 1)
     assert [each.mend for each in worth_saying(found)] == [
         "pip install -U torch  # for NCCL 2.28 or newer",
         "export NCCL_MAX_CTAS=<SMs to spend>",
         "export NCCL_MAX_NCHANNELS=4",
     ]
-    assert len(worth_saying(_gpu_findings.nccl({}, (2, 16, 2), 1))) == 1
+    assert len(worth_saying(gpu_findings.nccl({}, (2, 16, 2), 1))) == 1
 
 
 def test_one_gpu_has_no_peer_of_its_own_machine() -> None:
     variables = {**QUIET, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    assert worth_saying(_gpu_findings.nccl(variables, NEW, 1)) == []
+    assert worth_saying(gpu_findings.nccl(variables, NEW, 1)) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_one_gpu_has_no_peer_of_its_own_machine() -> None:
     ],
 )
 def test_settings_of_cuda(variables: dict[str, str], state: State, words: str) -> None:
-    (found,) = _gpu_findings.cuda(variables, 1)
+    (found,) = gpu_findings.cuda(variables, 1)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
 
@@ -119,18 +119,18 @@ def test_settings_of_cuda(variables: dict[str, str], state: State, words: str) -
     ],
 )
 def test_forms_of_visible_devices(value: str, mps: Mps, state: State, words: str) -> None:
-    (found,) = _gpu_findings.visible_devices(value, mps, 2)
+    (found,) = gpu_findings.visible_devices(value, mps, 2)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
 
 
 def test_torch_without_what_turns_need_is_a_problem() -> None:
     names = {"torch.cuda.Event.ipc_handle": True, "torch.cuda.is_current_stream_capturing": False}
-    (found,) = _gpu_findings.features(names, 1)
+    (found,) = gpu_findings.features(names, 1)
     assert found.state is PROBLEM
     assert "is_current_stream_capturing" in found.what
     assert "ipc_handle" not in found.what
-    (found,) = _gpu_findings.features(dict.fromkeys(names, True), 1)
+    (found,) = gpu_findings.features(dict.fromkeys(names, True), 1)
     assert found.state is OK
 
 
@@ -148,20 +148,20 @@ def test_torch_without_what_turns_need_is_a_problem() -> None:
     ],
 )
 def test_how_turns_are_ordered(gpu: Ordering, wanted: str | None, state: State, words: str) -> None:
-    (found,) = _gpu_findings.ordering([gpu], wanted, WAYS)
+    (found,) = gpu_findings.ordering([gpu], wanted, DEVICE_ORDERS)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
 
 
 def test_nothing_is_said_of_gpus_where_there_is_none() -> None:
     variables = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_MAX_CTAS": "x"}
-    assert _gpu_findings.nccl(variables, NEW, 0) == []
-    assert _gpu_findings.nccl(variables, None, 1) == []
-    assert _gpu_findings.cuda(variables, 0) == []
-    assert _gpu_findings.visible_devices("x", NO_MPS, 0) == []
-    assert _gpu_findings.visible_devices(None, NO_MPS, 1) == []
-    assert _gpu_findings.features({"a": False}, 0) == []
-    assert _gpu_findings.ordering([], None, WAYS) == []
+    assert gpu_findings.nccl(variables, NEW, 0) == []
+    assert gpu_findings.nccl(variables, None, 1) == []
+    assert gpu_findings.cuda(variables, 0) == []
+    assert gpu_findings.visible_devices("x", NO_MPS, 0) == []
+    assert gpu_findings.visible_devices(None, NO_MPS, 1) == []
+    assert gpu_findings.features({"a": False}, 0) == []
+    assert gpu_findings.ordering([], None, DEVICE_ORDERS) == []
 
 
 NAMES = (
@@ -192,8 +192,8 @@ def test_whatever_is_set_each_finding_has_its_mend(
     variables: dict[str, str], version: tuple[int, ...], visible: str
 ) -> None:
     found = [
-        *_gpu_findings.nccl(variables, version, 2),
-        *_gpu_findings.cuda(variables, 2),
-        *_gpu_findings.visible_devices(visible, NO_MPS, 2),
+        *gpu_findings.nccl(variables, version, 2),
+        *gpu_findings.cuda(variables, 2),
+        *gpu_findings.visible_devices(visible, NO_MPS, 2),
     ]
     assert all(each.mend for each in worth_saying(found))

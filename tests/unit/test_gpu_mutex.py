@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from crossover_ddp import _turn_segment, _turns
-from crossover_ddp._segment_files import Slot
-from crossover_ddp._turn_segment import SHARED_MEMORY
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns import rules
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.slots import Slot
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
 from tests.unit.mutexes import (
@@ -293,7 +294,7 @@ def test_every_turn_that_does_not_end_has_a_lease(make: Make, caplog: pytest.Log
 def test_a_lease_overwritten_while_its_owner_is_stopped_ends_the_wait_nevertheless(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_turn_segment, "DEFAULT_LEASE_S", 0.2)
+    monkeypatch.setattr(turn_segment, "DEFAULT_LEASE_S", 0.2)
     stuck, mutex = make(lease=60.0), make()
     stuck.acquire()
     segment = stuck._segment
@@ -309,7 +310,7 @@ def test_a_lease_overwritten_while_its_owner_is_stopped_ends_the_wait_neverthele
 
 
 def test_a_lease_left_out_follows_the_turns_up_and_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_turns, "DEFAULT_LEASE_S", 0.05)
+    monkeypatch.setattr(rules, "DEFAULT_LEASE_S", 0.05)
     mutex, sibling = make(lease=None), make()
     assert mutex.stats()["lease_s"] == 0.05
 
@@ -331,7 +332,7 @@ def test_a_lease_left_out_follows_the_turns_up_and_down(make: Make, monkeypatch:
 def test_waiting_for_a_sibling_makes_no_lease_longer(
     make: Make, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(_turns, "DEFAULT_LEASE_S", 0.1)
+    monkeypatch.setattr(rules, "DEFAULT_LEASE_S", 0.1)
     mutex, sibling = make(lease=None), make()
     for _ in range(3):
         sibling.acquire()
@@ -354,9 +355,9 @@ def test_a_lease_that_is_given_stays(make: Make) -> None:
 
 def test_a_stopped_job_costs_one_lease_however_many_slots_it_has(make: Make, group: str) -> None:
     """A job of eight ranks on one device draws a turn and is heard of no more."""
-    segments = [_turn_segment.TurnSegment(group, DEVICE) for _ in range(8)]
+    segments = [turn_segment.TurnSegment(group, DEVICE) for _ in range(8)]
     for rank, segment in enumerate(segments):
-        devices = _turn_segment.digest(DEVICE)
+        devices = turn_segment.digest(DEVICE)
         segment.join(job=9, devices=devices, rank=rank, world_size=8, lease_s=0.4)
     mutex = make()
     segments[0].draw_turn()

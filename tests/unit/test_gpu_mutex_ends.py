@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crossover_ddp import _joining, _turn_segment
+from crossover_ddp._turns import joining as joining_module
+from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.unit.mutexes import (
@@ -83,8 +84,8 @@ def test_turns_can_be_switched_off(
 def test_siblings_that_share_only_some_devices_are_refused(make: Make, group: str) -> None:
     """Here by hand; tests/multiprocess does it with real ranks."""
     make().acquire()
-    segment = _turn_segment.TurnSegment(group, DEVICE)
-    segment.join(job=9, devices=_turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
+    segment = turn_segment.TurnSegment(group, DEVICE)
+    segment.join(job=9, devices=turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
     with pytest.raises(
         TurnError, match=r"expected siblings to use the same set of devices, got a job \(process"
     ):
@@ -93,10 +94,10 @@ def test_siblings_that_share_only_some_devices_are_refused(make: Make, group: st
     segment.leave()
 
 
-def misfit(group: str, job: int = 9) -> _turn_segment.TurnSegment:
+def misfit(group: str, job: int = 9) -> turn_segment.TurnSegment:
     """Join as a job that uses another device, too."""
-    segment = _turn_segment.TurnSegment(group, DEVICE)
-    segment.join(job=job, devices=_turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
+    segment = turn_segment.TurnSegment(group, DEVICE)
+    segment.join(job=job, devices=turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
     return segment
 
 
@@ -114,7 +115,7 @@ def test_a_misfit_that_is_just_being_refused_keeps_nobody_out(
 def test_a_misfit_that_takes_turns_is_not_waited_for(
     make: Make, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_joining, "_NEWCOMER_S", 3600.0)
+    monkeypatch.setattr(joining_module, "_NEWCOMER_S", 3600.0)
     segment = misfit(group)
     segment.publish_started(1)
     with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
@@ -128,7 +129,7 @@ def test_of_two_newcomers_the_one_with_the_greater_number_gives_up_first(
 ) -> None:
     slept_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append)
-    monkeypatch.setattr(_joining, "time", clock)
+    monkeypatch.setattr(joining_module, "time", clock)
     segment = misfit(group, number)
     with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
         make()
@@ -137,7 +138,7 @@ def test_of_two_newcomers_the_one_with_the_greater_number_gives_up_first(
 
 
 def test_what_is_not_a_segment_is_refused_by_name(make: Make, group: str) -> None:
-    segment = _turn_segment.TurnSegment(group, DEVICE)
+    segment = turn_segment.TurnSegment(group, DEVICE)
     segment.forget()
     os.truncate(segment.path, 10)
     try:
@@ -337,7 +338,7 @@ def test_a_sibling_whose_clock_is_another_one_spoils_no_latency(
     assert blocks(taking)
     real_ns = time.monotonic_ns
     with monkeypatch.context() as other_clock:
-        other_clock.setattr(_turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns))
+        other_clock.setattr(turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns))
         sibling.release()
     taking.result(SOON_S)
     assert mutex.stats()["handovers"] == 0

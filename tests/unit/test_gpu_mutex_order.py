@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _device_order
-from crossover_ddp._segment_files import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp._turns.slots import EVENT_COUNT, EVENT_HANDLE_BYTES
 from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
@@ -74,7 +73,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[GPUMute
         made.append((mutex, orders[-1]))
         return made[-1]
 
-    monkeypatch.setattr(_device_order, "device_order", device_order)
+    monkeypatch.setattr(device_order, "device_order", device_order)
     yield make_one
     for mutex, _ in made:
         mutex.close()

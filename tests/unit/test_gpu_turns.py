@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp import _gpu_order
-from crossover_ddp._device_order import VARIABLE, EventOrder, SynchronizedOrder
-from crossover_ddp._semaphore_order import SemaphoreOrder
+from crossover_ddp._system.environment import DEVICE_ORDER
+from crossover_ddp._turns import gpu_order
+from crossover_ddp._turns.device_order import EventOrder, SynchronizedOrder
+from crossover_ddp._turns.semaphore_order import SemaphoreOrder
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.unit.fake_gpu import SOON_S, FakeGpu, FakeProcess, FakeStream, Kernel, gpu, install
 from tests.unit.mutexes import files_of, group
@@ -30,15 +31,15 @@ LOOK_S = 0.01
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look after waits a hundred times a second, and lose patience with the device soon."""
-    monkeypatch.setattr(_gpu_order, "_LOOK_S", LOOK_S)
-    monkeypatch.setattr(_gpu_order, "_SETTLE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(_gpu_order, "_DRAIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(gpu_order, "_LOOK_S", LOOK_S)
+    monkeypatch.setattr(gpu_order, "_SETTLE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(gpu_order, "_DRAIN_TIMEOUT_S", 0.1)
 
 
 def join(gpu: FakeGpu, group: str, way: str, name_space: str = "host") -> FakeProcess:
     process = FakeProcess(gpu, name_space)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, way)
+        patch.setenv(DEVICE_ORDER, way)
         process.join(group)
     return process
 
@@ -346,7 +347,7 @@ def test_who_lives_is_waited_for_however_long_it_takes(
 def test_a_word_that_a_stream_may_still_read_is_not_given_up(
     gpu: FakeGpu, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_gpu_order, "_LOOK_S", 60.0)  # nobody comes to release it
+    monkeypatch.setattr(gpu_order, "_LOOK_S", 60.0)  # nobody comes to release it
     _, living = die_after_giving_back(gpu, group, "semaphores")
     born = join(gpu, group, "semaphores")
     born.take_turn()

@@ -15,12 +15,12 @@ from crossover_ddp import (
     DecoupledState,
     KFACState,
     UnsupportedConfigurationError,
-    _ddp_checks,
     crossover_hook,
     crossover_wrapper,
     decoupled_hook,
     kfac_hook,
 )
+from crossover_ddp._exchange import ddp_checks
 from tests.unit.fake_bucket import FakeBucket
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -61,12 +61,12 @@ def test_a_captured_backward_is_refused_and_the_next_one_is_not(
     model, close = model_with(HOOKS[name])
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    real = _ddp_checks._is_captured
+    real = ddp_checks._is_captured
 
     def on_gpu(bucket: Any) -> bool:
         return real(FakeBucket(OnGpu()))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_ddp_checks, "_is_captured", on_gpu)
+    monkeypatch.setattr(ddp_checks, "_is_captured", on_gpu)
     try:
         with pytest.raises(UnsupportedConfigurationError, match="while a graph is captured"):
             model(torch.ones(3, 4)).sum().backward()
@@ -83,5 +83,5 @@ def test_nothing_is_asked_of_cuda_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("asked CUDA, which this machine need not have")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    _ddp_checks.check_not_capturing(FakeBucket(torch.ones(3)))  # type: ignore[arg-type]
-    _ddp_checks.check_not_capturing((torch.ones(3), torch.ones(3)))
+    ddp_checks.check_not_capturing(FakeBucket(torch.ones(3)))  # type: ignore[arg-type]
+    ddp_checks.check_not_capturing((torch.ones(3), torch.ones(3)))

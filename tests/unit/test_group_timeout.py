@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp._group_timeout import UNKNOWN_TIMEOUT_S, group_timeout_s, patience_limit_s
+from crossover_ddp._turns.group_timeout import UNKNOWN_TIMEOUT_S, group_timeout_s, patience_limit_s
 from crossover_ddp.gpu_mutex import GPUMutex
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations
 
-from crossover_ddp._guards import GuardedParameters, Guards, Watch
+from crossover_ddp._decoupled.guards import GuardedParameters, Guards, Watch
 
 pytestmark = pytest.mark.torch_version
 

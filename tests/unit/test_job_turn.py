@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp import _job_turn
-from crossover_ddp._job_turn import JobTurn
+from crossover_ddp import comm_hooks
+from crossover_ddp.comm_hooks import JobTurn
 from crossover_ddp.gpu_mutex import GPUMutex
 
 
@@ -26,7 +26,7 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
         made.append(GPUMutex(device="dev0"))
         return made[-1]
 
-    monkeypatch.setattr(_job_turn.GPUMutex, "for_hook", slow)
+    monkeypatch.setattr(comm_hooks.GPUMutex, "for_hook", slow)
     turns = [JobTurn(None), JobTurn(None)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(turns[0].acquire)
@@ -84,10 +84,10 @@ def test_nccl_without_mps_is_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_job_turn.dist, "get_backend_config", lambda group: backend)
-    monkeypatch.setattr(_job_turn, "cuda_driver", lambda: Driver(enabled))
+    monkeypatch.setattr(comm_hooks.dist, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr(comm_hooks, "cuda_driver", lambda: Driver(enabled))
     group = dist.group.WORLD
     assert group is not None
     with caplog.at_level(logging.WARNING):
-        _job_turn._warn_without_mps(torch.device(device), group)
+        comm_hooks._warn_without_mps(torch.device(device), group)
     assert ("without MPS" in caplog.text) == warns

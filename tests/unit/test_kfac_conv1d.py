@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from crossover_ddp._columns import LayerShape
-from crossover_ddp._kfac_layers import find_layers
-from crossover_ddp._row_product import goes_by_rows
+from crossover_ddp._kfac.columns import LayerShape
+from crossover_ddp._kfac.layers import find_layers
+from crossover_ddp._kfac.row_product import goes_by_rows
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.test_kfac_state import Training
 

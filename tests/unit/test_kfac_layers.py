@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from crossover_ddp._kfac_layers import find_layers
+from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.test_kfac_state import LR, Training, mlp

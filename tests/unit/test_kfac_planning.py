@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._kfac_planning import (
+from crossover_ddp._kfac.placement import (
     EarlyFactor,
     FactorBucket,
     FactorStep,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import _kfac_costs
-from crossover_ddp._kfac_planning import InverseCost
+from crossover_ddp._kfac import costs as kfac_costs
+from crossover_ddp._kfac.placement import InverseCost
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
@@ -354,7 +354,7 @@ def test_the_report_names_layers_owners_and_what_passes_through() -> None:
 
 def test_owners_are_found_by_measured_costs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = InverseCost(cubic_s=1.0)
-    monkeypatch.setattr(_kfac_costs, "measure_inverse", lambda *_: measured)
+    monkeypatch.setattr(kfac_costs, "measure_inverse", lambda *_: measured)
     assert Training(costs="measured").state._inverse_cost == measured
     assert Training().state._inverse_cost != measured
     monkeypatch.undo()

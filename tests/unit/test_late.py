@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._late import in_equal_groups
+from crossover_ddp._kfac.late import in_equal_groups
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=30), count=st.integers(1, 20))

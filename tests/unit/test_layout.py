@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._layout import Layout, Span
+from crossover_ddp._exchange.layout import Layout, Span
 
 LENGTHS = st.lists(st.integers(0, 1000), min_size=1, max_size=9)
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._layout import Layout, Span
-from crossover_ddp._manifest import Load, Manifest, fill_up, manifest
+from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._kfac.manifest import Load, Manifest, fill_up, manifest
 
 
 @st.composite

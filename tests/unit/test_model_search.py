@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, _ddp_checks, reduce_scatter_all_gather_hook
-from crossover_ddp._ddp_checks import check_group, model_of
+from crossover_ddp import CrossoverState, reduce_scatter_all_gather_hook
+from crossover_ddp._exchange import ddp_checks
+from crossover_ddp._exchange.ddp_checks import check_group, model_of
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -70,14 +71,14 @@ def found_by(
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of what searches among all objects have found."""
     lengths: list[int] = []
-    known, everywhere = _ddp_checks._PLACES
+    known, everywhere = ddp_checks._PLACES
 
     def counted() -> list[DistributedDataParallel]:
         models = everywhere()
         lengths.append(len(models))
         return models
 
-    monkeypatch.setattr(_ddp_checks, "_PLACES", (known, counted))
+    monkeypatch.setattr(ddp_checks, "_PLACES", (known, counted))
     return lengths
 
 
@@ -184,7 +185,7 @@ def test_a_search_among_many_objects_is_left_to_c() -> None:
     gc.disable()
     sys.settrace(trace)
     try:
-        found = _ddp_checks._all_models()
+        found = ddp_checks._all_models()
     finally:
         sys.settrace(None)
         gc.enable()
@@ -237,7 +238,7 @@ def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
     gc.set_threshold(1)
     try:
         for _ in range(60):
-            assert model in _ddp_checks._all_models()
+            assert model in ddp_checks._all_models()
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(let_others_run)
@@ -279,7 +280,7 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
 
 
 def test_a_hidden_model_is_told_once_and_trains_on(caplog: pytest.LogCaptureFixture) -> None:
-    _ddp_checks._tell_hidden.cache_clear()
+    ddp_checks._tell_hidden.cache_clear()
     model = DistributedDataParallel(network(12), bucket_cap_mb=0.005)
     gc.freeze()
     try:

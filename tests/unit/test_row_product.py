@@ -5,9 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._columns import LayerShape
-from crossover_ddp._factors import DampedInverse, Eigenbasis, Solver, gradient_matrix, precondition
-from crossover_ddp._row_product import RowProduct, block_rows, goes_by_rows
+from crossover_ddp._kfac.columns import LayerShape
+from crossover_ddp._kfac.factors import (
+    DampedInverse,
+    Eigenbasis,
+    Solver,
+    gradient_matrix,
+    precondition,
+)
+from crossover_ddp._kfac.row_product import RowProduct, block_rows, goes_by_rows
 
 
 def solver_of(kind: type[Solver], shape: LayerShape) -> Solver:

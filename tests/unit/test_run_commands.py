@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._run_commands import (
+from crossover_ddp.cli.run.commands import (
     CommandError,
     default_name,
     from_groups,

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._run_lines import Lines, prefix
+from crossover_ddp.cli.run.lines import Lines, prefix
 
 
 def fed(*chunks: bytes, limit_bytes: int = 1 << 16) -> list[bytes]:

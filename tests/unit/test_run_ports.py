@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from crossover_ddp._run_commands import CommandError, from_groups, named
-from crossover_ddp._run_ports import Meeting, meetings
-from crossover_ddp._torchrun import launch_of
+from crossover_ddp.cli.run.commands import CommandError, from_groups, named
+from crossover_ddp.cli.run.ports import Meeting, meetings
+from crossover_ddp.cli.run.torchrun import launch_of
 
 
 def meet(*texts: str, at_once: int = 2, **inherited: str) -> list[Meeting]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._run_summary import (
+from crossover_ddp.cli.run.summary import (
     WARM_UP_TURNS,
     Room,
     Tally,

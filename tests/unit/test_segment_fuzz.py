@@ -1,6 +1,7 @@
 """Any bytes where a segment and its log should be: read as they are, or refused by name; nobody is made up.
 
-Both readers are fed: the one that takes turns (`TurnSegment`, `TurnLog`) and the one that only looks (`_segment_view`).
+Both readers are fed: the one that takes turns (`TurnSegment`, `TurnLog`) and the one that only looks
+(`crossover_ddp._turns.view`).
 """
 
 import os
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._segment_files import (
+from crossover_ddp._turns.rules import Blocker, Member, Patience, TurnLog, blockers
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import (
     FILE_BYTES,
     HEADER_BYTES,
     JOINED,
@@ -25,10 +28,8 @@ from crossover_ddp._segment_files import (
     device_field,
     digest,
 )
-from crossover_ddp._segment_view import Liveness, look
-from crossover_ddp._turn_report import report
-from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import Blocker, Member, Patience, TurnLog, blockers
+from crossover_ddp._turns.view import Liveness, look
+from crossover_ddp.cli.turn_report import report
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import DEVICE, home, join_at
 

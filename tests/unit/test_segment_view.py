@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp import _segment_view
-from crossover_ddp._cli_status import tables
-from crossover_ddp._segment_files import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot, digest
-from crossover_ddp._segment_view import Liveness, Log, Look, Segment, look, printable, sweep
-from crossover_ddp._turn_report import report
-from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._turns import view as segment_view
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot, digest
+from crossover_ddp._turns.view import Liveness, Log, Look, Segment, look, printable, sweep
+from crossover_ddp.cli.status import tables
+from crossover_ddp.cli.turn_report import report
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
 
 NOBODY = 65534
@@ -117,24 +117,24 @@ def test_a_slot_left_while_it_is_looked_at_is_no_dead_one(
 ) -> None:
     join(job=1)
     leaving = join(job=2)
-    tested = _segment_view._Reader._has_reader
+    tested = segment_view._Reader._has_reader
 
     def leave_first(self: Any, bell: str) -> bool:
         leaving.leave()
         return tested(self, bell)
 
-    monkeypatch.setattr(_segment_view._Reader, "_has_reader", leave_first)
+    monkeypatch.setattr(segment_view._Reader, "_has_reader", leave_first)
     assert [place.job for place in only(look(str(tmp_path))).places] == [1]
 
 
 def test_only_the_end_of_a_long_log_is_read(join: Join, tmp_path: Path) -> None:
     segment = join()
     segment.draw_turn()
-    numel = 5 * _segment_view.LOG_WINDOW_BYTES
+    numel = 5 * segment_view.LOG_WINDOW_BYTES
     os.truncate(segment.path.replace(".turns", ".log"), numel)
     log = only(look(str(tmp_path))).log
     assert log is not None
-    assert (log.numel, len(log.records)) == (numel, _segment_view.LOG_WINDOW_BYTES)
+    assert (log.numel, len(log.records)) == (numel, segment_view.LOG_WINDOW_BYTES)
     assert only(look(str(tmp_path), with_log=False)).log is None
 
 
@@ -491,7 +491,7 @@ def test_a_segment_joined_after_it_was_looked_at_is_not_swept(
     join()
     seen = look(str(tmp_path))
     unheld = seen._replace(segments=(only(seen)._replace(held=False),))
-    monkeypatch.setattr(_segment_view, "look", lambda *_, **__: unheld)
+    monkeypatch.setattr(segment_view, "look", lambda *_, **__: unheld)
     before = _state(tmp_path)
     assert sweep(str(tmp_path)) == []
     assert _state(tmp_path) == before

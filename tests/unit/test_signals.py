@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _signals
-from crossover_ddp._signals import undisturbed
+from crossover_ddp._system import signals
+from crossover_ddp._system.signals import undisturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 # The kernel gives a signal for the process to the main thread if that does not mask it, and to another one if it does.
 CLEARING_UP = """
 import os, signal, sys, time
 import torch
-from crossover_ddp._signals import undisturbed
+from crossover_ddp._system.signals import undisturbed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(4)
 for _ in range(3):
@@ -82,14 +82,14 @@ def noted() -> Iterator[list[int]]:
         numbers.append(number)
         raise InterruptedError(number)
 
-    before = {number: signal.signal(number, handler) for number in _signals._ENDINGS}
+    before = {number: signal.signal(number, handler) for number in signals._ENDINGS}
     yield numbers
     for number, each in before.items():
         signal.signal(number, each)
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in _signals._ENDINGS]
+    return [signal.getsignal(number) for number in signals._ENDINGS]
 
 
 def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> None:
@@ -98,7 +98,7 @@ def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> No
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.raise_signal(number)
         assert noted == []
-    assert sorted(noted) == sorted(_signals._ENDINGS)
+    assert sorted(noted) == sorted(signals._ENDINGS)
     assert handlers() == before
 
 
@@ -140,7 +140,7 @@ def test_in_another_thread_nothing_is_changed(noted: list[int]) -> None:
     assert seen == [before]
 
 
-@pytest.mark.parametrize("number", _signals._ENDINGS)
+@pytest.mark.parametrize("number", signals._ENDINGS)
 def test_a_signal_at_any_line_of_entering_and_leaving_is_neither_lost_nor_breaks_the_block(
     number: signal.Signals, noted: list[int]
 ) -> None:
@@ -160,7 +160,7 @@ def _with_signal_at(place: int, number: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename != _signals.__file__:
+        if frame.f_code.co_filename != signals.__file__:
             return None
         # Before the attempt begins, and once handlers are back, the effect is to be at once.
         if event == "line" and frame.f_code.co_name in ("_hold", "_restore", "_deliver", "_note"):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossover_ddp._columns import LayerShape
-from crossover_ddp._factors import DampedInverse, Eigenbasis, Solver, precondition
-from crossover_ddp._layout import Span
-from crossover_ddp._spread import (
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._kfac.columns import LayerShape
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver, precondition
+from crossover_ddp._kfac.spread import (
     SpreadLayers,
     SpreadRows,
     SpreadSolver,

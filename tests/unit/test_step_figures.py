@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._planning import all_reduce_step_s
-from crossover_ddp._step_figures import (
+from crossover_ddp.cli.advise.step_figures import (
     DECOUPLED,
     SPLIT,
     THE_LINE,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from crossover_ddp import _step_times
-from crossover_ddp._step_times import StepTimes
+from crossover_ddp._decoupled import step_times
+from crossover_ddp._decoupled.step_times import StepTimes
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(_step_times, "time", clock)
+    monkeypatch.setattr(step_times, "time", clock)
     return clock
 
 

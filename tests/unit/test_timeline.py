@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _timeline
-from crossover_ddp._timeline import Timeline
+from crossover_ddp._timeline import record
+from crossover_ddp._timeline.record import Timeline
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert (header["rank"], header["device"], header["version"]) == (3, "node0/device0", 2)
     assert (header["job"], header["world_size"]) == ("5ca1ab1e", 4)
     # Another process of this boot reads the same clock.
-    code = "from crossover_ddp._timeline import _clock_name; print(_clock_name())"
+    code = "from crossover_ddp._timeline.record import _clock_name; print(_clock_name())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert header["clock"] == other.stdout.strip()
     assert spans == [
@@ -59,22 +59,22 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_nothing_is_written_until_some_hundreds_wait(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
-    for _ in range(_timeline._FLUSH_SPANS - 1):
+    for _ in range(record._FLUSH_SPANS - 1):
         timeline.span("compute", 0, 1)
     assert len(_lines(timeline.path)) == 1
     timeline.span("compute", 0, 1)
-    assert len(_lines(timeline.path)) == 1 + _timeline._FLUSH_SPANS
+    assert len(_lines(timeline.path)) == 1 + record._FLUSH_SPANS
     timeline.close()
 
 
 def test_a_second_after_the_last_time_it_is_written(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
     now_s = time.monotonic()
-    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S / 2)
+    timeline.span("compute", now_s, now_s + record._FLUSH_S / 2)
     assert len(_lines(timeline.path)) == 1
-    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    timeline.span("compute", now_s, now_s + record._FLUSH_S)
     assert len(_lines(timeline.path)) == 3
-    timeline.span("compute", now_s, now_s + _timeline._FLUSH_S)
+    timeline.span("compute", now_s, now_s + record._FLUSH_S)
     assert len(_lines(timeline.path)) == 3
     timeline.close()
 
@@ -120,7 +120,7 @@ def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
 
 def test_a_process_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     script = (
-        "import sys; from crossover_ddp._timeline import Timeline\n"
+        "import sys; from crossover_ddp._timeline.record import Timeline\n"
         "def main():\n    Timeline(sys.argv[1], rank=0, device='d').span('compute', 0, 1)\n"
         "main()\n"
     )
@@ -131,7 +131,7 @@ def test_a_process_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_forked_child_does_not_repeat_its_parents_spans(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from crossover_ddp._timeline import Timeline\n"
+        "import os, sys; from crossover_ddp._timeline.record import Timeline\n"
         "timeline = Timeline(sys.argv[1], rank=0, device='d'); timeline.span('compute', 0, 1)\n"
         "child = os.fork()\n"
         "if child: os.waitpid(child, 0)\n"

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline_clocks import MAX_DRIFT, Alignment, Correction, Meeting, align, meetings_of
+from crossover_ddp._timeline.clocks import (
+    MAX_DRIFT,
+    Alignment,
+    Correction,
+    Meeting,
+    align,
+    meetings_of,
+)
 
 ROUNDING_S = 1e-6
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline_files import Reading, read, read_file
-from crossover_ddp._timeline_merge import Merged, describe, job_names, merge
-from crossover_ddp._timeline_spans import Span
+from crossover_ddp._timeline.files import Reading, read, read_file
+from crossover_ddp._timeline.merge import Merged, describe, job_names, merge
+from crossover_ddp._timeline.spans import Span
 from tests.unit.made_up_recordings import HEADER, compute, exchange, two_hosts, write
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp import _timeline_picture as timeline_picture
-from crossover_ddp._timeline_spans import Span
+from crossover_ddp._timeline import picture as timeline_picture
+from crossover_ddp._timeline.spans import Span
 from tests.unit.made_up_spans import intervals, siblings
 
 

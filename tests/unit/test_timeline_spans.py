@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from crossover_ddp._timeline_spans import (
+from crossover_ddp._timeline.spans import (
     NextComputation,
     Span,
     Statistics,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline_spans import Span
-from crossover_ddp._timeline_trace import chrome_trace
+from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.trace import chrome_trace
 from tests.unit.made_up_spans import siblings
 from tests.unit.trace_format import check_format, of_phase
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp import _turn_channel
-from crossover_ddp._turn_channel import TurnChannel
-from crossover_ddp._turns import Grant
+from crossover_ddp._turns import channel as turn_channel
+from crossover_ddp._turns.channel import TurnChannel
+from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
 
 SOON_S = 10.0
@@ -44,7 +44,7 @@ def store(request: pytest.FixtureRequest, tmp_path: object) -> dist.Store:
 
 @pytest.fixture
 def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(_turn_channel, "_get_process_group_store", lambda group: group.store)
+    monkeypatch.setattr(turn_channel, "_get_process_group_store", lambda group: group.store)
     shared = dist.PrefixStore(uuid.uuid4().hex, store)
     made: list[TurnChannel] = []
 
@@ -129,7 +129,7 @@ def test_waits_are_told_and_added_up(make: Make) -> None:
 def test_nobody_waits_longer_than_half_the_groups_timeout(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_turn_channel, "group_timeout_s", lambda group: 0.4)
+    monkeypatch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
     _, other = make()
     other.listen()
     with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
@@ -139,8 +139,8 @@ def test_nobody_waits_longer_than_half_the_groups_timeout(
 def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_turn_channel, "_LOOK_EVERY", 4)
-    monkeypatch.setattr(_turn_channel, "_UNHEARD_LIMIT", 16)
+    monkeypatch.setattr(turn_channel, "_LOOK_EVERY", 4)
+    monkeypatch.setattr(turn_channel, "_UNHEARD_LIMIT", 16)
     lead, deaf, other = make(3)
     other.listen()
     for turn in range(1, 101):
@@ -158,7 +158,7 @@ def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
 def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
     _, other = make()
     other.listen()
-    _turn_channel._servers.clear()
+    turn_channel._servers.clear()
     gc.collect()
     with pytest.raises(TurnError, match="the job's store failed"):
         other.receive()

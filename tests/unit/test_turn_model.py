@@ -4,7 +4,16 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from crossover_ddp._turns import Blocker, Forgiven, Grant, Lost, Member, Patience, TurnLog, blockers
+from crossover_ddp._turns.rules import (
+    Blocker,
+    Forgiven,
+    Grant,
+    Lost,
+    Member,
+    Patience,
+    TurnLog,
+    blockers,
+)
 from tests.unit.turn_model import Model, Rules, Violation
 
 PLAIN = (0, 1)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._segment_view import Liveness, Log, Look, Place, Problem, Segment
-from crossover_ddp._turn_report import DeviceReport, JobReport, Report, report
+from crossover_ddp._turns.view import Liveness, Log, Look, Place, Problem, Segment
+from crossover_ddp.cli.turn_report import DeviceReport, JobReport, Report, report
 
 SECOND_NS = 10**9
 

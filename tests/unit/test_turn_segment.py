@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _turn_segment
-from crossover_ddp._segment_files import outer_user
-from crossover_ddp._turn_segment import SHARED_MEMORY, SLOT_COUNT, TurnSegment
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import SLOT_COUNT
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import (
     DEVICE,
@@ -400,7 +401,7 @@ def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
 def test_the_directory_may_go_between_looking_and_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = _turn_segment._open_directory
+    opened = turn_segment._open_directory
     losses = iter(range(3))
 
     def lose(base: str) -> tuple[int, str]:
@@ -409,7 +410,7 @@ def test_the_directory_may_go_between_looking_and_opening(
             os.rmdir(found[1])
         return found
 
-    monkeypatch.setattr(_turn_segment, "_open_directory", lose)
+    monkeypatch.setattr(turn_segment, "_open_directory", lose)
     segment = join_at(tmp_path)
     assert jobs(segment) == [1]
     segment.leave()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp import _turn_segment
-from crossover_ddp._turn_segment import TurnSegment
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.segment import TurnSegment
 from tests.unit.joined_segments import Join, jobs, join_at, joining
 
 # How long the gap is held open: far longer than a fork takes, also on a busy machine.
@@ -102,14 +102,14 @@ def test_a_fork_while_a_segment_is_joined_holds_nothing(
 def test_a_fork_while_the_directory_is_opened_holds_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gap, original = Gap(), _turn_segment._open_directory
+    gap, original = Gap(), turn_segment._open_directory
 
     def slow(base: str) -> tuple[int, str]:
         opened = original(base)
         gap.hold()
         return opened
 
-    monkeypatch.setattr(_turn_segment, "_open_directory", slow)
+    monkeypatch.setattr(turn_segment, "_open_directory", slow)
     joined: list[TurnSegment] = []
     assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
     joined[0].leave()
@@ -152,9 +152,9 @@ def test_a_fork_while_a_segment_is_closed_holds_nothing(
 def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
     """As in a signal's handler, or in a finalizer."""
     segment = join(job=1)
-    with _turn_segment._forks:
+    with turn_segment._forks:
         assert _held_by_fork(tmp_path) == []
-    assert not _turn_segment._forks._is_owned()  # type: ignore[attr-defined]
+    assert not turn_segment._forks._is_owned()  # type: ignore[attr-defined]
     assert jobs(segment) == [1]
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp import _turn_segment
-from crossover_ddp._segment_files import HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
-from crossover_ddp._turn_segment import TurnSegment
-from crossover_ddp._turns import DEFAULT_LEASE_S
+from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.rules import DEFAULT_LEASE_S
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
 
@@ -307,7 +307,7 @@ def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("field", _turn_segment._LASTING_FIELDS)
+@pytest.mark.parametrize("field", turn_segment._LASTING_FIELDS)
 @pytest.mark.parametrize("value", [b"\0" * 8, b"\xff" * 8, b"\x12\x34" * 4])
 def test_an_own_slot_overwritten_under_way_is_noticed(field: str, value: bytes, join: Join) -> None:
     """Siblings would pass the job over, and nobody would be told."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._turns import (
+from crossover_ddp._turns.rules import (
     DEFAULT_LEASE_S,
     LONGEST_LEASE_S,
     Blocker,

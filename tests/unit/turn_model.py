@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from crossover_ddp._turns import Blocker, Forgiven, Grant, Member, Patience, TurnLog, blockers
+from crossover_ddp._turns.rules import Blocker, Forgiven, Grant, Member, Patience, TurnLog, blockers
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4

@@ -1,0 +1,1 @@
+"""Decoupled training: reduce-scatter in backward, all-gather and update in the next forward."""

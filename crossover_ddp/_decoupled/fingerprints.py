@@ -1,0 +1,42 @@
+"""Checks of the first steps: has anybody changed, past version counters, what waits for its update?
+
+[Note: changes that no counter sees] A change through ``.data`` counts no version. So in a few steps the exchange is
+awaited at the end of backward, when nobody of ours writes any more, and sums of what is pending are compared whenever
+it is used. Code that changes gradients or parameters mostly does so in every step. ``CROSSOVER_CHECK=1`` checks always.
+"""
+
+from typing import Final
+
+import torch
+
+from crossover_ddp._system import environment
+
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHECKED_STEPS: Final = 3
+_PIECE_NUMEL: Final = 1 << 18
+
+
+class Checks:
+    """Says whether this step is checked: all until three have been deferred, or all for good."""
+
+    def __init__(self) -> None:
+        self._always = environment.is_set(environment.CHECK)
+        self._deferred = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether the step under way is checked."""
+        return self._always or self._deferred < _CHECKED_STEPS
+
+    def deferred(self) -> None:
+        """Count a deferred step, which is applied now."""
+        self._deferred += 1
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum the bits of ``tensor``: the same in any order of additions, and for values that are no numbers."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    bits = values.view(_INTEGERS[values.element_size()]).reshape(-1)
+    # In pieces: torch makes a copy in the type of the sum.
+    sums = [piece.sum(dtype=torch.int64) for piece in bits.split(_PIECE_NUMEL)]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)

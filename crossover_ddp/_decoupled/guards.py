@@ -1,0 +1,326 @@
+"""A read of a parameter whose update is pending applies the update first.
+
+[Note: no stale read] Parameters are read in two ways: by the forward of the module that has them, and by anybody
+who asks a module for them (``module.weight``, ``parameters()``, ``state_dict()``, an exponential moving average,
+tied weights in another module's forward). A forward pre-hook sees the first, also where a module keeps references
+of its own (``nn.LSTM``); a dictionary in the place of ``module._parameters`` sees the second. Guards are up only
+while something is pending, see [Note: compiled code and guards].
+
+[Note: reads that nobody sees] A module may keep another one's parameter outside of ``_parameters``. Forward then reads
+it past the guards. So a parameter counts as guarded only when a forward has read it through a guard; one that has
+not is brought up to date before any forward.
+"""
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .compiled import compiled_call, compiled_modules, uncompiled
+
+Entry = nn.Parameter | None
+Pending = TypeVar("Pending")
+
+
+class Watch(Generic[Pending]):
+    """The parameters that must not be read as they are, and what to do about it.
+
+    ``stale`` says by the parameter's id what is pending for it; ``order`` when forward first reads it; ``seen`` whether
+    that was seen in this process. While ``recording``, reads extend both.
+
+    Args:
+        update: do what is pending; whatever is up to date then leaves ``stale``.
+        look: called before any read of parameters.
+        call: called before the forward of any guarded module.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Pending], None],
+        look: Callable[[], None] | None = None,
+        call: Callable[[], None] | None = None,
+    ) -> None:
+        self.stale: dict[int, Pending] = {}
+        self.order: dict[int, int] = {}
+        self.seen: set[int] = set()
+        self.recording = False
+        self.reads = uncompiled(self._reads)
+        self.before_forward = uncompiled(self._before_forward)
+        self._update = update
+        self._look = look or _nothing
+        self._call = call or _nothing
+        self._blind: set[int] = set()
+
+    def _reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
+        """Somebody is about to read these parameters."""
+        if threading.get_ident() in self._blind:
+            return
+        self._look()
+        for parameter in parameters:
+            if parameter is not None:
+                if self.recording:
+                    self.order.setdefault(id(parameter), len(self.order))
+                    self.seen.add(id(parameter))
+                pending = self.stale.get(id(parameter))
+                if pending is not None:
+                    self._update(pending)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """See what the module's forward reads through references of its own."""
+        self._call()
+        self._reads([*dict.values(module._parameters)])
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let this thread read what it likes: it does not look at values."""
+        thread = threading.get_ident()
+        if thread in self._blind:
+            yield
+            return
+        self._blind.add(thread)
+        try:
+            yield
+        finally:
+            self._blind.discard(thread)
+
+
+class GuardedParameters(dict[str, Entry]):
+    """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
+
+    def __init__(self, entries: dict[str, Entry], watch: Watch[Any]) -> None:
+        super().__init__(entries)
+        self._watch = watch
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = dict.__getitem__(self, name)
+        self._watch.reads((entry,))
+        return entry
+
+    # Overriding it keeps ``dict(self)`` and ``{**self}`` from reading around ``__getitem__``.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``dict.get``."""
+        return self[name] if name in self else default  # noqa: SIM401  # that would be this very method
+
+    def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # the view is of a private class
+        """As ``dict.items``."""
+        self._watch.reads(super().values())
+        return super().items()
+
+    def values(self) -> ValuesView[Entry]:  # type: ignore[override]  # the same
+        """As ``dict.values``."""
+        self._watch.reads(super().values())
+        return super().values()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As ``dict.pop``."""
+        if name in self:
+            self._watch.reads((super().__getitem__(name),))
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, Entry]:
+        """Make a plain dictionary."""
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (self.copy(),)
+
+
+class OwnHook:
+    """A hook of a module, for this module only: a copy gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call it, if there is anything to call."""
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return OwnHook, ()
+
+
+class _Guard:
+    """The guard of one module: a dictionary in the place of its parameters, and a hook unless it is compiled."""
+
+    __slots__ = ("call", "count", "guarded", "hook", "module", "plain")
+
+    def __init__(self, module: nn.Module, hook: OwnHook | None) -> None:
+        self.module = module
+        self.hook = hook
+        self.plain: dict[str, Entry] = module._parameters
+        self.guarded: GuardedParameters | None = None
+        self.count = len(self.plain)
+        self.call = compiled_call(module)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the module has the parameters, and runs the code, that it had."""
+        variables = vars(self.module)
+        return (
+            len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
+        )
+
+    def up(self, watch: Watch[Any], key: int) -> None:
+        variables = vars(self.module)
+        self.plain = variables["_parameters"]
+        self.guarded = variables["_parameters"] = GuardedParameters(self.plain, watch)
+        if self.hook is not None:
+            hooks = variables["_forward_pre_hooks"]
+            hooks[key] = self.hook
+            hooks.move_to_end(key, last=False)
+
+    def down(self, key: int) -> None:
+        if self.guarded is None:
+            return
+        variables, guarded, self.guarded = vars(self.module), self.guarded, None
+        if self.hook is not None:
+            variables["_forward_pre_hooks"].pop(key, None)
+        if variables["_parameters"] is not guarded:
+            return
+        now = [*dict.items(guarded)]
+        if len(now) != len(self.plain) or not all(self.plain.get(name) is entry for name, entry in now):
+            self.plain.clear()
+            self.plain.update(now)
+        variables["_parameters"] = self.plain
+
+
+class Region:
+    """A part of the network that is compiled as a whole; everything in it is brought up to date when it is entered."""
+
+    def __init__(self, entry: nn.Module, guards: list[_Guard], owner: "Guards") -> None:
+        self.entry = entry
+        self.guards = guards
+        self._owner = owner
+        self._enter = uncompiled(self._do_enter)
+        self._hooks = contextlib.ExitStack()
+        if (call := compiled_call(entry)) is None:
+            handle = entry.register_forward_pre_hook(OwnHook(self.enter), prepend=True)
+            self._hooks.callback(handle.remove)
+        else:
+            self._wrap(call)
+
+    def enter(self, *_: Any) -> None:
+        """Compiled code is about to run; inside of a larger graph, whoever entered that has seen to it."""
+        if not torch.compiler.is_compiling():
+            self._enter()
+
+    def close(self) -> None:
+        """Guard nothing any more."""
+        self._hooks.close()
+
+    def _do_enter(self) -> None:
+        if self._owner.are_up:
+            self._owner.watch._call()
+            for guard in self.guards:
+                self._owner.watch.reads([*dict.values(guard.module._parameters)])
+                guard.down(self._owner.key)
+
+    def _wrap(self, call: Callable[..., Any]) -> None:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            return call(*args, **kwargs)
+
+        def restore() -> None:
+            if variables.get("_compiled_call_impl") is entered:
+                variables["_compiled_call_impl"] = call
+
+        variables = vars(self.entry)
+        variables["_compiled_call_impl"] = entered
+        self._hooks.callback(restore)
+
+
+class Guards:
+    """Guards of all parameters of ``network``, up or down.
+
+    On failure: raises ``UnsupportedConfigurationError`` for modules that cannot be guarded.
+    """
+
+    def __init__(self, network: nn.Module, watch: Watch[Any]) -> None:
+        self.watch = watch
+        self.are_up = False
+        self.network = network
+        self._before_forward = OwnHook(watch.before_forward)
+        self.key = RemovableHandle(OrderedDict()).id  # of a hook, unique in the process
+        self._guards: list[_Guard] = []
+        self._regions: list[Region] = []
+        self._scan()
+
+    def up(self) -> None:
+        """See every read from now on."""
+        if self.are_up:
+            return
+        if not all([guard.is_as_before for guard in self._guards]):
+            self._scan()
+        self.are_up = True
+        for guard in self._guards:
+            guard.up(self.watch, self.key)
+
+    def down(self) -> None:
+        """Leave the network as it was."""
+        if self.are_up:
+            self.are_up = False
+            for guard in self._guards:
+                guard.down(self.key)
+
+    def close(self) -> None:
+        """Let the network go."""
+        self.down()
+        for region in self._regions:
+            region.close()
+        self._regions = []
+
+    def _scan(self) -> None:
+        """Look at all modules: there may be new ones, or some may have been compiled since."""
+        for region in self._regions:
+            region.close()
+        _check_not_scripted(self.network)
+        entries = [*compiled_modules(self.network)]
+        inside = {id(module) for entry in entries for module in entry.modules()}
+        self._guards = [
+            _Guard(module, None if id(module) in inside else self._before_forward)
+            for module in self.network.modules()
+            if module is self.network or module._parameters
+        ]
+        by_module = {id(guard.module): guard for guard in self._guards}
+        self._regions = [
+            Region(entry, [by_module[id(m)] for m in entry.modules() if id(m) in by_module], self)
+            for entry in entries
+        ]
+        for guard in self._guards:
+            guard.call = compiled_call(guard.module)
+
+
+def named_entries(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and parameters as they are, past all guards."""
+    seen: set[int] = set()
+    for prefix, module in network.named_modules():
+        for name, entry in dict.items(module._parameters):
+            if entry is not None and id(entry) not in seen:
+                seen.add(id(entry))
+                yield f"{prefix}.{name}" if prefix else name, entry
+
+
+def _check_not_scripted(network: nn.Module) -> None:
+    scripted = [
+        name or "the model" for name, m in network.named_modules() if isinstance(m, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise UnsupportedConfigurationError(
+            f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
+            "module that it was made of and script it afterwards, or use crossover_hook"
+        )
+
+
+def _nothing() -> None:
+    """For a watch that wants to know no more."""

@@ -1,0 +1,358 @@
+"""What happens to a model and its optimizer between two forwards when they are trained decoupled.
+
+The hook hands in buckets, the optimizer its steps, forward asks for parameters; see `DecoupledState`.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from crossover_ddp._exchange.ddp_checks import (
+    Bucket,
+    check_copyable,
+    flat_gradients,
+    model_of,
+    names_of,
+)
+from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.module_buffers import BufferCopy
+from crossover_ddp._exchange.step import after_backward
+from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .compiled import called_by_compiled_code, uncompiled
+from .guards import Guards, OwnHook, named_entries
+from .interception import guard_groups, intercept
+from .partial_optimizer import PartialOptimizer
+from .round import parameters_of
+from .shares import CHANGED, Share, gradient_norm, views_of
+from .trial import Trial
+from .updates import Updates
+
+logger = logging.getLogger(__name__)
+
+
+class DecoupledTraining:
+    """One model and one optimizer, with what is under way between them.
+
+    Args:
+        optimizer: the user's.
+        turn: taken before forward, if there is one.
+        always: defer every step, without trying whether that is worth it.
+    """
+
+    def __init__(self, optimizer: Optimizer, turn: Turn | None, *, always: bool = False) -> None:
+        self.optimizer = optimizer
+        self.model: Callable[[], DistributedDataParallel | None] = _no_model
+        self.engine: Exchange | None = None
+        self.exchange = uncompiled(self._exchange)  # backward may have been called by compiled code
+        self._turn = turn
+        self._partial = PartialOptimizer(optimizer)
+        self.updates = Updates(self._partial)
+        self.trial = None if always else Trial(self._settle)
+        self._known: set[int] = set()
+        self._loaded_order: list[str] = []
+        self._closed = False
+        self._buffers: BufferCopy | None = None
+        self._has_turn = False
+        self._device = torch.device("cpu")
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(intercept(optimizer, self))
+
+    # --- the state's methods ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """See `DecoupledState.flush`."""
+        self.updates.update_all()
+        self.updates.make_round_whole()
+
+    def clip(
+        self, group: dist.ProcessGroup, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """See `DecoupledState.clip_grad_norm_`. **Collective**."""
+        round_ = self.updates.round
+        round_.collect(self.optimizer, self._known)
+        parameters = parameters_of(self.optimizer)
+        norm = gradient_norm(round_.shares, float(norm_type), group, parameters[0].device)
+        if norm is None:
+            self.updates.make_round_whole()
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
+                "look for the step that blew up, or pass error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for share in round_.shares:
+            share.clip(factor)
+        return norm
+
+    def forward_order(self) -> list[str]:
+        """Return the names of the parameters in the order in which forward reads them."""
+        model = self.model()
+        names = {id(p): name for name, p in named_entries(model.module)} if model is not None else {}
+        order = self.updates.watch.order
+        return [names[key] for key in sorted(order, key=lambda key: order[key]) if key in names]
+
+    def take_order(self, names: list[str]) -> None:
+        """Take over an order, now or when the model is known."""
+        self._loaded_order = names
+        model = self.model()
+        if model is None:
+            return
+        parameters = dict(named_entries(model.module))
+        self.updates.watch.order.update(
+            (id(parameters[name]), place)
+            for place, name in enumerate(self._loaded_order)
+            if name in parameters
+        )
+        self._loaded_order = []
+
+    def close(self) -> None:
+        """See `DecoupledState.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+            self._unpack_buffers()
+        finally:
+            self.updates.round.is_open = self.updates.round.is_broken = False
+            self.updates.round.shares = []
+            self._hooks.close()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self, state: object, process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
+        engine = self.engine = Exchange.of(process_group)
+        if self._closed:
+            return engine.submit(bucket, state=state)
+        round_, times = self.updates.round, self.updates.times
+        if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
+            round_.begin()
+            # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
+            self.updates.update_all()
+        parameters = self._checked_parameters(bucket, state)
+        if self.trial is not None and not self.trial.defers:
+            future = self._average_now(engine, process_group, bucket, state)
+            if bucket.is_last():
+                self._end_trial_step(bucket)
+            return future
+        urgency = self._urgency(bucket.index(), parameters)
+        buffer = bucket.buffer()
+        future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency, state=state)
+        if deferred is None:
+            self.break_round()
+        else:
+            model = self.model()
+            separate = model is not None and not model.gradient_as_bucket_view
+            views = views_of(deferred.tensor, parameters) if separate else None
+            round_.shares.append(Share(deferred, parameters, buffer, urgency, len(round_.shares), views))
+            times.ready(buffer.numel() * buffer.element_size())
+            self._buffers = deferred.buffers
+        if bucket.is_last():
+            self._end_round()
+            self._end_trial_step(bucket)
+        return future
+
+    def _average_now(
+        self, engine: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket of a step that is not deferred, to the same bits."""
+        if (
+            self._turn is None and engine.world_size <= 2
+        ):  # two addends have one sum, and DDP's way costs least
+            return allreduce_hook(process_group, bucket)
+        self._has_turn = self._turn is not None
+        return engine.submit(bucket, turn=self._turn, state=state)
+
+    def _end_trial_step(self, bucket: dist.GradBucket) -> None:
+        if self.trial is not None and self.updates.round.is_settled and self.engine is not None:
+            self._device = bucket.buffer().device
+            self.trial.backward_ended(functools.partial(self.engine.gather_numbers, device=self._device))
+
+    def _settle(self) -> None:
+        """Let the device finish, where the host does not wait for it anyway."""
+        # Not the model's device: to ask for its parameters would bring their updates forward.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def break_round(self) -> None:
+        """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
+        self.updates.round.is_broken = True
+
+    def _urgency(self, index: int, parameters: list[torch.Tensor]) -> int:
+        """Return when forward first reads one of the bucket's parameters; the last bucket comes first at first."""
+        order = self.updates.watch.order
+        if not order:
+            return -index
+        return min([order.get(id(p), len(order)) for p in parameters])
+
+    def _end_round(self) -> None:
+        model = self.model()
+        for share in self.updates.round.shares:
+            if share.views is not None:
+                after_backward(share.note_separate)
+        same = self.updates.round.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
+        self.updates.times.backward_ends()
+        if not same:
+            self.updates.times.forget()
+        if self.updates.checks.on:
+            after_backward(self.updates.note_gradients)
+        self.updates.raise_guards()
+
+    def _checked_parameters(self, bucket: Bucket, state: object) -> list[torch.Tensor]:
+        """Return the bucket's parameters; look at each once in its life."""
+        flat_gradients(bucket)
+        assert isinstance(bucket, dist.GradBucket)
+        parameters = bucket.parameters()
+        if self._known.issuperset(map(id, parameters)):
+            return parameters
+        new = [p for p in parameters if id(p) not in self._known]
+        model = model_of(bucket, state=state)
+        known = self.model()
+        if model is None:
+            raise UnsupportedConfigurationError(
+                "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+                "call gc.freeze() after the first backward(), not before"
+            )
+        if known is not None and model is not known:
+            raise UnsupportedConfigurationError(
+                "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
+            )
+        if known is None:
+            self._adopt(model)
+        owned = {id(p) for p in parameters_of(self.optimizer)}
+        foreign = [p for p in new if id(p) not in owned]
+        if foreign:
+            raise UnsupportedConfigurationError(
+                f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
+                f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+                "wrapped (requires_grad=False)"
+            )
+        self._known.update(id(p) for p in new)
+        return parameters
+
+    def _adopt(self, model: DistributedDataParallel) -> None:
+        if not model.gradient_as_bucket_view:
+            check_copyable(model)
+        guards = Guards(model.module, self.updates.watch)
+        self.model = weakref.ref(model)
+        self.updates.guards = guards
+        self._hooks.callback(guards.close)
+        before = model.register_forward_pre_hook(OwnHook(uncompiled(self._before_forward)), prepend=True)
+        after = model.register_forward_hook(OwnHook(uncompiled(self._after_forward)))
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        self.take_order(self._loaded_order)
+        logger.info("decoupled: %s with %s", type(model.module).__name__, type(self.optimizer).__name__)
+
+    # --- around forward --------------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        updates = self.updates
+        compiled = called_by_compiled_code()
+        updates.check_stepped()
+        updates.in_forward = True
+        if compiled or not updates.round.is_settled:
+            self.flush()
+        else:
+            updates.update_unseen()
+        updates.watch.recording = torch.is_grad_enabled() and not compiled
+        if updates.watch.recording and not updates.recorded:
+            updates.raise_guards()
+        self._unpack_buffers()
+        if torch.is_grad_enabled() and self._turn is not None and not self._has_turn:
+            self._take_turn(self._turn)
+        self._has_turn = False
+        if self.engine is not None:
+            self.engine.begin_compute()
+        updates.times.forward_begins()
+
+    def _unpack_buffers(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.unpack()
+
+    def _take_turn(self, turn: Turn) -> None:
+        """Take the turn when there is something to compute: the first parameters' gradients have come."""
+        first = min(self.updates.stale.values(), key=lambda share: share.urgency, default=None)
+        if first is not None:
+            # Alone the host runs ahead of the device as it would without a mutex.
+            if turn.shared:
+                first.deferred.wait_on_host()
+            else:
+                first.deferred.wait()
+        since_s = time.monotonic()
+        turn.acquire()
+        if self.engine is not None:
+            self.engine.waited(since_s)
+
+    def _after_forward(self, *_: Any) -> None:
+        """Leave nothing open that backward would write into."""
+        updates = self.updates
+        updates.recorded |= updates.watch.recording
+        updates.watch.recording = False
+        self.flush()
+        updates.lower_guards()
+        updates.times.forward_ends()
+        updates.in_forward = False
+
+    # --- the optimizer ---------------------------------------------------------------------------------------
+
+    def on_look(self) -> None:
+        """Somebody is about to go through the optimizer's parameters."""
+        self.updates.watch.reads(())
+        if self.updates.stale:
+            self.updates.watch.reads(parameters_of(self.optimizer))
+
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        """Let this thread go through parameters without reading values."""
+        return self.updates.watch.unwatched()
+
+    def on_step(self, closure: Callable[[], Any] | None) -> Any:
+        """The user calls ``optimizer.step()``."""
+        if closure is None:
+            return self._step()
+        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
+            loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> Any:
+        updates, round_ = self.updates, self.updates.round
+        updates.update_all()
+        guard_groups(self.optimizer, self.on_look)
+        round_.collect(self.optimizer, self._known)
+        if not round_.shares:
+            return self._partial.step()
+        if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            raise UnsupportedConfigurationError(CHANGED)
+        if not round_.is_settled or self._partial.is_watched():
+            # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
+            updates.make_round_whole()
+            return self._partial.step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        with self.unwatched():
+            updates.defer(self._partial.plan())
+        return None
+
+
+def _no_model() -> None:
+    return None

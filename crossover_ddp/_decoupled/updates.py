@@ -1,0 +1,218 @@
+"""Updates that are still to come, and who makes them come: forward, somebody who reads a parameter, or `flush`."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .fingerprints import Checks
+from .guards import Guards, Watch, named_entries
+from .partial_optimizer import PartialOptimizer, StepPlan
+from .round import Round
+from .shares import UNSTEPPED, Share
+from .step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+_EARLY_STEPS_TO_WARN: Final = 3
+
+
+class Updates:
+    """The round in custody and the updates pending, and the guards that are up as long as there are any.
+
+    One lock: a thread that saves a checkpoint may read parameters while another trains.
+    """
+
+    def __init__(self, partial: PartialOptimizer) -> None:
+        self.lock = threading.RLock()
+        self.round = Round()
+        self.checks = Checks()
+        self.times = StepTimes()
+        self.watch: Watch[Share] = Watch(self._bring_up_to_date, self.look, self.update_unseen)
+        self.stale = self.watch.stale
+        self.guards: Guards | None = None
+        self.in_forward = False
+        self.recorded = False
+        self._told_of_unseen = False
+        self._steps = 0
+        self._partial = partial
+        self._early_reads = _Often(
+            "parameters are read between optimizer.step() and the next forward (a moving average, "
+            "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
+        )
+        self._early_looks = _Often(
+            "parameters or gradients are looked at between backward() and optimizer.step() (clipping, GradScaler, logs "
+            "of norms, ...): correct, but such steps are those of plain DDP; to clip, use state.clip_grad_norm_"
+        )
+
+    # --- what sets it off ------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
+        if self.round.is_whole and not self.in_forward:
+            with self.lock:
+                if self.round.is_whole:
+                    self.check_stepped()
+                    self._early_looks.note(self.round.number)
+                    self.make_round_whole()
+
+    def check_stepped(self) -> None:
+        """Refuse parameters that were written in the place of ``step()``: what wrote them saw gradients in parts."""
+        with self.lock:
+            if self.round.is_written:
+                self.make_round_whole()
+                raise UnsupportedConfigurationError(UNSTEPPED)
+
+    def update_unseen(self) -> None:
+        """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
+        if self.stale:
+            self._update_those(unseen=True)
+
+    def update_all(self) -> None:
+        """Update everything that is pending."""
+        if self.stale:
+            self._update_those(unseen=False)
+
+    def _update_those(self, *, unseen: bool) -> None:
+        with self.lock:
+            pending = {id(share): share for share in self.stale.values() if share.unseen or not unseen}
+            for share in sorted(pending.values(), key=lambda each: each.urgency):
+                self._update(share)
+
+    def _bring_up_to_date(self, share: Share) -> None:
+        with self.lock:
+            if not share.pending:
+                return  # another thread was first
+            if not self.in_forward:
+                self._early_reads.note(self._steps)
+            self._update(share)
+
+    # --- what is done ----------------------------------------------------------------------------------------
+
+    def defer(self, plan: StepPlan) -> None:
+        """Have the round's gradients applied later, as ``plan`` says."""
+        self._steps += 1
+        seen = self.watch.seen
+        for share in self.round.shares:
+            share.take_step(plan, checked=self.checks.on)
+            share.pending, share.unseen = (
+                True,
+                any([id(update.parameter) not in seen for update in share.updates]),
+            )
+            for parameter in share.parameters:
+                self.stale[id(parameter)] = share
+        if self.recorded and not self._told_of_unseen:
+            self._tell_of_unseen()
+        self.checks.deferred()
+        self.round.shares = []
+        self.raise_guards()
+
+    def _tell_of_unseen(self) -> None:
+        """Say what reads past the guards cost, once."""
+        shares = [share for share in self.round.shares if share.unseen]
+        if not shares or self.guards is None:
+            return
+        self._told_of_unseen = True
+        unseen = {id(update.parameter) for share in shares for update in share.updates} - self.watch.seen
+        names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
+        waiting, everything = (
+            sum([share.buffer.numel() * share.buffer.element_size() for share in each])
+            for each in (shares, self.round.shares)
+        )
+        logger.warning(
+            "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
+            "CUDA graph, a module not called in every step): correct, but their buckets, %d of %d bytes, arrive before "
+            "forward instead of during it",
+            len(names),
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            waiting,
+            everything,
+        )
+
+    def _update(self, share: Share) -> None:
+        """Wait for one bucket and apply the optimizer to its parameters."""
+        begin_s = time.monotonic()
+        share.deferred.wait()
+        waited_s = time.monotonic()
+        share.check_gradients()
+        share.check_parameters()
+        with as_in_step(share.buffer.device.type):
+            share.scale()
+            share.land()
+            assert share.plan is not None
+            self._partial.apply(share.plan, share.updates)
+        share.pending = False
+        for parameter in share.parameters:
+            self.stale.pop(id(parameter), None)
+        self.times.updated(share.place, begin_s, waited_s)
+        self.lower_guards()
+
+    def make_round_whole(self) -> None:
+        """Wait until ``p.grad`` holds the mean, everywhere."""
+        with self.lock:
+            shares = [*self.round.shares]
+            for share in shares:
+                share.deferred.wait()
+            # Not before all are: whoever catches the error may let the next backward write into any of the buckets.
+            for share in shares:
+                share.check_gradients()
+                with as_in_step(share.buffer.device.type):
+                    share.scale()
+                    share.land()
+            if not self.round.is_open:
+                self.round.shares = []
+                self.lower_guards()
+
+    def note_gradients(self) -> None:
+        """Wait for the round and note its gradients, so that changes show; see `fingerprints`."""
+        for share in self.round.shares:
+            share.deferred.wait()
+            share.note_gradients()
+
+    # --- guards ----------------------------------------------------------------------------------------------
+
+    def raise_guards(self) -> None:
+        """See every read from now on."""
+        if self.guards is not None:
+            self.guards.up()
+
+    def lower_guards(self) -> None:
+        """Guard nothing if nothing is pending."""
+        if self.guards is not None and not self.stale and not self.round.shares and not self.watch.recording:
+            self.guards.down()
+
+
+class _Often:
+    """A warning for what happens in several steps; whatever happens in one of them counts once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._last = -1
+        self._count = 0
+
+    def note(self, step: int) -> None:
+        if step == self._last:
+            return
+        self._last = step
+        self._count += 1
+        if self._count == _EARLY_STEPS_TO_WARN:
+            logger.warning(self._text)
+
+
+@contextlib.contextmanager
+def as_in_step(device_type: str) -> Iterator[None]:
+    """Compute as in ``optimizer.step()``, whatever forward has set: no autocast, inference mode or gradients."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for each in {device_type, "cpu"}:
+            if torch.is_autocast_enabled(each):
+                stack.enter_context(torch.autocast(each, enabled=False))
+        yield

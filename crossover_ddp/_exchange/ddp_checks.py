@@ -1,0 +1,230 @@
+"""What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words.
+
+[Note: finding the model]
+A bucket does not know its model, and DDP tells a hook nothing of itself. But every object refers to its class, so
+Python's collector, asked who refers to `DistributedDataParallel` or a class below it, returns all models. That takes
+some tens of milliseconds for a million objects, and is done once for each model: `_known_models` remembers it.
+
+Whoever asks the collector may get what another thread is just making, and CPython's ``tuple(generator)`` raises
+`SystemError` if somebody else has its unfinished tuple in hand. Only a tuple *of these classes* could be met here, and
+even that is dropped before any other thread runs: asking and sorting out are one call of C code.
+"""
+
+import functools
+import gc
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+logger = logging.getLogger(__name__)
+
+# The C++ reducer passes a GradBucket, the python reducer a (gradient, parameter) tuple.
+Bucket = dist.GradBucket | tuple[torch.Tensor, ...]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return ``process_group``, or the default group for None, or say why it cannot be used."""
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise UnsupportedConfigurationError(
+            "expected an initialized default process group, got process_group=None; "
+            "call torch.distributed.init_process_group first"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedConfigurationError(
+            f"expected a process group that this process belongs to, got process_group={group!r}; "
+            "pass the group that DDP was given"
+        )
+    return group
+
+
+def flat_gradients(bucket: Bucket) -> torch.Tensor:
+    """Return the bucket's flat dense buffer, or say why there is none."""
+    if isinstance(bucket, tuple):
+        raise UnsupportedConfigurationError(
+            "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
+            "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
+        )
+    buffer = bucket.buffer()
+    if buffer.layout != torch.strided:
+        raise UnsupportedConfigurationError(
+            f"expected dense gradients, got bucket {bucket.index()} with layout={buffer.layout}; "
+            "build the embedding with sparse=False"
+        )
+    if buffer.dtype not in _DTYPES:
+        raise UnsupportedConfigurationError(
+            f"expected gradients of {_names(_DTYPES)}, got bucket {bucket.index()} with dtype={buffer.dtype}; "
+            "convert the parameters"
+        )
+    return buffer
+
+
+def largest_bytes(bucket: dist.GradBucket) -> int:
+    """Return the size of the bucket's largest gradient: DDP makes no bucket smaller than that."""
+    return max(parameter.numel() for parameter in bucket.parameters()) * bucket.buffer().itemsize
+
+
+def check_not_capturing(bucket: Bucket) -> None:
+    """Refuse a backward pass that is captured into a CUDA graph: no hook runs when the graph is replayed."""
+    if _is_captured(bucket):
+        raise UnsupportedConfigurationError(
+            "expected backward outside of a CUDA graph, got a hook that is called while a graph is captured: a replay "
+            "would exchange nothing and take no turn; capture forward and backward of the model's parts instead "
+            "(torch.cuda.make_graphed_callables before DDP, or torch.compile(mode='reduce-overhead'))"
+        )
+
+
+def _is_captured(bucket: Bucket) -> bool:
+    on_gpu = not isinstance(bucket, tuple) and bucket.buffer().is_cuda
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def check_copyable(model: DistributedDataParallel) -> None:
+    """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
+    reasons = {
+        "find_unused_parameters=True": model.find_unused_parameters,
+        "complex parameters": any(p is not None and p.is_complex() for p in _parameters_of(model.module)),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedConfigurationError(
+                f"expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and {reason}; "
+                "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
+            )
+
+
+def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
+    """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
+
+    It would average over the wrong ranks without a word.
+    """
+    got = dist.get_process_group_ranks(process_group)
+    models: list[DistributedDataParallel] = []
+    for look in _PLACES:
+        models = _holders(bucket, look())
+        if any(sorted(_ranks(model)) == sorted(got) for model in models):
+            return
+    if not models:
+        _tell_hidden()
+        return
+    raise UnsupportedConfigurationError(
+        f"expected the process group that DDP was given, of ranks {_ranks(models[-1])}, got a process_group of "
+        f"ranks {got}; pass process_group=model.process_group to the hook's state"
+    )
+
+
+def _ranks(model: DistributedDataParallel) -> list[int]:
+    """Return the ranks of a model's group; none if the group is destroyed, as after an elastic restart."""
+    try:
+        return dist.get_process_group_ranks(model.process_group)
+    except (KeyError, ValueError, RuntimeError):
+        return []
+
+
+@functools.cache
+def _tell_hidden() -> None:
+    logger.warning(
+        "the hook's process group is not compared with the model's, which is not among the objects that Python's "
+        "collector knows; call gc.freeze() after the first backward(), not before"
+    )
+
+
+# --- the model: see [Note: finding the model] ----------------------------------------------------------------------
+
+
+def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDataParallel | None:
+    """Return the DDP model whose gradients ``bucket`` holds; None if ``gc.freeze()`` has hidden it.
+
+    Args:
+        bucket: of any backward pass.
+        state: that the model's hook was registered with, or that its wrappers pass on as ``hook_state``, as far as is
+            known. It tells models apart that wrap one module, such as an old one that is not collected yet.
+    """
+    found: DistributedDataParallel | None = None
+    for look in _PLACES:
+        for model in _holders(bucket, look()):
+            if state is None or _is_hooked(model, state):
+                return model
+            found = model
+    return found
+
+
+def _holders(
+    bucket: dist.GradBucket, models: Iterable[DistributedDataParallel]
+) -> list[DistributedDataParallel]:
+    """Return those of ``models`` that have the bucket's parameters, and remember them."""
+    parameter = bucket.parameters()[0]
+    # No network: a constructor or a copy that has failed half-way.
+    networks = ((model, vars(model).get("_modules", {}).get("module")) for model in models)
+    found = [
+        model
+        for model, network in networks
+        if network is not None and any(parameter is other for other in _parameters_of(network))
+    ]
+    _known_models.update(found)
+    return found
+
+
+def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
+    for _, registered in getattr(model, "_comm_hooks", ()):
+        each = registered
+        while each is not None and each is not state:
+            each = getattr(each, "hook_state", None)
+        if each is state:
+            return True
+    return False
+
+
+_known_models: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+
+
+def _all_models() -> list[DistributedDataParallel]:
+    classes: list[type] = [DistributedDataParallel]
+    for each in classes:
+        classes += type.__subclasses__(each)
+    everybody = itertools.chain.from_iterable(itertools.starmap(gc.get_referrers, [classes]))
+    collects = gc.isenabled()
+    gc.disable()  # or the lists that are made here set off a collection, and its finalizers let other threads run
+    try:
+        # Nothing but C until the list is made, and nothing but the list is left of it afterwards.
+        return list(_of_types(frozenset(classes), *itertools.tee(everybody)))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
+    """Select by type, not with isinstance: that would run the ``__class__`` property of lazy objects."""
+    return itertools.compress(objects, map(types.__contains__, map(type, same)))
+
+
+_PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (lambda: list(_known_models), _all_models)
+
+
+def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    """Yield the parameters as they are: looking at a model must not make a decoupled one update itself."""
+    for module in network.modules():
+        own = module._parameters
+        # Not a dictionary: of a scripted module, which has no guards.
+        yield from dict.values(own) if isinstance(own, dict) else own.values()
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:
+    """Name the first few of ``parameters`` as ``model`` does, for a message."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    known = [names[id(p)] for p in parameters if id(p) in names]
+    return ", ".join(known[:3]) + (", ..." if len(known) > 3 else "") if known else "not of the model either"

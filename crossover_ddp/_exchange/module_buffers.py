@@ -1,0 +1,169 @@
+"""DDP's buffers, sent behind the gradients instead of at the start of the next forward. Our design.
+
+[Note: buffers behind the gradients]
+With ``broadcast_buffers=True`` DDP broadcasts rank 0's buffers when the forward after a synchronised step begins. All
+ranks wait for it, inside the job's turn, while a sibling's gradients are on the link. What is broadcast has been known
+since the forward before. So rank 0's buffers travel behind the step's last reduce-scatter and are copied in on the
+other ranks when DDP is through with this backward pass, or, where gradients arrive later, when the next forward begins.
+Then DDP is told that nothing needs to be synchronised before that forward (``require_forward_param_sync``). If
+anything comes between, such as a second forward before backward or a skipped backward, DDP sets that flag again and
+broadcasts as ever, so nothing has to be foreseen.
+
+Different from plain DDP: between two steps the other ranks have rank 0's buffers already, and what is changed on rank 0
+alone after the step's last bucket (by hand, or by a checkpointed segment without parameters) travels one step later.
+
+All ranks must do this, or none. The model's settings decide, and whether the model was found among all objects; the
+latter may differ between ranks. So they agree on it once for each model and state, together with the size.
+
+Left to DDP: `Join`, where another rank's buffers count; a buffer hook of the user's; a hook of somebody else's in
+`crossover_wrapper`, whose collectives may be issued by any thread.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .ddp_checks import model_of
+
+_NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
+Agree = Callable[[int], bool]
+
+
+class BufferCopy:
+    """The buffers of one model at one moment, on their way.
+
+    ``flat`` holds them as bytes; on the ranks that do not send, from the moment on when ``arrived`` is complete.
+    """
+
+    arrived: torch.futures.Future[torch.Tensor]
+
+    def __init__(
+        self, tensors: list[torch.Tensor], model: Callable[[], DistributedDataParallel | None], *, sends: bool
+    ) -> None:
+        self._tensors = tensors
+        self._model = model
+        self._sends = sends
+        if sends:
+            self.flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+        else:
+            size = sum(tensor.nbytes for tensor in tensors)
+            self.flat = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+        self._versions: list[int] | None = None
+
+    def claim(self) -> None:
+        """Let the next forward begin without a broadcast, if there would be one; call it when backward has ended."""
+        model = self._model()
+        if model is not None and model.require_forward_param_sync:
+            model.require_forward_param_sync = False
+            self._versions = self._count_changes()
+
+    def unpack(self) -> None:
+        """Wait for the values and copy them in, unless somebody has changed the buffers since `claim`."""
+        if self._versions is None:
+            return
+        self.arrived.wait()
+        if self._sends or self._versions != self._count_changes():
+            return
+        stops = itertools.accumulate(tensor.nbytes for tensor in self._tensors)
+        values = [
+            self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
+            for tensor, stop in zip(self._tensors, stops, strict=True)
+        ]
+        # Autograd may have saved buffers, and is not told of new values, as DDP does not tell it.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._tensors)):
+            torch._foreach_copy_(self._tensors, values)
+
+    def claim_and_unpack(self) -> None:
+        """Do both, at the end of backward."""
+        self.claim()
+        self.unpack()
+
+    def _count_changes(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+
+class _Source:
+    """Where the buffers of one model come from."""
+
+    def __init__(self, model: DistributedDataParallel | None, state: object) -> None:
+        self._model = _weakly(model)
+        self._state = _weakly(state)
+        self._has_state = state is not None
+        self._module = _weakly(None if model is None else model.module)
+        self._ignored: frozenset[str] = frozenset(getattr(model, "parameters_to_ignore", ()))
+        self.agreed = False
+
+    def is_for(self, state: object) -> bool:
+        return self._has_state == (state is not None) and self._state() is state
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the buffers, those of great elements first: each begins at a multiple of its element's size."""
+        module = self._module()
+        if module is None:
+            return []
+        # Looked for anew, as DDP does: a module may have replaced one.
+        found = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
+        return sorted(found, key=lambda buffer: -buffer.itemsize)
+
+    def copy(self, *, sends: bool) -> BufferCopy | None:
+        model = self._model()
+        tensors = self.tensors()
+        if not tensors or (model is not None and not _broadcasts(model)):
+            return None
+        return BufferCopy(tensors, self._model, sends=sends)
+
+
+class ModuleBuffers:
+    """The buffers of all models of one process group; rank 0's count."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sources: Any = WeakTensorKeyDictionary()
+
+    def copy(self, bucket: dist.GradBucket, state: object, agree: Agree) -> BufferCopy | None:
+        """Return the buffers of the model behind ``bucket``; None if they stay with DDP, or there are none.
+
+        Args:
+            bucket: the last one of a backward pass.
+            state: that the hook was registered with; tells apart models that wrap one module.
+            agree: tells whether all ranks have this number of bytes, not 0. **Collective**; called once for each model
+                and state.
+        """
+        parameter = bucket.parameters()[0]
+        sources: list[_Source] = self._sources.setdefault(parameter, [])
+        source = next((each for each in sources if each.is_for(state)), None)
+        if source is None:
+            source = _Source(model_of(bucket, state=state), state)
+            sources.append(source)
+            source.agreed = agree(_size(source, bucket.buffer().device))
+        return source.copy(sends=self._rank == 0) if source.agreed else None
+
+
+def _size(source: _Source, device: torch.device) -> int:
+    """Return how many bytes this rank would send or receive; 0 if they must stay with DDP."""
+    model, tensors = source._model(), source.tensors()
+    if model is None or not all(hasattr(model, name) for name in _NEEDED) or not _broadcasts(model):
+        return 0
+    plain = all(t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors)
+    return sum(tensor.nbytes for tensor in tensors) if plain else 0
+
+
+def _broadcasts(model: DistributedDataParallel) -> bool:
+    """Whether DDP itself would broadcast rank 0's buffers."""
+    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.15
+    wanted = model.broadcast_buffers if wanted is None else wanted
+    return bool(wanted) and not model._join_config.enable and not hasattr(model, "buffer_hook")
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    return weakref.ref(thing) if thing is not None else _nothing
+
+
+def _nothing() -> None:
+    return None

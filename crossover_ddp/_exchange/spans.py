@@ -1,0 +1,113 @@
+"""What the engine tells the timeline: which job this is, and the spans of its steps and buckets."""
+
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from crossover_ddp._system import environment
+from crossover_ddp._system.device import default_device, sibling_name
+from crossover_ddp._timeline.record import Detail, Timeline
+
+from .step import Step
+from .transfer import Journey
+
+_log = logging.getLogger(__name__)
+
+_JOB_KEY = "crossover-timeline-job"
+
+
+class ExchangeSpans:
+    """Notes what one engine does; without a timeline every method returns at once.
+
+    Args:
+        timeline: where spans go; None: nowhere.
+        process_group: the engine's.
+    """
+
+    def __init__(self, timeline: Timeline | None, process_group: dist.ProcessGroup) -> None:
+        self.timeline = timeline
+        self._rank = process_group.rank()
+        self._group = _group_detail(process_group) if timeline is not None else {}
+
+    def compute(self, step: Step, begin_s: float | None) -> None:
+        """Note that ``step`` has computed since ``begin_s`` until its last hook; None: nobody knows since when."""
+        if self.timeline is not None and begin_s is not None:
+            self.timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
+
+    def half(self, kind: str, begin_s: float, journey: Journey) -> None:
+        """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now."""
+        if self.timeline is None:
+            return
+        end_s = time.monotonic()
+        itemsize = journey.tensor.itemsize
+        self.timeline.span(
+            kind,
+            begin_s,
+            end_s,
+            step=journey.step.number,
+            **journey.in_words(),
+            owned_bytes=journey.layout.part(self._rank).numel * itemsize,
+            # The chunks of an all-gather may travel before it is waited for.
+            **(self._meeting(journey) if kind == "reduce_scatter" else {}),
+        )
+
+    def exchange(self, journey: Journey, done_s: float, *, meets: bool) -> None:
+        """Note that the exchange of the step that ``journey`` ends was done at ``done_s``.
+
+        ``meets``: it could not be before all ranks had begun, see [Note: spans that meet].
+        """
+        if self.timeline is not None:
+            met = self._meeting(journey) if meets else {}
+            step = journey.step
+            where = journey.tensor.device.type
+            span = self.timeline.span
+            span("exchange", step.last_hook_s, done_s, step=step.number, device_type=where, **met)
+
+    def wait(self, step: int, begin_s: float, end_s: float) -> None:
+        """Note that the turn of step number ``step`` was waited for."""
+        if self.timeline is not None:
+            self.timeline.span("wait", begin_s, end_s, step=step)
+
+    def flush(self) -> None:
+        """Write what is waiting: the process may live on long after its group."""
+        if self.timeline is not None:
+            self.timeline.flush()
+
+    def _meeting(self, journey: Journey) -> dict[str, Detail]:
+        return {"sequence": journey.sequence, **self._group}
+
+
+def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
+    """Begin the timeline of this process as a rank of its job, if ``CROSSOVER_TIMELINE`` asks for one."""
+    if not os.environ.get(environment.TIMELINE):
+        return None
+    job = dist.group.WORLD if dist.is_initialized() else None
+    job = process_group if job is None else job
+    return Timeline.from_environment(
+        rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job), world_size=job.size()
+    )
+
+
+def _group_detail(process_group: dist.ProcessGroup) -> dict[str, Any]:
+    """Name the group where it is not the job's own: its exchanges are counted apart."""
+    own = not dist.is_initialized() or process_group is dist.group.WORLD
+    return {} if own else {"group": process_group.group_name}
+
+
+def _job_name(process_group: dist.ProcessGroup) -> str | None:
+    """Agree with the other ranks on a name that no other job has: the first one to come chooses.
+
+    Waits for no other rank. None where the store cannot do that; the job's exchanges then tell nothing about clocks.
+    """
+    try:
+        store = _get_process_group_store(process_group)
+        name: bytes = store.compare_set(_JOB_KEY, "", secrets.token_hex(4))
+    except (RuntimeError, KeyError, NotImplementedError) as error:
+        _log.warning("the timeline does not know its job, so hosts are aligned by wall clock only: %s", error)
+        return None
+    return name.decode()

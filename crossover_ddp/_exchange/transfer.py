@@ -1,0 +1,226 @@
+"""One bucket on its way from the hook to its Future, and the turn around it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from crossover_ddp._timeline.record import Detail, Timeline
+from crossover_ddp.errors import CrossoverError, ExchangeError
+
+from .collectives import HostBuffer, RingAllGather, RingReduceScatter
+from .layout import Layout
+from .module_buffers import BufferCopy
+from .staging import Side
+from .step import GradientFuture, Step
+
+OwnerStep = Callable[[torch.Tensor], None]
+CargoStep = Callable[[torch.Tensor, Callable[[int], None]], None]
+
+
+class Turn(Protocol):
+    """What a mutex offers to the engine. No method raises."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether a sibling is present; the same answer on all ranks during one step."""
+
+    def release(self) -> None:
+        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
+
+    def request(self) -> None:
+        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
+
+    def acquire(self, *, ahead: bool = False) -> None:
+        """Take the turn again: the step's buckets are complete. Called on a thread that may block.
+
+        ``ahead``: the device may still be busy with them, nobody shares it.
+        """
+
+
+class Failure(NamedTuple):
+    """Why no exchange can succeed any more."""
+
+    text: str
+    cause: BaseException
+
+    def error(self) -> CrossoverError:
+        """Make the error that one step raises; what says its own remedy stays as it is."""
+        if isinstance(self.cause, CrossoverError):
+            return self.cause
+        error = ExchangeError(self.text)
+        error.__cause__ = self.cause
+        return error
+
+
+class Freight(NamedTuple):
+    """A flat tensor, and who owns which part of it."""
+
+    tensor: torch.Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Cargo:
+    """What travels for a bucket in place of the bucket's own buffer.
+
+    Args:
+        scatter: is summed into its owners, divided by the number of ranks.
+        gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
+            ``step``; None: nothing comes back.
+        step: the owner's work between the halves; it is handed the own part of ``scatter``, and what it may tell how
+            many leading elements of that part are final: where the same buffer goes both ways, they leave at once.
+        unload: called when ``gather`` is whole, before the bucket's Future completes.
+        keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
+        arriving: told, before ``step``, how many leading elements of the own part have arrived, on the same thread. Not
+            called with one rank, for a device's memory, or on NCCL.
+    """
+
+    scatter: Freight
+    gather: Freight | None
+    step: CargoStep
+    unload: Callable[[], None]
+    keeps_turn: bool = False
+    arriving: Callable[[int], None] | None = None
+
+
+def _nobody(numel: int) -> None:
+    """For buffers that leave as a whole."""
+
+
+class RingTrip(NamedTuple):
+    """Both halves of a bucket on a ring; no gather yet if it is of another buffer, or if there is none."""
+
+    buffer: HostBuffer
+    scatter: RingReduceScatter
+    gather: RingAllGather | None
+
+
+@dataclass(eq=False, slots=True)
+class Journey:
+    """One bucket on its way from the hook to its Future.
+
+    ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
+    before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
+    Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
+    ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does not tell.
+    ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
+    """
+
+    index: int
+    tensor: torch.Tensor
+    layout: Layout
+    sequence: int
+    step: Step
+    last: bool
+    side: Side
+    turn: Turn | None = None
+    owner_step: OwnerStep | None = None
+    cargo: Cargo | None = None
+    result: torch.Tensor | None = None
+    urgency: int | None = None
+    trip: RingTrip | None = None
+    whole_way: Callable[[], None] | None = None
+    ready_s: float = 0.0
+    largest_bytes: int = 0
+    future: GradientFuture = field(init=False)
+    reduced: GradientFuture = field(init=False)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.future = self.side.future()
+        self.reduced = self.side.future()
+
+    def load(self, cargo: Cargo) -> None:
+        """Let ``cargo`` travel, and the Future hold the bucket's buffer all the same."""
+        self.cargo, self.result = cargo, self.tensor
+        self.tensor, self.layout = cargo.scatter
+        self.take_owner_step(_nobody)
+
+    def take_owner_step(self, final: Callable[[int], None]) -> None:
+        """Let the cargo's owner tell ``final`` what may leave."""
+        if self.cargo is not None:
+            step = self.cargo.step
+            self.owner_step = lambda part: step(part, final)
+
+    def in_words(self) -> dict[str, Detail]:
+        """Return what a timeline says of this bucket. ``owner``: 1 if there is an owner's step between the halves."""
+        return {
+            "bucket": self.index,
+            "bytes": self.tensor.numel() * self.tensor.itemsize,
+            "largest_bytes": self.largest_bytes,
+            "ready_s": self.ready_s,
+            "device_type": self.tensor.device.type,
+            "owner": int(self.owner_step is not None),
+        }
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the same buffer goes both ways."""
+        return self.cargo is None or self.cargo.gather is self.cargo.scatter
+
+    @property
+    def keeps_turn(self) -> bool:
+        """Whether the owner's step is compute inside the turn."""
+        return self.cargo is not None and self.cargo.keeps_turn
+
+    @property
+    def deferred(self) -> bool:
+        """Whether nobody waits for this bucket at the end of backward."""
+        return self.urgency is not None
+
+    @property
+    def last_turn(self) -> Turn | None:
+        """The turn to be taken again when this journey ends."""
+        return self.turn if self.last and not self.deferred else None
+
+
+class Deferred:
+    """A bucket that is exchanged in the background; whoever needs it waits.
+
+    Waiting blocks the calling thread on gloo; on NCCL it orders the current stream instead. Both methods raise
+    ``ExchangeError`` if the exchange failed. Not collective.
+    """
+
+    def __init__(self, journey: Journey, timeline: Timeline | None = None) -> None:
+        self._journey = journey
+        self._timeline = timeline
+        self.buffers: BufferCopy | None = None
+        """The model's, which left with the step's last bucket."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bucket's buffer, with a version counter of its own."""
+        return self._journey.tensor
+
+    @property
+    def layout(self) -> Layout:
+        """Who owns which part of the buffer."""
+        return self._journey.layout
+
+    def wait_on_host(self) -> None:
+        """Block this thread until the device has gathered the bucket: `wait` may only order a stream after that."""
+        self.wait()
+        if self._journey.whole_way is not None:
+            self._journey.whole_way()
+
+    def own_part(self) -> torch.Tensor:
+        """Wait for the reduce-scatter; return this rank's part of the mean."""
+        begin_s = time.monotonic()
+        part = self._journey.reduced.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)
+        return part
+
+    def wait(self) -> None:
+        """Wait until the buffer holds the mean over the ranks."""
+        if self._journey.trip is None and not self._journey.future.done():  # see [Note: native order]
+            raise ExchangeError(
+                "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
+            )
+        begin_s = time.monotonic()
+        self._journey.future.wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)

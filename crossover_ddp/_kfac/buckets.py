@@ -1,0 +1,49 @@
+"""What is where in a bucket of DDP."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+
+class Content(NamedTuple):
+    """One parameter in a bucket: its gradient, and where that is in the flat buffer."""
+
+    parameter: Tensor
+    gradient: Tensor
+    span: Span
+
+
+def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
+    """List the parameters of a bucket; raise if ``buffer`` is not made of their gradients one after the other."""
+    contents, start = [], 0
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # DDP shows complex gradients as pairs of real numbers.
+        stop = start + parameter.numel() * (2 if parameter.is_complex() and not buffer.is_complex() else 1)
+        span = Span(start, stop)
+        contents.append(Content(parameter, _as_parameter(parameter, gradient, buffer[start:stop]), span))
+        start = stop
+    if start != buffer.numel():
+        raise UnsupportedConfigurationError(
+            f"expected a bucket of {start} elements, got {buffer.numel()}; this torch lays out its buckets in a way "
+            "that K-FAC does not know"
+        )
+    return contents
+
+
+def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
+    """Return the gradient as DDP lays it out in its part of the buffer: in the memory order of the parameter.
+
+    ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
+    """
+    if parameter.is_contiguous() or parameter.is_complex():
+        return gradient
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
+    in_memory = parameter.permute(order)
+    if not in_memory.is_contiguous():  # has gaps: then DDP takes the contiguous order
+        return gradient
+    return part.view(in_memory.shape).permute([order.index(dim) for dim in range(len(order))])

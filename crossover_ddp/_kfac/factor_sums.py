@@ -1,0 +1,197 @@
+"""What one layer has gathered of its factors in a step, and what is still on trial.
+
+[Note: on trial] Only the gradients that `optimizer.step()` will see may form factors. A forward may be followed by no
+backward at all (its loss was not finite), by ``torch.autograd.grad`` (an adversarial attack, a gradient penalty),
+which leaves ``p.grad`` alone, or by a backward whose gradients are thrown away by ``zero_grad()``. So A of a call is
+held by the call's own place in autograd's graph, and is gone with it. What a backward pass brings is a `Trial`, which
+is committed when the same pass has added to the weight's ``.grad``, and only then. And what was committed is dropped
+when that ``.grad`` was cleared since (`GradientMark`).
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Captured(NamedTuple):
+    """The factors of one layer in this step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
+
+    a: Tensor
+    g: Tensor
+
+
+class Room(NamedTuple):
+    """How many columns of a layer's factors each rank may send, see [Note: few columns]; 0: the factor itself."""
+
+    a: int = 0
+    g: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer with gradients enabled; autograd's graph holds it.
+
+    Args:
+        number: the order of calls.
+        step, micro_batch: in which it was made.
+        count: of A's columns.
+        make_a: returns A, or its columns; None where they are more than may be sent. None: A is counted already.
+        announced: whether it was told that A of the layer can be had; a recomputed call may be for nothing.
+        ahead: whether A was taken before its backward came.
+    """
+
+    number: int
+    step: int
+    micro_batch: int
+    count: int
+    make_a: Callable[[], Tensor | None] | None
+    announced: bool = True
+    ahead: bool = False
+
+
+@dataclass
+class Sum:
+    """What one layer has gathered of one of its factors: a sum, or columns."""
+
+    total: Tensor | None = None
+    columns: list[Tensor] = field(default_factory=list)
+    count: int = 0  # of columns
+    calls: int = 0
+
+    def add(self, part: Tensor | None, count: int, room: int) -> None:
+        """Add one call's factor, or its columns if there is ``room`` for columns; None: more than that."""
+        self.calls += 1
+        self.count += count
+        if not room:
+            assert part is not None
+            self.total = part if self.total is None else self.total.add_(part)
+        elif part is not None and self.count <= room:
+            self.columns.append(part)
+
+    def merge(self, other: "Sum", room: int) -> None:
+        """Add what ``other`` has, which is not used any more."""
+        self.calls += other.calls
+        self.count += other.count
+        if other.total is not None:
+            self.total = other.total if self.total is None else self.total.add_(other.total)
+        if self.count <= room:
+            self.columns += other.columns
+
+    def take(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
+        """Return the factor, times ``scale`` of the number of calls, or its columns; None if there is none."""
+        if not self.calls or self.count > room > 0:
+            return None
+        if not room:
+            assert self.total is not None
+            return self.total.mul_(scale(self.calls))
+        return torch.cat(self.columns, dim=2).mul_(math.sqrt(scale(self.calls)))
+
+
+@dataclass
+class Trial:
+    """What one backward pass has brought of a layer so far: G, and the calls whose A belongs to it."""
+
+    g: Sum = field(default_factory=Sum)
+    calls: list[Call] = field(default_factory=list)
+
+
+class GradientMark:
+    """How the ``.grad`` of one weight was left by the last pass that added to it.
+
+    Attributes:
+        micro_batches: those of this step that are in it.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches: set[int] = set()
+        self._gradient: Callable[[], Tensor | None] = _nothing
+        self._version = -1
+
+    def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
+        """A pass has added the gradient of ``micro_batches``."""
+        self.micro_batches.update(micro_batches)
+        self._gradient = _nothing if gradient is None else weakref.ref(gradient)
+        self._version = -1 if gradient is None else gradient._version
+
+    def is_as_left(self, gradient: Tensor) -> bool:
+        """Tell whether nothing was written to it since, as far as its version says."""
+        return self._gradient() is gradient and self._version == gradient._version
+
+    def clear(self) -> None:
+        """Nothing of this step is in it any more."""
+        self.micro_batches.clear()
+        self._gradient = _nothing
+
+
+class LayerSums:
+    """Both factors of one layer in one step, see [Note: on trial].
+
+    Attributes:
+        spoiled: whether A that was sent ahead of backward turned out not to be the step's.
+    """
+
+    def __init__(self) -> None:
+        self.a, self.g = Sum(), Sum()
+        self.trials: dict[int, Trial] = {}  # by the number of the backward pass
+        self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
+        self._ahead = 0  # calls whose A was taken ahead, and whose backward has not come
+        self._took_ahead = False
+        self._spoiled = False
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the sums hold what must not be used."""
+        return self._spoiled or self._ahead > 0
+
+    def trial(self, task: int) -> Trial:
+        """Return what the backward pass ``task`` has brought."""
+        return self.trials.setdefault(task, Trial())
+
+    def commit(self, trial: Trial, room: Room) -> None:
+        """The pass of ``trial`` has added to the weight's gradient."""
+        for call in sorted(trial.calls, key=lambda call: call.number):
+            self._ahead -= call.ahead
+            call.ahead = False
+            self._count(call, room.a)
+        self.g.merge(trial.g, room.g)
+
+    def take_input(self, room: int) -> Tensor | None:
+        """Return A of what was committed, and forget it."""
+        found = self.a.take(room, lambda calls: 1 / calls)
+        self.a = Sum(count=self.a.count)
+        return found
+
+    def take_input_ahead(self, room: int) -> Tensor | None:
+        """Return A of what was committed and of all calls so far, in the trust that their backward comes."""
+        for call in sorted(self.open, key=lambda call: call.number):
+            self._ahead += 1
+            call.ahead = True
+            self._count(call, room)
+        self._took_ahead = True
+        return self.take_input(room)
+
+    def take_output(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
+        """Return G of what was committed, and forget it."""
+        found = self.g.take(room, scale)
+        self.g = Sum(count=self.g.count)
+        return found
+
+    def drop(self) -> None:
+        """What was committed in this step was given up."""
+        self.a, self.g = Sum(), Sum()
+        self._spoiled = self._spoiled or self._took_ahead
+
+    def _count(self, call: Call, room: int) -> None:
+        make_a, call.make_a = call.make_a, None
+        self.open.discard(call)
+        if make_a is not None:
+            self.a.add(make_a(), call.count, room)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,157 @@
+"""Which layers of a model K-FAC can treat, and why each other parameter passes through as a plain gradient."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from .columns import LayerShape, layer_shape
+
+TOO_LARGE: Final = "above max_factor_dim"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer that K-FAC treats, and its parameters.
+
+    Args:
+        name: of its first module in the model, without the prefixes of DDP and ``torch.compile``.
+        modules: all modules that share these parameters, usually one.
+        shape: of its factors.
+        weight: as the modules have it.
+        bias: None where it has none or a frozen one.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    shape: LayerShape
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class _Use(NamedTuple):
+    """A module that has a parameter, and under which name."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP and ``torch.compile``."""
+    *_, innermost = _wrapped(model)
+    return innermost
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the process group that DDP was given; None if ``model`` is not wrapped yet, or it is the default."""
+    for each in _wrapped(model):
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            group: dist.ProcessGroup = each.process_group
+            return None if group is dist.group.WORLD else group
+    return None
+
+
+def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``model`` and what it wraps, inwards."""
+    while True:
+        yield model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return
+
+
+def find_layers(
+    model: nn.Module, skip: Sequence[str] = (), max_dim: int | None = None
+) -> tuple[list[Layer], dict[str, str]]:
+    """List the layers that K-FAC can treat, and why each other parameter passes through as it is.
+
+    Modules of equal shape that share all their parameters are one layer. A weight that is shared with anything
+    else (an embedding) passes through.
+
+    Args:
+        model: plain, or wrapped by DDP or ``torch.compile``.
+        skip: names of modules not to treat: a name with all below it, or a pattern as of the shell.
+        max_dim: of a factor; a layer with a larger one is not treated.
+
+    Returns: the layers in the order of registration, the same on all ranks of the same model; and reasons by name
+    of parameter.
+    """
+    root = unwrapped(model)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for module, (name, *_) in names.items():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{name}.{attribute}" if name else attribute
+            uses.setdefault(parameter, []).append(_Use(module, attribute, full))
+    skipped = {module for module, of in names.items() if any(_named(name, skip) for name in of)}
+    layers: dict[nn.Parameter, Layer] = {}
+    reasons: dict[nn.Module, str] = {}
+    for module, (name, *_) in names.items():
+        found = _layer_of(module, name, uses, skipped)
+        if isinstance(found, Layer) and max_dim is not None:
+            found = _too_large(found, max_dim) or found
+        if isinstance(found, Layer):
+            layers.setdefault(found.weight, found)
+        else:
+            reasons[module] = found
+    treated = {parameter for layer in layers.values() for parameter in (layer.weight, layer.bias)}
+    return list(layers.values()), {
+        name: _reason(parameter, uses[parameter], reasons)
+        for name, parameter in root.named_parameters()
+        if parameter not in treated
+    }
+
+
+def _too_large(layer: Layer, max_dim: int) -> str | None:
+    for factor, dim in (("A", layer.shape.a_dim), ("G", layer.shape.g_dim)):
+        if dim > max_dim:
+            return f"{factor} of {dim} rows, {TOO_LARGE}={max_dim}"
+    return None
+
+
+def _named(name: str, patterns: Sequence[str]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
+
+
+def _layer_of(
+    module: nn.Module, name: str, uses: dict[nn.Parameter, list[_Use]], skipped: Collection[nn.Module]
+) -> Layer | str:
+    """Return the layer that ``module`` belongs to, or why it is none."""
+    shape = layer_shape(module)
+    if shape is None:
+        frozen = isinstance(module, nn.Linear | nn.Conv2d) and not module.weight.requires_grad
+        return "beside a frozen weight" if frozen else "not Linear or Conv2d"
+    weight, bias = module.weight, module.bias if shape.has_bias else None
+    assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+    sharers = {use.module: use for use in uses[weight]}
+    if any(sharer in skipped for sharer in sharers):
+        return "named in skip"
+    for use in uses[weight]:
+        same = use.attribute == "weight" and layer_shape(use.module) == shape
+        if not same or (bias is not None and use.module.bias is not bias):
+            return "shared"
+    if bias is not None and {(use.module, use.attribute) for use in uses[bias]} != {
+        (m, "bias") for m in sharers
+    }:
+        return "shared"
+    return Layer(name, tuple(sharers), shape, weight, bias)
+
+
+def _reason(parameter: nn.Parameter, of: list[_Use], reasons: dict[nn.Module, str]) -> str:
+    if not parameter.requires_grad:
+        return "frozen"
+    why = {reasons.get(use.module, "shared") for use in of}
+    if "named in skip" in why:
+        return "named in skip"
+    if len(of) > 1:
+        return f"shared with {of[1].name}"
+    return "beside a shared parameter" if why == {"shared"} else why.pop()

@@ -1,0 +1,148 @@
+"""Where everything lies in the buffers that travel for one bucket of K-FAC. Pure: no tensors, no processes.
+
+[Note: the cargo] A rank's part begins with what comes back: the gradients of the layers that it owns, its rows of the
+layers that are spread, its share of the parameters that pass through, a few bytes for the rank's own number. Behind it
+lie, only on the way there, the factors of its layers, and, only on the way back, the solvers that all ranks get. So
+both ways are the same up to the appendices.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from crossover_ddp._exchange.layout import Layout, Span
+
+
+class Load(NamedTuple):
+    """One layer of a cargo.
+
+    ``owner``: who has its factors. ``gradient_numel``: elements of its gradients. ``factor_numel``: of its factors, on
+    the way there; 0: they do not travel. ``solver_numel``: of its solver, on the way back. ``rows_numel``: of each
+    rank's rows of its gradient, which then does not go to the owner; empty: it does.
+    """
+
+    owner: int
+    gradient_numel: int
+    factor_numel: int = 0
+    solver_numel: int = 0
+    rows_numel: tuple[int, ...] = ()
+
+
+class Share(NamedTuple):
+    """A run of elements that pass through: where they are in the bucket, and in the part of ``owner``."""
+
+    bucket: Span
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of both buffers, by offsets into the owners' parts, see [Note: the cargo].
+
+    Args:
+        there: parts of the buffer that is summed.
+        back: parts of the buffer that returns.
+        gradients: offsets of each layer's gradients in the parts, in the order of the loads: in that of its owner, or,
+            of a layer that is spread, in those of all ranks.
+        factors: offset of each layer's factors in its owner's part of ``there``.
+        solvers: offset of each layer's solver in its owner's part of ``back``.
+        passing: what goes through untouched.
+        number_offsets: of each rank's own number, at the end of its part of ``back``.
+    """
+
+    there: Layout
+    back: Layout
+    gradients: tuple[tuple[int, ...], ...]
+    factors: tuple[int, ...]
+    solvers: tuple[int, ...]
+    passing: tuple[Share, ...]
+    number_offsets: tuple[int, ...]
+    in_place: bool
+    """Whether one buffer can go both ways."""
+
+
+@lru_cache(maxsize=1024)
+def manifest(
+    world_size: int, loads: tuple[Load, ...], passing: tuple[Span, ...], number_numel: int = 0
+) -> Manifest:
+    """Lay out one cargo; the same on all ranks, since it depends on the arguments only.
+
+    Args:
+        world_size: number of parts.
+        loads: the layers that travel.
+        passing: spans of the bucket that pass through; they are cut so that the parts become as equal as they can.
+        number_numel: elements at the end of each part for the rank's own number; may be 0.
+    """
+    filled = [0] * world_size
+    gradients: list[tuple[int, ...]] = []
+    for load in loads:
+        if load.rows_numel:
+            gradients.append(tuple(filled))
+            filled = [before + rows for before, rows in zip(filled, load.rows_numel, strict=True)]
+        else:
+            gradients.append((filled[load.owner],))
+            filled[load.owner] += load.gradient_numel
+    shares = fill_up(filled, sum(span.numel for span in passing))
+    cut = tuple([*_cut(passing, shares, filled)])
+    number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
+    there = [offset + number_numel for offset in number_offsets]
+    back = list(there)
+    factors, solvers = [], []
+    for load in loads:
+        factors.append(there[load.owner])
+        there[load.owner] += load.factor_numel
+        solvers.append(back[load.owner])
+        back[load.owner] += load.solver_numel
+    return Manifest(
+        Layout.of_lengths(there),
+        Layout.of_lengths(back),
+        tuple(gradients),
+        tuple(factors),
+        tuple(solvers),
+        cut,
+        number_offsets,
+        in_place=not any(load.factor_numel or load.solver_numel for load in loads),
+    )
+
+
+def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Share out ``numel`` elements so that the fullest part is as small as it can be; the emptiest gets most."""
+    order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
+    for count in range(1, len(order) + 1):
+        lowest = order[:count]
+        level, over = divmod(sum(filled[rank] for rank in lowest) + numel, count)
+        if count == len(order) or level + (over > 0) <= filled[order[count]]:
+            break
+    shares = [0] * len(filled)
+    for place, rank in enumerate(sorted(lowest)):
+        # The last ones get the odd elements, as in Layout.equal.
+        shares[rank] = level - filled[rank] + (place >= count - over)
+    return tuple(shares)
+
+
+def _cut(passing: Sequence[Span], shares: Sequence[int], offsets: Sequence[int]) -> Iterator[Share]:
+    """Hand out the spans in their order: rank 0's share first."""
+    borders = list(accumulate(shares))
+    done, rank = 0, 0
+    for span in _merged(passing):
+        start = span.start
+        while start < span.stop:
+            while borders[rank] <= done:
+                rank += 1
+            stop = min(span.stop, start + borders[rank] - done)
+            yield Share(Span(start, stop), rank, offsets[rank] + done - (borders[rank] - shares[rank]))
+            done += stop - start
+            start = stop
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = Span(merged[-1].start, span.stop)
+        elif span.numel:
+            merged.append(span)
+    return merged

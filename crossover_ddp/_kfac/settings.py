@@ -1,0 +1,180 @@
+"""K-FAC's arguments: hyper-parameters that may change with the step, and what is refused."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .columns import WeightSharing
+from .layers import TOO_LARGE, Layer
+
+logger = logging.getLogger(__name__)
+
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "solver": ("inverse", "eigen"),
+    "weight_sharing": get_args(WeightSharing),
+    "factors": ("global", "local"),
+    "inversion": ("at_once", "background"),
+    "accumulated": ("mean", "sum"),
+    "costs": ("typical", "measured"),
+}
+
+Hyper = float | Callable[[int], float]
+
+
+class HyperNow(NamedTuple):
+    """The hyper-parameters in one step, and what is due in it."""
+
+    damping: float
+    decay: float
+    kl_clip: float | None
+    takes_factors: bool
+    inverts: bool
+    factor_steps: int
+    inverse_steps: int
+
+
+class Hypers(NamedTuple):
+    """The hyper-parameters, each a number or a function of the step."""
+
+    damping: Hyper
+    factor_decay: Hyper
+    kl_clip: Hyper | None
+    factor_update_steps: int | Callable[[int], int]
+    inv_update_steps: int | Callable[[int], int]
+
+    def at(self, step: int) -> HyperNow:
+        """Return their values in ``step``; raise ``ValueError`` for one that makes no sense."""
+        damping, decay, kl_clip, every, inverts_every = (
+            value(step) if callable(value) else value for value in self
+        )
+        for name, period in (("factor_update_steps", every), ("inv_update_steps", inverts_every)):
+            if not isinstance(period, int) or period < 1:
+                raise ValueError(
+                    f"expected a whole number of steps, 1 or more, got {name}={period!r}; 1 means every step"
+                )
+        assert damping is not None and decay is not None and every is not None and inverts_every is not None
+        if not damping > 0:
+            raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
+        if not 0 <= decay < 1:
+            raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
+        if kl_clip is not None and not kl_clip > 0:
+            raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
+        takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
+        return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
+
+
+def check_choices(**given: str) -> None:
+    """Raise ``ValueError`` unless each argument is one of its choices."""
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(
+                f"expected {name} to be one of {', '.join(_CHOICES[name])}, got {name}={value!r}"
+            )
+
+
+def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
+    """Refuse models that are not whole on one device, and parameters whose range is too small."""
+    sharded = [name for name, parameter in model.named_parameters() if hasattr(parameter, "placements")]
+    if sharded:
+        raise UnsupportedConfigurationError(
+            f"expected whole parameters, got {sharded[0]} sharded over ranks (DTensor); K-FAC works with data "
+            "parallelism only: use DistributedDataParallel without tensor or model parallelism"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedConfigurationError(
+            f"expected a model on one device, got parameters on {sorted(map(str, devices))}; K-FAC works with data "
+            "parallelism only: keep each replica on one device"
+        )
+    for layer in layers:
+        if layer.weight.dtype == torch.float16:
+            raise UnsupportedConfigurationError(
+                f"expected parameters of float32, float64 or bfloat16, got {layer.name}.weight of float16, whose range "
+                "is too small for preconditioned gradients; keep the parameters in float32 and use autocast, or skip it"
+            )
+
+
+def check_max_dim(max_factor_dim: int) -> None:
+    """Raise ``ValueError`` unless it is a number of rows."""
+    if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
+        raise ValueError(
+            f"expected a whole number of rows, 1 or more, got max_factor_dim={max_factor_dim!r}; 8192 is the default"
+        )
+
+
+def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
+    """Refuse a model of which K-FAC would treat nothing."""
+    if not layers:
+        found = "; ".join(f"{name}: {reason}" for name, reason in list(passing.items())[:3])
+        raise UnsupportedConfigurationError(
+            f"expected a model with a layer that K-FAC treats, got none of {len(passing)} parameters ({found}); "
+            "Linear and Conv2d layers count unless they are frozen, shared, skipped or too large: see skip= and "
+            "max_factor_dim=, or train without kfac_hook"
+        )
+
+
+def warn_of_large(passing: Mapping[str, str]) -> None:
+    """Name the parameters whose layers are too large, in one warning."""
+    large = [name for name, reason in passing.items() if TOO_LARGE in reason]
+    if large:
+        logger.warning(
+            "%s of %d in all pass through as plain gradients: %s. Raise max_factor_dim to treat them, or name them in "
+            "skip=",
+            ", ".join(large[:4]),
+            len(large),
+            passing[large[0]],
+        )
+
+
+def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
+    """Return the learning rates of this moment, by the parameters' ids."""
+    if optimizer is None:
+        return {}
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise ValueError(
+                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
+                "torch.optim.Optimizer objects"
+            )
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+
+
+def check_held(layers: Sequence[Layer], rates: Mapping[int, float]) -> None:
+    """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
+    missing = [
+        f"{layer.name}.{name}" if layer.name else name
+        for layer in layers
+        for name, parameter in (("weight", layer.weight), ("bias", layer.bias))
+        if parameter is not None and id(parameter) not in rates
+    ]
+    if missing:
+        raise UnsupportedConfigurationError(
+            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
+            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
+            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
+        )
+
+
+def check_together(*, kl_clip: object, optimizer: object, inversion: str, mutex: object) -> None:
+    """Raise ``ValueError`` for arguments of which one needs, or excludes, the other."""
+    if kl_clip is not None and optimizer is None:
+        raise ValueError(
+            "expected the optimizer, whose learning rates enter the KL clip, got optimizer=None; pass it, or "
+            "kl_clip=None"
+        )
+    if inversion == "background" and mutex is not None:
+        raise ValueError(
+            "expected inversion='at_once' with a mutex, got inversion='background'; solvers made in the "
+            "background would compute outside of the turn"
+        )

@@ -1,0 +1,225 @@
+"""Preconditioning a dominant layer on all ranks: its gradient is cut by rows, as plain SGD would cut it.
+
+[Note: spread layers] A layer that has most of a bucket would go to its owner whole and come back whole: with two ranks
+twice the time of an even cut, and one rank multiplies while the others wait. All ranks can multiply a part of it if
+they have its solver. With the inverse of the smaller factor written as TᵀT, the step is, up to transposition,
+
+    V = Tᵀ U,   U = (T ∇) A⁻¹,
+
+and a row of U needs only that row of T ∇. So every rank sends T times its own gradient; the sum over the ranks of a
+rank's rows is multiplied by the larger inverse there; all rows are gathered, and every rank multiplies them by Tᵀ. What
+the KL clip adds up, V · ∇ = U · (T ∇), is a sum over rows, too. The same holds in the eigenbasis, where T are the
+eigenvectors of the smaller factor. Our design.
+
+The owner makes the solver, and sends it to all in the step in which it is new, in which the layer travels whole. That
+is worth it if solvers serve for some steps: see `_kfac_planning.spreads`. T is the owner's on all ranks, so that they
+send summands of one sum. The last product is every rank's own: ranks that round it differently would drift
+apart, so layers are spread only if all ranks round a trial alike, see `rounding`.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from crossover_ddp._exchange.layout import Layout, Span
+
+from .columns import LayerShape, triangle_numel
+from .factors import DampedInverse, Eigenbasis, Solver, pack_triangle, unpack_triangle
+
+# Each product reads all of the larger factor: 32 rows cost a quarter more than 78 at once, 40 a tenth.
+_BLOCK_ROWS: Final = 40
+
+
+def sides(shape: LayerShape) -> tuple[int, int]:
+    """Return the smaller and the larger of both factors' sizes; of a layer without groups."""
+    return min(shape.g_dim, shape.a_dim), max(shape.g_dim, shape.a_dim)
+
+
+def rows_of(shape: LayerShape, world_size: int) -> tuple[Span, ...]:
+    """Return each rank's rows of T ∇. They depend on nothing else, so that a resumed run rounds as before."""
+    layout = Layout.equal(sides(shape)[0], world_size)
+    return tuple([layout.part(rank) for rank in range(world_size)])
+
+
+def spread_numel(shape: LayerShape, *, solver: str) -> int:
+    """Return the elements that a solver takes on its way to all ranks; ``solver`` as in ``KFACState``."""
+    small, large = sides(shape)
+    if solver == "inverse":
+        return 1 + small**2 + triangle_numel(1, large)
+    return 1 + small**2 + large**2 + small + large + 1
+
+
+@dataclass(frozen=True)
+class SpreadSolver:
+    """The solver of a spread layer as all ranks have it; see [Note: spread layers].
+
+    Args:
+        shape: of the layer, which has no groups.
+        root: T, [s, s].
+        right: the larger factor's inverse, or its eigenvectors, [l, l].
+        values: in the eigenbasis: those of the smaller factor, of the larger one, and the damping, [s + l + 1].
+    """
+
+    shape: LayerShape
+    root: Tensor
+    right: Tensor
+    values: Tensor | None = None
+
+    @classmethod
+    def of(cls, solver: Solver, shape: LayerShape, root: Tensor | None = None) -> "SpreadSolver":
+        """Make it of the owner's solver; ``root`` if it is known from a checkpoint."""
+        transposed = _transposed(shape)
+        if isinstance(solver, DampedInverse):
+            pair = solver.g_inverse[0], solver.a_inverse[0]
+            small, large = pair[::-1] if transposed else pair
+            return cls(shape, _root(small) if root is None else root, large)
+        assert isinstance(solver, Eigenbasis)
+        vectors = solver.g_vectors[0], solver.a_vectors[0]
+        values = solver.g_values[0], solver.a_values[0]
+        if transposed:
+            vectors, values = vectors[::-1], values[::-1]
+        numbers = torch.cat([*values, solver.damping.reshape(1)])
+        return cls(shape, vectors[0].mT.contiguous(), vectors[1], numbers)
+
+    def pack(self, out: Tensor) -> None:
+        """Write it as `spread_numel` elements; see `unpack`."""
+        numel = self.root.numel()
+        out[0] = 1.0
+        out[1 : 1 + numel].copy_(self.root.flatten())
+        if self.values is None:
+            pack_triangle(self.right.unsqueeze(0), out[1 + numel :])
+            return
+        out[1 + numel : -self.values.numel()].copy_(self.right.flatten())
+        out[-self.values.numel() :].copy_(self.values)
+
+    @classmethod
+    def unpack(cls, packed: Tensor, shape: LayerShape, *, solver: str) -> "SpreadSolver | None":
+        """Read it again; None if the owner had none (zeros)."""
+        if not bool(packed[0]):
+            return None
+        small, large = sides(shape)
+        root, rest = packed[1 : 1 + small**2].view(small, small).clone(), packed[1 + small**2 :]
+        if solver == "inverse":
+            return cls(shape, root, unpack_triangle(rest, 1, large)[0])
+        return cls(shape, root, rest[: large**2].view(large, large).clone(), rest[large**2 :].clone())
+
+    def before(self, matrix: Tensor, rows: Span, out: Tensor) -> None:
+        """Write these rows of T ∇, for a gradient [g, a], to ``out``, [rows, l]."""
+        gradient = matrix.to(self.root.dtype)
+        root = self.root[rows.start : rows.stop]
+        if out.dtype != root.dtype:
+            out.copy_(root @ (gradient.mT if _transposed(self.shape) else gradient))
+        else:
+            torch.mm(root, gradient.mT if _transposed(self.shape) else gradient, out=out)
+
+    def rows(self, first: int, turned: Tensor) -> Tensor:
+        """Return the rows of U for the rows of T ∇ that begin with ``first``."""
+        if self.values is None:
+            return turned @ self.right
+        small, large = sides(self.shape)
+        own = self.values[first : first + turned.shape[0]]
+        rotated = turned @ self.right
+        rotated /= own.unsqueeze(-1) * self.values[small : small + large] + self.values[-1]
+        return rotated @ self.right.mT
+
+    def after(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return V, [g, a], of all rows of U in their order."""
+        # The pieces are copied together, since a product may be rounded otherwise where its operands lie otherwise.
+        direction = self.root.mT @ torch.cat([each.to(self.root.dtype) for each in rows])
+        return direction.mT if _transposed(self.shape) else direction
+
+    def nbytes(self) -> int:
+        """Memory."""
+        return sum(each.nbytes for each in (self.root, self.right, self.values) if each is not None)
+
+
+class SpreadRows:
+    """One rank's rows of U, made while T ∇ is still on its way.
+
+    Args:
+        solver: of the layer.
+        rows: this rank's.
+        turned: the sum of all ranks' T ∇ of these rows, [rows, l]; need not have arrived yet.
+    """
+
+    def __init__(self, solver: SpreadSolver, rows: Span, turned: Tensor) -> None:
+        self._solver = solver
+        self._rows = rows
+        self._turned = turned
+        self._made: list[Tensor] = []
+        self._blocks = list(Span(0, rows.numel).chunks(_BLOCK_ROWS))
+
+    def advance(self, numel: int) -> None:
+        """Multiply all blocks of rows that lie in the first ``numel`` elements."""
+        for block in self._blocks[len(self._made) :]:
+            if block.stop * self._turned.shape[1] > numel:
+                return
+            # A copy, see `RowProduct.advance`.
+            turned = self._turned[block.start : block.stop].to(self._solver.right.dtype, copy=True)
+            self._made.append(self._solver.rows(self._rows.start + block.start, turned))
+
+    def results(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield rows of U with their place among this rank's rows; all has arrived."""
+        for number, block in enumerate(self._blocks):
+            if number >= len(self._made):
+                self.advance(block.stop * self._turned.shape[1])
+            yield block, self._made[number]
+
+
+class SpreadLayers:
+    """The solvers of spread layers, which all ranks have; the same on all ranks.
+
+    Args:
+        chosen: the layers that are spread.
+
+    Attributes:
+        solvers: by layer; none before the first, and after factors that were no numbers.
+    """
+
+    def __init__(self, chosen: Collection[int]) -> None:
+        self._chosen = frozenset(chosen)
+        self.solvers: dict[int, SpreadSolver] = {}
+
+    def of(self, index: int, *, renewed: bool) -> tuple[SpreadSolver | None, bool]:
+        """Return the solver by which a layer is spread in this step, and whether its owner sends it to all.
+
+        Args:
+            index: the layer.
+            renewed: whether solvers are made in this step.
+        """
+        if index not in self._chosen:
+            return None, False
+        solver = None if renewed else self.solvers.get(index)
+        return solver, solver is None
+
+
+def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:
+    """Return a short name of how this rank rounds the last products of these layers; equal if they are."""
+    generator = torch.Generator().manual_seed(0)
+    digest = hashlib.sha256()
+    for small, large in sorted({sides(shape) for shape in shapes}):
+        root = torch.randn(small, small, generator=generator).to(device)
+        made = torch.randn(small, large, generator=generator).to(device)
+        digest.update((root.mT @ made).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _transposed(shape: LayerShape) -> bool:
+    """Whether the smaller factor is that of the inputs."""
+    return shape.g_dim > shape.a_dim
+
+
+def _root(inverse: Tensor) -> Tensor:
+    """Return T with TᵀT = ``inverse``."""
+    triangle, info = torch.linalg.cholesky_ex(inverse)
+    if not bool(info):
+        upper: Tensor = triangle.mT.contiguous()
+        return upper
+    # Rounding has left it without a root, or nearly so: drop what is below zero.
+    values, vectors = torch.linalg.eigh(inverse.double())
+    root: Tensor = values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
+    return root.to(inverse.dtype).contiguous()

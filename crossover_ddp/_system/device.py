@@ -1,0 +1,35 @@
+"""Which device a process uses, and a name for it that all processes of a machine share."""
+
+import logging
+import os
+
+import torch
+
+from . import environment
+from .cuda_driver import cuda_driver
+from .machine import machine
+
+logger = logging.getLogger(__name__)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of an instance of one, that is the same in every process and container: its UUID."""
+    try:
+        return cuda_driver().name(device.index or 0)
+    except (OSError, RuntimeError) as error:
+        logger.debug("asks torch for the UUID of %s: %s", device, error)
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def default_device() -> torch.device:
+    """Return the current GPU if this process uses one, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def sibling_name(device: torch.device) -> str:
+    """Return the name by which siblings know ``device``: a GPU's own, else ``CROSSOVER_DEVICE``, else the machine's."""
+    if device.type == "cuda":
+        return device_name(device)
+    return os.environ.get(environment.DEVICE) or f"cpu-{machine()}"

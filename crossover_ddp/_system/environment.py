@@ -1,0 +1,29 @@
+"""The environment variables of this package: every name once."""
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+GROUP: Final = "CROSSOVER_GROUP"
+"""Siblings are the jobs of one user that name the same group."""
+DEFAULT_GROUP: Final = "default"
+DEVICE: Final = "CROSSOVER_DEVICE"
+"""Name of the device that siblings share, where it is not a GPU."""
+DEVICE_ORDER: Final = "CROSSOVER_DEVICE_ORDER"
+"""How turns are ordered on a GPU, see `crossover_ddp._turns.device_order`."""
+DEVICE_ORDERS: Final = ("host", "semaphores", "events")
+"""The default first."""
+DISABLE: Final = "CROSSOVER_DISABLE"
+"""Every state behaves as plain all-reduce."""
+CHECK: Final = "CROSSOVER_CHECK"
+"""Decoupled training checks every step."""
+TIMELINE: Final = "CROSSOVER_TIMELINE"
+"""Directory in which spans are recorded."""
+RUN_JOB: Final = "CROSSOVER_RUN_JOB"
+"""Set by `crossover-ddp run` itself: which of its jobs a process belongs to."""
+FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, TIMELINE})
+
+
+def is_set(name: str, variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether a switch is on: set, and neither empty nor ``0``."""
+    return variables.get(name, "") not in ("", "0")

@@ -1,0 +1,77 @@
+"""The private directory of this user in shared memory, and what is this user's own.
+
+Our design; see the notes in `crossover_ddp._turns.segment`.
+"""
+
+import os
+import stat
+import sys
+
+from crossover_ddp.errors import SegmentError
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def check_owned(fd: int, path: str, *, directory: bool = False) -> None:
+    """Raise `SegmentError` unless the open file is this user's alone."""
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise SegmentError(
+            f"expected {path} to belong to user {os.geteuid()}, got owner {found.st_uid}; it was made by somebody "
+            "else and is left alone: ask its owner or an administrator to remove it"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise SegmentError(
+            f"expected {path} to be private, got mode {stat.S_IMODE(found.st_mode):04o}; "
+            f"chmod {'0700' if directory else '0600'} it or remove it while no job runs"
+        )
+
+
+def segment_directory(base: str) -> str:
+    """Return where all segments of this user live, below ``base``."""
+    return os.path.join(base, f"crossover_ddp-{outer_user(os.geteuid(), _uid_map())}")
+
+
+def outer_user(user: int, uid_map: str) -> int:
+    """Return the number that the user has outside of the container, where it is his alone.
+
+    In rootless containers everybody is user 0. ``uid_map`` is what ``/proc/self/uid_map`` holds: lines of first number
+    inside, first number outside, count. A user that it does not name keeps the number.
+    """
+    for line in uid_map.splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= user < inside + count:
+            return outside + user - inside
+    return user
+
+
+def _uid_map() -> str:
+    try:
+        with open("/proc/self/uid_map") as file:
+            return file.read()
+    except OSError:  # no /proc, or a kernel without user name spaces
+        return ""
+
+
+def open_directory(base: str) -> int:
+    """Open the directory of this user's segments, which must be there and private."""
+    path = segment_directory(base)
+    if not sys.platform.startswith("linux") or not os.path.isdir(base):
+        raise SegmentError(
+            f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
+        )
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise  # nobody has joined, or the last sibling to leave has just removed it
+    except OSError as error:
+        raise SegmentError(
+            f"expected {path} to be a directory of this user, got {error.strerror}; "
+            "if it is a symbolic link or a file, remove it"
+        ) from error
+    try:
+        check_owned(fd, path, directory=True)
+    except SegmentError:
+        os.close(fd)
+        raise
+    return fd

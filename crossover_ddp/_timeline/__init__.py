@@ -1,0 +1,1 @@
+"""Who computed and who communicated when: recording, and what is made of the records."""

@@ -1,0 +1,282 @@
+"""How the ranks of a job agree on turns: through the key-value store that made their process group.
+
+[Note: grants through the store]
+Every job has such a store, and all its ranks reach it, whatever the backend of the gradients is and whatever the
+host's name resolves to. The lead rank writes a grant without waiting, under one key for each other rank. Each of
+these has a thread that asks for the next grant before it exists, and the store answers when it does. So a grant
+costs one message to the store and one from it, while the last bucket is still being gathered; it needs no
+place in the order of the job's collectives. Other stores than torch's ``TCPStore`` poll, or never forget: there
+rank 0 opens a ``TCPStore`` beside it.
+
+[Note: one verdict]
+All ranks must agree whether an agreement came about, or some would wait for turns that others do not take. So each
+round ends with one ``compare_set`` of the store: a rank that has all answers, or has waited long enough, proposes a
+verdict, and the first proposal counts for all. Our design.
+"""
+
+import collections
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from crossover_ddp.errors import TurnError
+
+from .group_timeout import group_timeout_s
+from .rules import Grant, decode, encode
+
+_LOOK_EVERY = 256  # turns
+_UNHEARD_LIMIT = 1024  # a rank that is so many turns behind has left, or will not catch up
+_END_TIMEOUT_S = 1.0
+_LISTENING = datetime.timedelta(days=20)  # ended by `close`, or with the store's connection
+_ALL, _NOT_ALL = "all", "not all"
+_END = "end"
+_SERVER_KEY = "crossover-turns-server"
+_LOOPBACK = "127.0.0.1"
+# Kept with the group's store, which goes when the group is destroyed: who closes early may still be listened to.
+_servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
+_channel_count: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+class TurnChannel:
+    """The job's ranks, for what turns need to be agreed on.
+
+    Args:
+        process_group: the job; None for the default group.
+        timeout_s: how long the ranks may be apart when they agree on something.
+
+    On failure: `TurnError`, on all ranks alike if the store works.
+
+    **Collective**: every rank of ``process_group`` constructs it, and calls `gather` as often.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout_s = timeout_s
+        self._grant_timeout_s = group_timeout_s(group) / 2
+        self._pid = os.getpid()
+        self._gathered = 0
+        self._sent = 0
+        self._listening = [rank for rank in range(self.size) if rank != self.rank]
+        self._listener: _Listener | None = None
+        self._store: dist.Store | None = None
+        if self.size == 1:
+            return
+        # The same number on all ranks, since making a channel is collective.
+        number = _channel_count[group] = _channel_count.get(group, 0) + 1
+        try:
+            own = self._own_connection(_get_process_group_store(group))
+            own.set_timeout(datetime.timedelta(seconds=timeout_s))
+        except (RuntimeError, KeyError, OSError) as error:
+            raise TurnError(
+                f"expected a store that all ranks of the job reach, got {type(error).__name__}: {error}; "
+                "turns need the store that init_process_group was given"
+            ) from error
+        self._store = dist.PrefixStore(f"crossover-turns-{number}", own)
+
+    def _own_connection(self, store: dist.Store) -> dist.Store:
+        """Return ``store`` over a connection that nobody else's waiting blocks."""
+        if isinstance(_innermost(store), dist.TCPStore):
+            return store.clone()
+        if self.rank == 0:
+            return self._server(store).clone()
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        store.wait([_SERVER_KEY], timeout)
+        host, _, port = store.get(_SERVER_KEY).decode().partition(" ")
+        address = _LOOPBACK if host == socket.gethostname() else host
+        return dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
+
+    def _server(self, store: dist.Store) -> dist.Store:
+        """Open a ``TCPStore`` beside ``store`` and tell the others so; see [Note: grants through the store]."""
+        server = _servers.get(store)
+        if server is None:
+            server = _servers[store] = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            store.set(_SERVER_KEY, f"{socket.gethostname()} {server.port}")
+        return server
+
+    # --- agreeing --------------------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, which JSON can hold, by rank. Collective.
+
+        Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
+        """
+        if self.size == 1:
+            return [value]
+        store = self._connected()
+        number = self._gathered = self._gathered + 1
+        keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
+        try:
+            store.set(keys[self.rank], json.dumps(value))
+            proposal = _ALL
+            try:
+                store.wait(keys, datetime.timedelta(seconds=self.timeout_s))
+            except RuntimeError:
+                proposal = _NOT_ALL
+            verdict = store.compare_set(f"verdict/{number}", "", proposal).decode()
+            answers = store.multi_get(keys) if verdict == _ALL else []
+        except RuntimeError as error:
+            raise TurnError(f"the job's store failed ({error}); turns need it") from error
+        if not answers:
+            raise TurnError(
+                f"expected all {self.size} ranks to join within {self.timeout_s:.0f} s, got some that did not; "
+                "make sure that all ranks register the same hook"
+            )
+        return [json.loads(answer) for answer in answers]
+
+    def _connected(self) -> dist.Store:
+        if self._store is None:
+            raise TurnError("expected a channel that is open, got one that was closed")
+        return self._store
+
+    # --- grants ----------------------------------------------------------------------------------------------
+
+    def send(self, grant: Grant) -> None:
+        """Lead rank: tell ``grant`` to all others; does not wait for them."""
+        self._send(self._connected(), " ".join(map(str, encode(grant))))
+
+    def _send(self, store: Any, text: str) -> None:  # Any: torch's stubs lack multi_set
+        if self._sent % _LOOK_EVERY == 0 and self._sent > _UNHEARD_LIMIT:
+            self._drop_those_behind(store)
+        keys = [_grant_key(rank, self._sent) for rank in self._listening]
+        if keys:
+            store.multi_set(keys, [text] * len(keys))
+        self._sent += 1
+
+    def _drop_those_behind(self, store: Any) -> None:
+        """Send no more to ranks that do not take what was sent, or the store would grow for ever."""
+        for rank in list(self._listening):
+            if store.check([_grant_key(rank, self._sent - _UNHEARD_LIMIT)]):
+                store.set(_grant_key(rank, self._sent), _END)
+                self._listening.remove(rank)
+
+    def listen(self) -> None:
+        """Other ranks: begin to ask for grants, the first one included."""
+        store = self._connected()
+        listener = _Listener(store.clone(), self.rank)
+        self._listener = listener
+        listener.start()
+
+    def receive(self) -> Grant:
+        """Other ranks: return the next grant; raises `TurnError` after half the process group's timeout."""
+        assert self._listener is not None
+        return self._listener.take(self._grant_timeout_s)
+
+    def tell_wait(self, turn: int, seconds: float) -> None:
+        """Tell the other ranks that siblings made this one late in ``turn``: they may have waited for it inside."""
+        self._connected().add(f"wait/{turn}", round(seconds * 1000))
+
+    def told_wait_s(self, turn: int) -> float:
+        """Return what ranks have told of their waits before ``turn``, added up: an upper bound, in seconds."""
+        return self._connected().add(f"wait/{turn}", 0) / 1000
+
+    def interrupt(self) -> None:
+        """End a `receive` that another thread sits in."""
+        if self._listener is not None:
+            self._listener.end("the channel of turns was closed")
+
+    def close(self, *, tell: bool = False) -> None:
+        """Leave. Not collective; may be called again, and in a fork, where it does nothing.
+
+        Args:
+            tell: as the lead rank, whose last word reaches all others behind the grants sent so far: no more will come.
+        """
+        store, self._store = self._store, None
+        listener, self._listener = self._listener, None
+        if os.getpid() != self._pid or store is None:
+            return
+        if tell:
+            with contextlib.suppress(RuntimeError):
+                self._send(store, _END)
+        if listener is not None:
+            listener.stop(store)
+
+
+class _Listener:
+    """A thread that always asks for the next grant, so that it has arrived when it is wanted."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        store.set_timeout(_LISTENING)
+        self._asking = store
+        self._rank = rank
+        self._changed = threading.Condition()
+        self._grants: collections.deque[Grant] = collections.deque()
+        self._ended: str | None = None
+        self._heard = 0
+        self._thread = threading.Thread(target=self._listen, name="crossover-turns", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> Grant:
+        """Return the next grant, within ``timeout_s`` seconds."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._grants and self._ended is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise TurnError(
+                        f"expected the job's next turn from its lead rank within {timeout_s:.0f} s, got none; "
+                        "it is stopped, or does not train"
+                    )
+            if not self._grants:
+                raise TurnError(self._ended)
+            return self._grants.popleft()
+
+    def stop(self, telling: dist.Store) -> None:
+        """End the thread, through a connection that it does not block."""
+        self.end("the channel of turns was closed")
+        with contextlib.suppress(RuntimeError):
+            for number in (self._heard, self._heard + 1):  # one of them is what the thread waits for
+                telling.set(_grant_key(self._rank, number), _END)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_TIMEOUT_S)
+
+    def end(self, reason: str) -> None:
+        """Let nobody wait any more; what has been heard can still be taken."""
+        with self._changed:
+            self._ended = self._ended or reason
+            self._changed.notify_all()
+
+    def _listen(self) -> None:
+        try:
+            while self._ended is None:
+                self._hear()
+        except (
+            Exception
+        ) as error:  # the store's process has ended, mostly with the job; told to whoever takes
+            self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
+
+    def _hear(self) -> None:
+        key = _grant_key(self._rank, self._heard)
+        text = self._asking.get(key).decode()
+        self._asking.delete_key(key)
+        if text == _END:
+            self.end("the job's lead rank takes no more turns, or this rank was too many turns behind")
+            return
+        with self._changed:
+            self._heard += 1
+            self._grants.append(decode([*map(int, text.split())]))
+            self._changed.notify_all()
+
+
+def _grant_key(rank: int, number: int) -> str:
+    return f"grant/{rank}/{number}"
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store

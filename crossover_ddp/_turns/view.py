@@ -1,0 +1,354 @@
+"""Look at the turns of this user's jobs from outside: join nothing, write nothing, lock nothing, ring nobody.
+
+[Note: looking]
+A living sibling is told as the jobs tell it: its slot says that it has joined, and its bell has a reader. The bell is
+opened for writing and closed again, which no reader notices: an owner has its own bell open for writing as well, so
+no count reaches nought and nobody is woken. Whether a slot's byte is locked is asked with F_OFD_GETLK, which takes no
+lock and so never makes a joining process believe that a slot is taken. All else is ``stat`` and ``pread``.
+
+Whatever is there instead of a segment is told as a `Problem`: nothing is believed, everything is bounded, no file
+makes `look` raise or wait. Our design.
+"""
+
+import contextlib
+import enum
+import math
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from crossover_ddp._system.shared_memory import (
+    SHARED_MEMORY,
+    check_owned,
+    open_directory,
+    segment_directory,
+)
+from crossover_ddp.errors import SegmentError
+
+from .slots import (
+    FILE_BYTES,
+    GROUP_NAME,
+    HEADER_BYTES,
+    JOINED,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    Slot,
+    digest,
+    read_header,
+    remove_unused,
+    slots_are_locked,
+)
+
+LOG_WINDOW_BYTES = 1 << 16  # how much of a log's end is read: an hour of very short turns
+_NAMES = re.compile(
+    rf"(?P<stem>(?P<group>{GROUP_NAME.pattern})-(?P<digest>[0-9a-f]{{16}}))"
+    r"\.(?P<kind>turns|log|[0-9]+\.bell|[0-9a-f]+\.(?:new|word))"
+)
+_PROBLEMS_KEPT = 100
+
+
+class Liveness(enum.Enum):
+    """What siblings would make of a slot that says it is in use."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    """Its process has ended without leaving."""
+    DEAF = "deaf"
+    """Its process lives, but its bell was removed: siblings pass it over."""
+
+
+class Place(NamedTuple):
+    """One slot in use, as found; numbers are whatever the file says."""
+
+    slot: int
+    job: int
+    incarnation: int
+    joined_at: int
+    started: int
+    returned: int
+    returned_at_ns: int
+    lease_s: float | None
+    rank: int
+    world_size: int
+    pid: int
+    liveness: Liveness
+
+
+class Log(NamedTuple):
+    """The end of a lead device's log."""
+
+    numel: int
+    records: bytes
+    """The last of the ``numel`` records, at most `LOG_WINDOW_BYTES`."""
+
+    def last_turn(self, slot: int) -> int:
+        """Return the number of the last turn that ``slot`` drew; 0 where it is not in the window."""
+        place = self.records.rfind(bytes([slot]))
+        return self.numel - len(self.records) + place + 1 if place >= 0 else 0
+
+    def drawn_since(self, numel: int) -> bytes | None:
+        """Return the records after the first ``numel``; None if they are more than the window, or less."""
+        first = numel - (self.numel - len(self.records))
+        return self.records[first:] if 0 <= first <= len(self.records) else None
+
+
+class Segment(NamedTuple):
+    """One group on one device."""
+
+    group: str
+    device: str
+    path: str
+    places: tuple[Place, ...]
+    log: Log | None
+    """None on devices that lead no job, or where it was not asked for."""
+    held: bool
+    """Whether any living process has a slot."""
+
+
+class Problem(NamedTuple):
+    """Something that stands where a segment should, and what is wrong with it."""
+
+    path: str
+    what: str
+
+
+class Look(NamedTuple):
+    """All that was found at one moment."""
+
+    at_ns: int
+    """CLOCK_MONOTONIC, as in the slots."""
+    directory: str
+    segments: tuple[Segment, ...]
+    problems: tuple[Problem, ...]
+
+
+def printable(text: str) -> str:
+    """Return ``text`` fit for a terminal and for UTF-8: file names and devices may hold any bytes."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def look(base: str = SHARED_MEMORY, *, group: str | None = None, with_log: bool = True) -> Look:
+    """Return what this user's jobs have published at this moment.
+
+    Args:
+        base: where shared memory is mounted.
+        group: only this group; default all.
+        with_log: read the ends of the logs too; who holds a turn is known without them.
+
+    On failure: never raises for what it finds; see `Look.problems`. Not collective.
+    """
+    reader = _Reader(base, group, with_log)
+    segments = tuple([*reader.segments()])
+    at_ns = time.monotonic_ns()  # after reading: nothing that was read is of a later moment
+    directory = printable(segment_directory(base))
+    problems = reader.problems
+    if len(problems) > _PROBLEMS_KEPT:
+        more = Problem(directory, f"{len(problems) - _PROBLEMS_KEPT} more files that are no segments")
+        problems = [*problems[:_PROBLEMS_KEPT], more]
+    return Look(at_ns, directory, segments, tuple(problems))
+
+
+class _Reader:
+    """One look at one directory."""
+
+    def __init__(self, base: str, group: str | None, with_log: bool) -> None:
+        self.problems: list[Problem] = []
+        self._base = base
+        self._group = group
+        self._with_log = with_log
+        self._directory = segment_directory(base)
+        self._directory_fd = -1
+
+    def segments(self) -> Iterator[Segment]:
+        try:
+            self._directory_fd = open_directory(self._base)
+        except FileNotFoundError:
+            return  # nobody has joined
+        except (SegmentError, OSError) as error:
+            self._note(self._directory, error)
+            return
+        try:
+            for found in self._matches():
+                segment = self._segment(found)
+                if segment is not None:
+                    yield segment
+        finally:
+            os.close(self._directory_fd)
+
+    def _note(self, path: str, what: object) -> None:
+        self.problems.append(Problem(printable(path), printable(str(what))))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def _matches(self) -> list["re.Match[str]"]:
+        """Return the names of slot files; say which files belong to none."""
+        try:
+            names = sorted(os.listdir(self._directory_fd))
+        except OSError as error:
+            self._note(self._directory, error.strerror)
+            return []
+        matches = [(name, _NAMES.fullmatch(name)) for name in names]
+        stems = {found["stem"] for _, found in matches if found and found["kind"] == "turns"}
+        for name, found in matches:
+            if found is None:
+                if self._group is None:
+                    self._note(self._path(name), "not a file of turns; remove it if it is nobody's")
+            elif found["stem"] not in stems and self._wanted(found) and self._exists(name):
+                self._note(
+                    self._path(name), "left over without its slots; the next job of the group removes it"
+                )
+        return [found for _, found in matches if found and found["kind"] == "turns" and self._wanted(found)]
+
+    def _wanted(self, found: "re.Match[str]") -> bool:
+        return self._group is None or found["group"] == self._group
+
+    def _exists(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._directory_fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """Open a regular file of this user for reading."""
+        # O_NONBLOCK: a FIFO that somebody has put there must not stop us.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        if not stat.S_ISREG(os.stat(name, dir_fd=self._directory_fd, follow_symlinks=False).st_mode):
+            raise SegmentError("expected a file, got another kind; remove it while no job runs")
+        fd = os.open(name, flags, dir_fd=self._directory_fd)
+        try:
+            check_owned(fd, self._path(name))
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _segment(self, found: "re.Match[str]") -> Segment | None:
+        name = found[0]
+        try:
+            with self._opened(name) as fd:
+                return self._read(fd, found)
+        except FileNotFoundError:
+            return None  # the last one has just left
+        except (SegmentError, OSError) as error:
+            self._note(self._path(name), error)
+            return None
+
+    def _read(self, fd: int, found: "re.Match[str]") -> Segment:
+        path = self._path(found[0])
+        raw_device = bytes(read_header(fd, path).device)
+        device = raw_device.decode(errors="replace")
+        # A name as long as the field may have been cut: its digest says nothing.
+        if len(raw_device) < 231 and f"{digest(device):016x}" != found["digest"]:
+            raise SegmentError("the device inside is not the one of its name; remove it while no job runs")
+        places = tuple([*self._places(fd, found["stem"])])
+        return Segment(
+            group=found["group"],
+            device=printable(device),
+            path=printable(path),
+            places=places,
+            log=self._log(found["stem"]) if self._with_log else None,
+            held=slots_are_locked(fd, 0, SLOT_COUNT),
+        )
+
+    def _places(self, fd: int, stem: str) -> Iterator[Place]:
+        raw = os.pread(fd, FILE_BYTES - HEADER_BYTES, HEADER_BYTES)
+        if len(raw) != FILE_BYTES - HEADER_BYTES:
+            raise SegmentError("cut short while it was read; remove it while no job runs")
+        for index in range(SLOT_COUNT):
+            slot = Slot.from_buffer_copy(raw, index * SLOT_BYTES)
+            if slot.state == JOINED:
+                liveness = self._liveness(fd, stem, index, slot.incarnation)
+                if liveness is not None:
+                    yield _place(index, slot, liveness)
+
+    def _liveness(self, fd: int, stem: str, index: int, incarnation: int) -> Liveness | None:
+        """Tell whether the slot's owner lives; None if it has left meanwhile."""
+        if self._has_reader(f"{stem}.{index}.bell"):
+            return Liveness.ALIVE
+        raw = os.pread(fd, SLOT_BYTES, HEADER_BYTES + index * SLOT_BYTES)
+        now = Slot.from_buffer_copy(raw) if len(raw) == SLOT_BYTES else Slot()
+        if (now.state, now.incarnation) != (JOINED, incarnation):
+            return None
+        return Liveness.DEAF if slots_are_locked(fd, index, 1) else Liveness.GONE
+
+    def _has_reader(self, bell: str) -> bool:
+        """See [Note: looking]."""
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            if not stat.S_ISFIFO(os.stat(bell, dir_fd=self._directory_fd, follow_symlinks=False).st_mode):
+                return False
+            os.close(os.open(bell, flags, dir_fd=self._directory_fd))
+        except OSError:  # no bell, or nobody reads it
+            return False
+        return True
+
+    def _log(self, stem: str) -> Log | None:
+        name = f"{stem}.log"
+        try:
+            with self._opened(name) as fd:
+                numel = os.fstat(fd).st_size
+                start = max(0, numel - LOG_WINDOW_BYTES)
+                records = os.pread(fd, numel - start, start)
+                return Log(start + len(records), records)
+        except FileNotFoundError:
+            return None
+        except (SegmentError, OSError) as error:
+            self._note(self._path(name), error)
+            return None
+
+
+def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
+    lease_s = slot.lease()
+    return Place(
+        slot=index,
+        job=slot.job,
+        incarnation=slot.incarnation,
+        joined_at=slot.joined_at,
+        started=slot.started,
+        returned=slot.returned,
+        returned_at_ns=slot.returned_at_ns,
+        lease_s=lease_s if lease_s is not None and math.isfinite(lease_s) else None,
+        rank=slot.rank,
+        world_size=slot.world_size,
+        pid=slot.pid,
+        liveness=liveness,
+    )
+
+
+def sweep(base: str = SHARED_MEMORY, *, group: str | None = None) -> list[str]:
+    """Remove the segments (of one group, or of all) that no living process has joined; return the paths of their slots.
+
+    Takes the locks that a leaving process takes, so a job that joins at this moment makes the files anew. What is not
+    a segment of this layout and this user stays as it is.
+    """
+    directory = segment_directory(base)
+    unused = [
+        os.path.basename(segment.path)
+        for segment in look(base, group=group, with_log=False).segments
+        if not segment.held
+    ]
+    return [os.path.join(directory, name) for name in unused if _remove(base, directory, name)]
+
+
+def _remove(base: str, directory: str, name: str) -> bool:
+    try:
+        directory_fd = open_directory(base)
+    except (SegmentError, OSError):  # the last one to leave has taken it along
+        return False
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+        try:
+            check_owned(fd, name)
+            read_header(fd, name)
+            return remove_unused(fd, name.removesuffix(".turns"), directory_fd, directory)
+        finally:
+            os.close(fd)
+    except (SegmentError, OSError):
+        return False
+    finally:
+        os.close(directory_fd)

@@ -1,0 +1,70 @@
+"""The ``crossover-ddp`` command: looks at this machine and at the jobs that take turns on it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from crossover_ddp.cli import status as cli_status
+from crossover_ddp.cli import timeline as cli_timeline
+from crossover_ddp.cli.advise import command as cli_advise
+from crossover_ddp.cli.doctor import command as cli_doctor
+from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingRichError
+from crossover_ddp.cli.run import command as cli_run
+from crossover_ddp.cli.run.commands import split_groups
+
+_EXAMPLES = """\
+examples:
+  crossover-ddp doctor           is this machine ready, and what should be set?
+  crossover-ddp status --watch   who computes, who queues, live
+  crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
+  crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
+  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would pay for this job?
+
+exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
+Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and all its sub-commands."""
+    parser = argparse.ArgumentParser(
+        prog="crossover-ddp",
+        description="Jobs that take turns on shared devices: look at them, and at the machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    cli_status.add_parser(commands)
+    cli_doctor.add_parser(commands)
+    cli_run.add_parser(commands)
+    cli_timeline.add_parser(commands)
+    cli_advise.add_parser(commands)
+    return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments; those of `run` after ``--`` are its ``groups``."""
+    # argparse knows one "--" only, and not every version treats it alike.
+    options, groups = split_groups(words) if words[:1] == [cli_run.NAME] else (words, [])
+    return parser().parse_args(options, argparse.Namespace(groups=groups))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; wrong usage raises ``SystemExit(2)``, as argparse does.
+
+    Args:
+        arguments: what follows the command's name; default those of the process.
+    """
+    parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code: int = parsed.run(parsed)
+    except MissingRichError as error:
+        sys.stderr.write(f"{error}\n")
+        return USAGE
+    except BrokenPipeError:  # whoever read us has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except KeyboardInterrupt:  # before there was anything to show
+        return INTERRUPTED
+    return code

@@ -1,0 +1,101 @@
+"""Run a command for a short while with its timeline recorded, and leave nothing of it behind.
+
+Whatever the command starts inherits ``CROSSOVER_TIMELINE``, which names a directory that is ours alone: its mark.
+See [Note: no process is left behind] in `crossover_ddp._system.job_process`.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from crossover_ddp._system.environment import TIMELINE
+from crossover_ddp._system.job_process import JobProcess
+from crossover_ddp._system.marked_processes import send
+from crossover_ddp._system.signals import endings_raise, undisturbed
+
+_LOOK_S: Final = 0.25
+_STDERR: Final = 2
+_GRACE_S: Final = 5.0
+_TAIL_LINES: Final = 20
+_TAIL_BYTES: Final = 16_384
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a short run ended.
+
+    Args:
+        returncode: of the command, as shells number it; None: it was ended here, as planned.
+        tail: its last lines; empty if they were shown.
+    """
+
+    returncode: int | None
+    tail: str
+
+
+def run(
+    command: Sequence[str],
+    directory: Path,
+    *,
+    enough: Callable[[float], bool],
+    show: bool = False,
+    environment: Mapping[str, str] | None = None,
+    grace_s: float = _GRACE_S,
+) -> Ended:
+    """Run ``command`` until it ends or ``enough``, then end it and all that it has started.
+
+    Args:
+        command: its words.
+        directory: where timelines go; nobody else's.
+        enough: called four times a second with the seconds since the start.
+        show: let its output through, to stderr.
+        environment: variables on top of this process's.
+        grace_s: how long it may take to end after SIGTERM, until SIGKILL.
+
+    On failure: ``OSError`` if it cannot be started. SIGTERM and SIGHUP end it like Ctrl-C, and raise ``SystemExit``.
+    """
+    variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(environment or {})}
+    with tempfile.TemporaryFile() as output, endings_raise():
+        # Our standard output is for the advice.
+        shown = _STDERR if show else output.fileno()
+        process = JobProcess(command, variables, (TIMELINE, str(directory)), shown)
+        try:
+            began_s = time.monotonic()
+            while process.poll() is None and not enough(time.monotonic() - began_s):
+                process.wait(_LOOK_S)
+            returncode = process.poll()
+        finally:
+            with undisturbed():
+                _end(process, grace_s)
+        return Ended(returncode, _tail(output))
+
+
+def _end(process: JobProcess, grace_s: float) -> None:
+    """End the command and everything that carries its mark: politely first, then for sure."""
+    process.terminate(signal.SIGTERM)
+    deadline_s = time.monotonic() + grace_s
+    while time.monotonic() < deadline_s and _is_left(process):
+        if process.poll() is not None:
+            send(process.survivors(), signal.SIGTERM, signal.SIGCONT)
+        time.sleep(_LOOK_S / 5)
+    deadline_s = time.monotonic() + grace_s
+    while time.monotonic() < deadline_s and _is_left(process):
+        process.kill()
+        time.sleep(_LOOK_S / 25)
+    if process.poll() is not None:
+        process.close()
+
+
+def _is_left(process: JobProcess) -> bool:
+    return process.poll() is None or bool(process.survivors())
+
+
+def _tail(output: IO[bytes]) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _TAIL_BYTES))
+    return "\n".join(output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])

@@ -1,0 +1,1 @@
+"""``crossover-ddp doctor``: what to expect of this machine, and what to set."""

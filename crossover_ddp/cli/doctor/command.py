@@ -1,0 +1,113 @@
+"""``crossover-ddp doctor``: what to expect of this machine, and what to set."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from crossover_ddp._system import environment
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns.view import look, printable, sweep
+from crossover_ddp.cli.doctor import findings, gpu_findings, machine_facts
+from crossover_ddp.cli.output import FINE, FOUND, add_command, console, require_rich, write_json
+
+from .findings import Finding, State
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLES = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
+_EXAMPLES = """\
+examples:
+  crossover-ddp doctor           findings, each with the line that mends it
+  crossover-ddp doctor --json    the same for programs
+  crossover-ddp doctor --sweep   remove segments that dead jobs have left, first
+
+exit codes: 0 no problem; 1 at least one problem; 2 wrong usage, or rich is missing
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "doctor",
+        run,
+        help="is this machine ready, and what should be set",
+        description="Look at this machine, and say what to expect and what to set.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="first remove segments that no living process has joined"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the findings; return the exit code."""
+    if not arguments.json:
+        require_rich()
+    found = examine(sweep_first=arguments.sweep)
+    if arguments.json:
+        rows = [{**each._asdict(), "state": each.state.value} for each in found]
+        write_json({"state": worst(found).value, "findings": rows})
+    else:
+        console().print(table(found))
+    return exit_code(found)
+
+
+def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Finding]:
+    """Return what there is to say about this machine, after removing what dead jobs have left if asked to."""
+    swept = sweep(base) if sweep_first else []
+    mps, gpus, software = machine_facts.mps(), machine_facts.gpus(), machine_facts.software()
+    gpu_count = len(gpus.listed) or gpus.torch_count
+    system = os.uname()
+    found = [
+        *findings.platform(system.sysname, system.release),
+        *findings.software(software),
+        *gpu_findings.features(software.gpu_needs, gpu_count),
+        *gpu_findings.nccl(os.environ, software.nccl, gpu_count),
+        *gpu_findings.cuda(os.environ, gpu_count),
+        *findings.gpus(gpus, mps),
+        *gpu_findings.visible_devices(gpus.visible, mps, gpu_count),
+        *gpu_findings.ordering(
+            machine_facts.orderings(), os.environ.get(environment.DEVICE_ORDER), environment.DEVICE_ORDERS
+        ),
+        *findings.multi_process_service(mps, gpu_count),
+        *findings.shared_memory(machine_facts.shared_memory(base)),
+        *findings.segments(look(base, with_log=False), swept),
+        *findings.environment(os.environ, timeline_writable=machine_facts.timeline_writable()),
+        *findings.network(machine_facts.network()),
+        *findings.threads(
+            os.environ.get("OMP_NUM_THREADS"), machine_facts.cores(), machine_facts.cpu_quota()
+        ),
+    ]
+    return [each._replace(what=printable(each.what), mend=printable(each.mend)) for each in found]
+
+
+def worst(found: Sequence[Finding]) -> State:
+    """Return the state of the finding that matters most."""
+    states = {each.state for each in found}
+    return next(
+        state for state in (State.PROBLEM, State.NOTE, State.OK) if state in states or state is State.OK
+    )
+
+
+def exit_code(found: Sequence[Finding]) -> int:
+    """Return what the command says at the end: notes are fine."""
+    return FOUND if worst(found) is State.PROBLEM else FINE
+
+
+def table(found: Sequence[Finding]) -> "Table":
+    """Return the findings as a table, what mends them below each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, padding=(0, 1))
+    for name in ("", "topic", "what"):
+        shown.add_column(name)
+    for each in found:
+        what = Text(each.what)
+        if each.mend and each.state is not State.OK:
+            what.append(f"\n→ {each.mend}", style="cyan")
+        shown.add_row(Text(each.state.value, style=_STYLES[each.state]), Text(each.topic), what)
+    return shown

@@ -1,0 +1,302 @@
+"""Facts about this machine, for `findings` to judge. Reads only, and makes no CUDA context: that takes memory."""
+
+import contextlib
+import csv
+import fcntl
+import inspect
+import os
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from crossover_ddp._system import environment
+from crossover_ddp._system.cuda_driver import (
+    CAN_USE_64_BIT_STREAM_MEM_OPS,
+    IPC_EVENT_SUPPORTED,
+    cuda_driver,
+)
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
+
+from .findings import Directory, Gpu, Gpus, Interface, Mps, Network, SharedMemory, Software
+from .gpu_findings import Ordering
+
+_NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=uuid,name,memory.total,memory.free,compute_mode",
+    "--format=csv,noheader,nounits",
+)
+_NVIDIA_SMI_TIMEOUT_S = 20.0
+_DEFAULT_MPS_DIRECTORY = "/tmp/nvidia-mps"
+_MPS_CONTROL = "nvidia-cuda-mps"  # as much of the name as the kernel keeps
+_GPU_NEEDS = (
+    "Event.from_ipc_handle",
+    "Event.ipc_handle",
+    "Stream.wait_event",
+    "is_current_stream_capturing",
+    "get_device_properties",
+)
+_SIOCGIFADDR = 0x8915
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+
+
+def software() -> Software:
+    """Return versions and the features of torch that we use where they are there."""
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    available = distributed.is_available()
+    group = getattr(distributed, "ProcessGroup", object)
+    return Software(
+        python=sys.version_info[:3],
+        torch=str(torch.__version__),
+        features={
+            "bucket_cap_mb_list": "bucket_cap_mb_list"
+            in inspect.signature(DistributedDataParallel.__init__).parameters,
+            "register_pre_hook": hasattr(group, "register_pre_hook"),
+        },
+        nccl=_nccl_version() if available and distributed.is_nccl_available() else None,
+        gloo=available and distributed.is_gloo_available(),
+        cuda_build=torch.version.cuda,
+        gpu_needs={f"torch.cuda.{name}": _has(torch.cuda, name) for name in _GPU_NEEDS},
+    )
+
+
+def _has(found: object, name: str) -> bool:
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
+def _nccl_version() -> tuple[int, ...] | None:
+    try:
+        version = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError):
+        return None
+    return tuple([part for part in version if isinstance(part, int)])
+
+
+def gpus() -> Gpus:
+    """Return what the driver lists and torch may use."""
+    return Gpus(
+        listed=_listed_gpus(),
+        torch_count=torch.cuda.device_count(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def orderings() -> tuple[Ordering, ...]:
+    """Return what the driver says of the GPUs that jobs started here would see."""
+    found = []
+    with contextlib.suppress(OSError, RuntimeError):  # no driver, or none that can be asked
+        driver = cuda_driver()
+        for index in range(torch.cuda.device_count()):
+            events, semaphores = (
+                bool(driver.attribute(index, what))
+                for what in (IPC_EVENT_SUPPORTED, CAN_USE_64_BIT_STREAM_MEM_OPS)
+            )
+            found.append(Ordering(driver.name(index), events, semaphores))
+    return tuple(found)
+
+
+def _listed_gpus() -> tuple[Gpu, ...]:
+    if shutil.which(_NVIDIA_SMI[0]) is None:
+        return ()
+    try:
+        answer = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(answer.stdout)
+
+
+def parse_gpus(table: str) -> tuple[Gpu, ...]:
+    """Return the GPUs in nvidia-smi's answer; lines of another form are left out."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(table.splitlines())]
+    return tuple(
+        [
+            Gpu(uuid, name, _whole(total), _whole(free), mode)
+            for uuid, name, total, free, mode in (row for row in rows if len(row) == 5)
+        ]
+    )
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def mps() -> Mps:
+    """Return whether NVIDIA's multi-process service runs."""
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _DEFAULT_MPS_DIRECTORY
+    return Mps(
+        directory, os.path.exists(os.path.join(directory, "control")), _MPS_CONTROL in _process_names()
+    )
+
+
+def _process_names() -> Iterable[str]:
+    names = set()
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended since the listing
+            names.add(path.read_text(errors="replace").strip()[:15])
+    return names
+
+
+def shared_memory(base: str = SHARED_MEMORY) -> SharedMemory:
+    """Return where segments live and who may use it."""
+    present = os.path.isdir(base)
+    free_bytes = 0
+    if present:
+        found = os.statvfs(base)
+        free_bytes = found.f_bavail * found.f_frsize
+    return SharedMemory(
+        base=base,
+        present=present,
+        writable=present and os.access(base, os.W_OK | os.X_OK),
+        free_bytes=free_bytes,
+        user=os.geteuid(),
+        directory=_directory(segment_directory(base)),
+    )
+
+
+def _directory(path: str) -> Directory | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return Directory(path, stat.S_ISDIR(found.st_mode), found.st_uid, stat.S_IMODE(found.st_mode))
+
+
+def timeline_writable() -> bool:
+    """Tell whether spans could be written to ``CROSSOVER_TIMELINE``, which a job makes if it is missing."""
+    path = Path(os.environ.get(environment.TIMELINE) or ".").absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
+    return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """Return the cores' worth of time that a container allows; None if it does not say."""
+    try:
+        quota, period = Path(path).read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+# --- network ------------------------------------------------------------------------------------------------------
+
+
+def network(root: str = "/sys/class/net") -> Network:
+    """Return what gloo may choose from."""
+    host_name = socket.gethostname()
+    return Network(
+        chosen=os.environ.get("GLOO_SOCKET_IFNAME"),
+        host_name=host_name,
+        host_addresses=_resolved(host_name),
+        interfaces=_interfaces(Path(root)),
+    )
+
+
+def _resolved(host_name: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(host_name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a name that no resolver takes is not even sent
+        return ()
+    return tuple([*dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)])
+
+
+def _interfaces(root: Path) -> tuple[Interface, ...]:
+    try:
+        paths = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError:
+        return ()
+    later = _ipv6_addresses()
+    return tuple([_interface(path, later.get(path.name, ())) for path in paths])
+
+
+def _interface(path: Path, ipv6: tuple[str, ...]) -> Interface:
+    flags = _number(path / "flags", base=16) or 0
+    speed = _number(path / "speed")
+    return Interface(
+        name=path.name,
+        addresses=(*_ipv4_address(path.name), *ipv6),
+        up=bool(flags & _IFF_UP),
+        loopback=bool(flags & _IFF_LOOPBACK),
+        mbit_s=speed if speed and speed > 0 else None,  # -1 where the driver does not know
+    )
+
+
+def _number(path: Path, base: int = 10) -> int | None:
+    try:
+        return int(path.read_text().strip(), base)
+    except (OSError, ValueError):  # some drivers answer a read with an error
+        return None
+
+
+def _ipv4_address(name: str) -> tuple[str, ...]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # it has none
+            return ()
+    return (socket.inet_ntoa(answer[20:24]),)
+
+
+def _ipv6_addresses(path: str = "/proc/net/if_inet6") -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(path).read_text().splitlines():
+            packed, *_, name = line.split()
+            found[name] = (*found.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed)))
+    return found
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def gpu_free_bytes() -> dict[str, int]:
+    """Return what is free on each GPU that the driver lists, by UUID."""
+    return {gpu.uuid: gpu.free_mib << 20 for gpu in _listed_gpus() if gpu.free_mib is not None}
+
+
+def available_memory_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/proc/self/cgroup") -> int | None:
+    """Return what new programs may take without swapping, here and in this cgroup (v2); None if nothing says it."""
+    found = [_meminfo_available(meminfo), *_cgroup_rooms(cgroup)]
+    return min((each for each in found if each is not None), default=None)
+
+
+def _meminfo_available(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _cgroup_rooms(path: str, root: str = "/sys/fs/cgroup") -> Iterable[int]:
+    """Yield what is left below the limit of this cgroup and of each above it; page cache counts as free."""
+    try:
+        own = next(line[3:] for line in Path(path).read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    group = Path(root, own.strip("/"))
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+            limit = int((each / "memory.max").read_text())
+            current = int((each / "memory.current").read_text())
+            lines = (each / "memory.stat").read_text().splitlines()
+            cache = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+            yield max(0, limit - current + cache)
+        if each == Path(root):
+            return

@@ -1,0 +1,95 @@
+"""How commands speak: JSON without anything else installed, tables with rich, exit codes that mean something."""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from crossover_ddp._turns.slots import GROUP_NAME
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FINE: Final = 0
+FOUND: Final = 1
+"""Something to mend was found, or nothing was there to show."""
+USAGE: Final = 2
+"""The command was called wrongly, or a library that it needs is missing."""
+INTERRUPTED: Final = 130
+"""Ctrl-C, as shells number it."""
+
+MISSING_RICH = (
+    "crossover-ddp: expected the package rich for tables, got none; pip install 'crossover_ddp[cli]' (or pip install "
+    "rich), or use --json"
+)
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    examples: str,
+    json_help: str = "JSON instead of a table",
+) -> argparse.ArgumentParser:
+    """Declare a sub-command with ``--json``; ``run`` returns its exit code. Returns its parser, to add arguments to."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help=json_help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def group_name(text: str) -> str:
+    """Read the name of a group; for ``type=``."""
+    if not GROUP_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"expected 1-64 letters, digits, '.', '_', '-', as in CROSSOVER_GROUP, got {text!r}"
+        )
+    return text
+
+
+def number(text: str) -> float:
+    """Read an argument; what is no number becomes one that no range holds."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+class MissingRichError(Exception):
+    """Tables were asked for without rich."""
+
+
+def require_rich() -> None:
+    """Raise `MissingRichError` if tables cannot be shown."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise MissingRichError(MISSING_RICH) from error
+
+
+def console() -> "Console":
+    """Return where tables go."""
+    require_rich()
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def write_json(document: Any, *, indent: int | None = 2) -> None:
+    """Write one JSON document, or one line of several, to standard output."""
+    if dataclasses.is_dataclass(document) and not isinstance(document, type):
+        document = dataclasses.asdict(document)
+    sys.stdout.write(json.dumps(document, indent=indent, allow_nan=False) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""``crossover-ddp run``: sibling jobs under one supervisor."""

@@ -1,0 +1,360 @@
+"""``crossover-ddp run``: start sibling jobs, and say at the end what sharing brought."""
+
+import argparse
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from crossover_ddp._system import environment
+from crossover_ddp._turns.view import sweep
+from crossover_ddp.cli.doctor import machine_facts
+from crossover_ddp.cli.doctor.findings import Gpu
+from crossover_ddp.cli.output import (
+    USAGE,
+    add_command,
+    console,
+    group_name,
+    number,
+    require_rich,
+    write_json,
+)
+
+from .commands import Command, CommandError, from_groups, from_json, from_lines, named
+from .first_look import FirstLook
+from .output import Terminal
+from .ports import Meeting, meetings
+from .runner import JobResult, Planned, Runner, RunResult, Settings
+from .summary import Room, format_size, parse_size, too_small
+from .torchrun import launch_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAME: Final = "run"
+_TRY_S: Final = 30.0
+_MACHINE: Final = "this machine"
+_EXAMPLES = """\
+examples:
+  crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
+  crossover-ddp run --commands sweep.txt --logs logs/     one command per line, two at a time
+  crossover-ddp run --try-first -- '…' -- '…'             the first one alone for a while: its memory, its speed
+
+A first Ctrl-C (SIGTERM, SIGHUP) goes to all jobs, a second one kills them.
+
+exit codes: 0 all jobs ended well; else that of the first job that failed (128 + n if signal n killed it), 127 if it
+cannot be started; 128 + n if signal n ended the run; 2 wrong usage, or the jobs do not fit: nothing was started
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        NAME,
+        run,
+        help="start sibling jobs side by side",
+        description="Start jobs that take turns on the same devices: ports, names, logs and signals are taken care of.",
+        examples=_EXAMPLES,
+        json_help="one JSON document at the end on standard output; the jobs' lines go to standard error",
+    )
+    parser.usage = "crossover-ddp run [options] -- 'COMMAND' [-- 'COMMAND' …]"
+    parser.add_argument(
+        "--commands",
+        metavar="FILE",
+        help="commands, one per line, or a JSON list (*.json); - is standard input",
+    )
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of a job, once for each (default a, b, …)",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=_whole,
+        default=2,
+        metavar="K",
+        help="run so many at a time, the others after (default 2)",
+    )
+    parser.add_argument(
+        "--group",
+        type=group_name,
+        metavar="NAME",
+        help="siblings' group (default CROSSOVER_GROUP, else a new one)",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="also write each job's lines to DIR/NAME.log"
+    )
+    parser.add_argument(
+        "--grace",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="kill a job that was told to end and has not (default 30)",
+    )
+    parser.add_argument("--fail-fast", action="store_true", help="end all jobs when one fails")
+    _add_memory_arguments(parser)
+
+
+def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-per-job",
+        type=_size,
+        metavar="SIZE",
+        help="that a job takes on each GPU, or of the machine where no GPU is used: start nothing if they do not fit",
+    )
+    parser.add_argument(
+        "--try-first",
+        nargs="?",
+        const=_TRY_S,
+        type=_seconds,
+        metavar="SECONDS",
+        help="run the first job alone until it has taken turns for SECONDS (default 30): measure its memory, "
+        "run only as many at once as fit, and measure its speed alone",
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = number(text)
+    if not 0 < seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 86400 seconds, got {text!r}")
+    return seconds
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the jobs; return the exit code."""
+    if not arguments.json:
+        require_rich()  # before hours of training
+    group = (
+        arguments.group or os.environ.get(environment.GROUP) or f"run-{os.getpid()}-{secrets.token_hex(3)}"
+    )
+    try:
+        jobs, rooms, on_gpus = _prepare(arguments, group)
+    except CommandError as error:
+        sys.stderr.write(f"crossover-ddp run: {error}\n")
+        return USAGE
+    terminal = Terminal([job.name for job in jobs], only_errors=arguments.json)
+    _introduce(arguments, group, jobs, rooms, terminal)
+    settings = Settings(group, arguments.at_once, arguments.grace, arguments.fail_fast, arguments.logs)
+    first_look = FirstLook(arguments.try_first, rooms, on_gpus=on_gpus) if arguments.try_first else None
+    runner = Runner(jobs, settings, terminal, first_look)
+    result = runner.run()
+    sweep(group=group)  # what killed jobs have left
+    peaks = first_look.peak_bytes if first_look else {}
+    document = _document(jobs, group, runner.at_once, rooms, peaks, result, arguments.logs)
+    if arguments.json:
+        write_json(document)
+    else:
+        _show(result)
+    return result.exit_code
+
+
+# --- before the start ---------------------------------------------------------------------------------------------
+
+
+def _prepare(arguments: argparse.Namespace, group: str) -> tuple[list[Planned], list[Room], bool]:
+    """Return all that is to be started, or raise `CommandError`: nothing has been started yet."""
+    commands = _read_commands(arguments)
+    inherited = {"PYTHONUNBUFFERED": "1", **os.environ, environment.GROUP: group}
+    for command in commands:
+        _check_program(command, inherited)
+    launches = [launch_of(command, inherited) for command in commands]
+    places = meetings(commands, launches, inherited, _free_port, at_once=arguments.at_once)
+    jobs = [_planned(command, place, inherited) for command, place in zip(commands, places, strict=True)]
+    rooms, on_gpus = _rooms(jobs, arguments.at_once)
+    if arguments.memory_per_job:
+        too_much = too_small(rooms, arguments.memory_per_job)
+        if too_much:
+            raise CommandError(
+                f"expected all jobs to fit into memory, got too little on {'; '.join(too_much)}; run fewer --at-once"
+            )
+    if arguments.logs is not None:
+        try:
+            arguments.logs.mkdir(parents=True, exist_ok=True)
+            for job in jobs:
+                (arguments.logs / f"{job.name}.log").open("ab").close()
+        except OSError as error:
+            raise CommandError(
+                f"expected a directory to write to, got --logs {arguments.logs}: {error}"
+            ) from error
+    return jobs, rooms, on_gpus
+
+
+def _read_commands(arguments: argparse.Namespace) -> tuple[Command, ...]:
+    entries = from_groups(arguments.groups)
+    if arguments.commands:
+        try:
+            text = sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(
+                f"expected a file of commands, got --commands {arguments.commands}: {error}"
+            ) from error
+        entries += from_json(text) if arguments.commands.endswith(".json") else from_lines(text)
+    return named(entries, arguments.name)
+
+
+def _check_program(command: Command, inherited: Mapping[str, str]) -> None:
+    path = {**inherited, **command.environment}.get("PATH")
+    if shutil.which(command.words[0], path=path) is None:
+        raise CommandError(
+            f"{command.name}: expected a program to start, got {command.words[0]!r}, which is none or not in PATH"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _planned(command: Command, place: Meeting, inherited: Mapping[str, str]) -> Planned:
+    variables = {**inherited, **place.environment, **command.environment}
+    timeline = inherited.get(environment.TIMELINE)
+    if timeline and environment.TIMELINE not in command.environment:
+        variables[environment.TIMELINE] = os.path.join(timeline, command.name)
+    return Planned(command.name, place.words, variables, place.where)
+
+
+def _rooms(jobs: Sequence[Planned], at_once: int) -> tuple[list[Room], bool]:
+    """Return the memory that the jobs share, and whether it is that of GPUs."""
+    found = machine_facts.gpus()
+    rooms = []
+    for index, gpu in enumerate(found.listed):
+        users = sum(sees(job.environment.get("CUDA_VISIBLE_DEVICES"), index, gpu) for job in jobs)
+        if users and gpu.free_mib is not None:
+            rooms.append(Room(gpu.uuid, gpu.free_mib << 20, min(at_once, users)))
+    if rooms:
+        return rooms, True
+    free_bytes = machine_facts.available_memory_bytes()
+    return [] if free_bytes is None else [Room(_MACHINE, free_bytes, min(at_once, len(jobs)))], False
+
+
+def sees(visible: str | None, index: int, gpu: Gpu) -> bool:
+    """Tell whether ``CUDA_VISIBLE_DEVICES`` shows a GPU; CUDA stops at the first entry that it does not know."""
+    if visible is None:
+        return True
+    for each in (word.strip() for word in visible.split(",")):
+        if not re.fullmatch(r"\d+|(GPU|MIG)-.+", each):
+            return False
+        if each == str(index) or (each.startswith("GPU-") and gpu.uuid.startswith(each)):
+            return True
+    return False
+
+
+def _introduce(
+    arguments: argparse.Namespace,
+    group: str,
+    jobs: Sequence[Planned],
+    rooms: Sequence[Room],
+    terminal: Terminal,
+) -> None:
+    terminal.say(f"{len(jobs)} jobs, {arguments.at_once} at once, in group {group}")
+    for room in rooms:
+        terminal.say(f"memory: {format_size(room.free_bytes)} free on {room.name}")
+    if not rooms:
+        terminal.say("memory: what is free is not known here")
+    elif not arguments.memory_per_job and not arguments.try_first:
+        terminal.say("memory: not known whether the jobs fit; --memory-per-job or --try-first checks it")
+
+
+# --- at the end ---------------------------------------------------------------------------------------------------
+
+
+def _document(
+    jobs: Sequence[Planned],
+    group: str,
+    at_once: int,
+    rooms: Sequence[Room],
+    peaks: Mapping[str, int],
+    result: RunResult,
+    logs: Path | None,
+) -> dict[str, Any]:
+    return {
+        "group": group,
+        "at_once": at_once,
+        "wall_s": result.wall_s,
+        "exit_code": result.exit_code,
+        "signal": result.signal,
+        "jobs": [
+            {
+                **dataclasses.asdict(each),
+                "state": each.state.value,
+                "seconds": _seconds_of(each),
+                "turns": result.turns[each.name],
+                "command": list(job.words),
+                "meets_at": job.where,
+                "log": str(logs / f"{each.name}.log") if logs is not None else None,
+            }
+            for each, job in zip(result.jobs, jobs, strict=True)
+        ],
+        "sharing": dataclasses.asdict(result.sharing),
+        "memory": [
+            {"name": room.name, "free_bytes": room.free_bytes, "first_job_bytes": peaks.get(room.name)}
+            for room in rooms
+        ],
+    }
+
+
+def _seconds_of(result: JobResult) -> float | None:
+    if result.began_s is None or result.ended_s is None:
+        return None
+    return result.ended_s - result.began_s
+
+
+def _show(result: RunResult) -> None:
+    try:
+        screen = console()
+        screen.print(table(result))
+        screen.print(result.sharing.in_words(), soft_wrap=True)
+    except BrokenPipeError:  # the jobs count, not who watched them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def table(result: RunResult) -> "Table":
+    """Return what became of the jobs as a table."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(
+        title=Text(f"{len(result.jobs)} jobs in {result.wall_s:.1f} s"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("job", "exit code", "seconds", "turns", "together", "s per turn alone"):
+        shown.add_column(name, justify="left" if name == "job" else "right")
+    for job in result.jobs:
+        seconds = _seconds_of(job)
+        alone_s = result.sharing.alone_turn_s.get(job.name)
+        shown.add_row(
+            Text(job.name),
+            "not started" if job.exit_code is None else str(job.exit_code),
+            "" if seconds is None else f"{seconds:.1f}",
+            str(result.turns[job.name]),
+            str(result.sharing.shared_turns.get(job.name, 0)),
+            "?" if alone_s is None else f"{alone_s:.4g}",
+            style="red" if job.failed else None,
+        )
+    return shown

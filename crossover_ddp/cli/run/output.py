@@ -1,0 +1,132 @@
+"""Where the output of jobs goes: line by line, each behind its job's name, to the terminal and to files."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO, Final, TextIO
+
+from .lines import Lines, prefix
+
+_OWN_NAME: Final = "run"
+_CHUNK_BYTES: Final = 1 << 16
+_READS_AT_ONCE: Final = 16  # then other streams have their turn
+
+
+class Terminal:
+    """What people see.
+
+    Args:
+        names: of all jobs.
+        only_errors: leave standard output to something else.
+
+    A reader that goes away ends the showing, not the jobs.
+    """
+
+    def __init__(self, names: Sequence[str], *, only_errors: bool) -> None:
+        self._width = max(len(name) for name in (*names, _OWN_NAME))
+        streams = (sys.stderr, sys.stderr) if only_errors else (sys.stdout, sys.stderr)
+        self._streams: tuple[BinaryIO, ...] = tuple([stream.buffer for stream in streams])
+        self._prefixes = [
+            {
+                name: prefix(name, self._width, index if coloured(stream, os.environ) else None)
+                for index, name in enumerate(names)
+            }
+            for stream in streams
+        ]
+        self._own_prefix = prefix(_OWN_NAME, self._width, None)
+        self._closed: set[BinaryIO] = set()
+
+    def show(self, name: str, stream: int, lines: Sequence[bytes]) -> None:
+        """Show lines of a job's standard output (0) or standard error (1)."""
+        before = self._prefixes[stream][name]
+        self._write(self._streams[stream], b"".join(before + line + b"\n" for line in lines))
+
+    def say(self, text: str) -> None:
+        """Show a line of the runner's own."""
+        self._write(self._streams[1], self._own_prefix + text.encode(errors="replace") + b"\n")
+
+    def _write(self, stream: BinaryIO, data: bytes) -> None:
+        if stream in self._closed or not data:
+            return
+        try:
+            stream.write(data)
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            self._closed.add(stream)
+
+
+def coloured(stream: TextIO, variables: Mapping[str, str]) -> bool:
+    """Tell whether the stream is a terminal that shows colours, and nobody wants none."""
+    if variables.get("NO_COLOR") or variables.get("TERM") == "dumb":
+        return False
+    return bool(variables.get("FORCE_COLOR")) or stream.isatty()
+
+
+class JobOutput:
+    """The two streams of one job, and the file that keeps them.
+
+    Args:
+        name: of the job.
+        streams: its standard output and standard error, not blocking.
+        terminal: where lines are shown.
+        log: a file for the same lines without names; None keeps nothing.
+    """
+
+    def __init__(
+        self, name: str, streams: Sequence[IO[bytes]], terminal: Terminal, log: BinaryIO | None
+    ) -> None:
+        self._name = name
+        self._terminal = terminal
+        self._log = log
+        self._lines = {stream.fileno(): (number, Lines()) for number, stream in enumerate(streams)}
+
+    def read(self, fd: int, *, to_the_end: bool = False) -> bool:
+        """Show what has come on a stream; tell whether more may come.
+
+        Args:
+            fd: the stream's.
+            to_the_end: read until there is nothing at the moment.
+        """
+        number, lines = self._lines[fd]
+        reads = 0
+        while to_the_end or reads < _READS_AT_ONCE:
+            reads += 1
+            try:
+                data = os.read(fd, _CHUNK_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                self._keep(number, lines.rest())
+                return False
+            self._keep(number, lines.feed(data))
+        return True
+
+    def show_progress(self) -> None:
+        """Show what progress bars say now."""
+        for number, lines in self._lines.values():
+            shown = lines.overwriting()
+            if shown is not None:
+                self._terminal.show(self._name, number, [shown])
+
+    def finish(self) -> None:
+        """Show what is left; nothing more comes, or nobody reads it."""
+        for number, lines in self._lines.values():
+            self._keep(number, lines.rest())
+        if self._log is not None:
+            self._log.close()
+
+    def _keep(self, number: int, lines: Sequence[bytes]) -> None:
+        self._terminal.show(self._name, number, lines)
+        if self._log is not None and lines:
+            try:
+                self._log.write(b"".join(line + b"\n" for line in lines))
+            except OSError as error:  # a full disk must not end a job
+                self._terminal.say(f"{self._name}: no more is logged: {error.strerror}")
+                self._log.close()
+                self._log = None
+
+
+def open_log(directory: Path | None, name: str) -> BinaryIO | None:
+    """Open the file of a job's lines anew, unbuffered: somebody may follow it."""
+    return None if directory is None else (directory / f"{name}.log").open("wb", buffering=0)

@@ -1,0 +1,415 @@
+"""Start jobs side by side, carry their output and the signals, and end all of them for sure.
+
+One thread, one loop: a job's streams and its end wake it; twice a second it looks at turns. See [Note: no process is
+left behind] in `crossover_ddp._system.job_process`.
+"""
+
+import contextlib
+import enum
+import os
+import selectors
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, Final
+
+from crossover_ddp._system.environment import RUN_JOB
+from crossover_ddp._system.job_process import JobProcess
+from crossover_ddp._system.marked_processes import send
+
+from .first_look import FirstLook
+from .output import JobOutput, Terminal, open_log
+from .summary import Sharing
+from .turn_watch import TurnWatch
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm sends before the end, if asked to
+SUSPENDING: Final = signal.SIGTSTP
+_LOOK_S: Final = 0.5
+_SWEEP_S: Final = 0.1
+_STATUS_S: Final = 60.0
+_PROGRESS_BAR_S: Final = 5.0
+_NOT_FOUND, _NOT_STARTED = 127, 126
+
+
+class State(enum.Enum):
+    """Where a job is."""
+
+    WAITING = "not started"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    """The command has ended; something that it has started has not."""
+    OVER = "ended"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One job as it will be started."""
+
+    name: str
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    """All its variables."""
+    where: str
+    """Where its ranks meet, for people."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run them."""
+
+    group: str
+    at_once: int = 2
+    grace_s: float = 30.0
+    fail_fast: bool = False
+    logs: Path | None = None
+
+
+@dataclass
+class JobResult:
+    """What became of one job; times in seconds since the run's begin."""
+
+    name: str
+    state: State = State.WAITING
+    began_s: float | None = None
+    ended_s: float | None = None
+    exit_code: int | None = None
+    ended_by_us: bool = False
+    """It was told to end: by a signal to the run, or since another job had failed."""
+    left_over: int = 0
+    """So many processes were left when the command had ended; they were ended."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly on its own."""
+        return self.exit_code not in (None, 0) and not self.ended_by_us
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What became of the run."""
+
+    wall_s: float
+    signal: int | None
+    """The first signal that asked it to end."""
+    jobs: Sequence[JobResult]
+    turns: Mapping[str, int]
+    sharing: Sharing
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all ended well; 128 + the signal that ended the run; else the code of the first job that failed."""
+        if self.signal is not None:
+            return 128 + self.signal
+        failed = [job for job in self.jobs if job.failed]
+        first = min(failed, key=lambda job: job.ended_s or 0.0, default=None)
+        return (first.exit_code or 0) if first is not None else 0
+
+
+@dataclass
+class _Running:
+    """A job that has been started."""
+
+    result: JobResult
+    process: JobProcess
+    output: JobOutput
+    open_fds: set[int] = field(default_factory=set)
+    kill_at_s: float | None = None
+
+
+class Runner:
+    """Run jobs, at most so many at once, in their order.
+
+    Args:
+        jobs: all of them.
+        settings: how.
+        terminal: where their lines and the runner's own are shown.
+        first_look: runs with the first job alone and says how many fit; None starts as many as may.
+
+    `run` must be called once, on the main thread: it takes the signals meanwhile.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Planned],
+        settings: Settings,
+        terminal: Terminal,
+        first_look: FirstLook | None = None,
+    ) -> None:
+        self._planned = {job.name: job for job in jobs}
+        self.results = [JobResult(job.name) for job in jobs]
+        self._settings = settings
+        self.at_once = settings.at_once
+        self._terminal = terminal
+        self._first_look = first_look
+        self._running: dict[str, _Running] = {}
+        self._marks: dict[str, str] = {}
+        self._selector = selectors.DefaultSelector()
+        self._begin_s = time.monotonic()
+        self._signals: list[int] = []
+        self._signals_told = 0
+        self._stopping = False
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        """Return once every process of every job has ended."""
+        self._watch = TurnWatch(self._settings.group, RUN_JOB, self._marks)
+        with self._taking_signals():
+            try:
+                self._loop()
+            finally:
+                self._end_all()
+                self._selector.close()
+        return RunResult(
+            wall_s=self._now_s(),
+            signal=self._ending_signal(),
+            jobs=self.results,
+            turns={name: self._watch.tally.turns[name] for name in self._planned},
+            sharing=self._watch.tally.sharing(),
+        )
+
+    def _loop(self) -> None:
+        look_s = bar_s = status_s = 0.0
+        self._start_due()
+        while self._running:
+            leaving = any(job.result.state is State.LEAVING for job in self._running.values())
+            for key, _ in self._selector.select(_SWEEP_S if leaving else _LOOK_S):
+                key.data()
+            now_s = time.monotonic()
+            self._tell_signals()
+            for job in list(self._running.values()):
+                self._attend(job, now_s)
+            if now_s >= look_s:
+                look_s = now_s + _LOOK_S
+                self._look()
+            if now_s >= bar_s:
+                bar_s = now_s + _PROGRESS_BAR_S
+                for job in self._running.values():
+                    job.output.show_progress()
+            if now_s >= status_s:
+                if status_s:
+                    self._tell_status()
+                status_s = now_s + _STATUS_S
+            self._heed_first_look()
+            self._start_due()
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._begin_s
+
+    def _look(self) -> None:
+        self._watch.look({name for name, job in self._running.items() if job.result.state is State.RUNNING})
+        if self._first_look is not None:
+            takes_turns = self._watch.has_joined(self.results[0].name)
+            self._first_look.look(self._marks, takes_turns=takes_turns)
+
+    def _heed_first_look(self) -> None:
+        first_look = self._first_look
+        if first_look is None or not first_look.is_over(running=self.results[0].state is State.RUNNING):
+            return
+        self._first_look = None
+        fitting = first_look.fitting()
+        for line in first_look.report(self.at_once):
+            self._terminal.say(line)
+        if fitting is not None:
+            self.at_once = max(1, min(self.at_once, fitting))
+
+    def _tell_status(self) -> None:
+        parts = [f"{name} {self._watch.tally.turns[name]} turns" for name in self._running]
+        waiting = sum(result.state is State.WAITING for result in self.results)
+        self._terminal.say(
+            f"after {self._now_s():.0f} s: {', '.join(parts)}" + (f"; {waiting} waiting" if waiting else "")
+        )
+
+    # --- one job -------------------------------------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        for result in self.results:
+            alone = self._first_look is not None
+            if self._stopping or len(self._running) >= (1 if alone else self.at_once):
+                return
+            if result.state is State.WAITING:
+                self._start(result)
+
+    def _start(self, result: JobResult) -> None:
+        planned = self._planned[result.name]
+        mark = f"{os.getpid()}-{self._begin_s:.6f}/{planned.name}"
+        self._marks[mark] = planned.name
+        result.began_s = self._now_s()
+        try:
+            process = JobProcess(planned.words, planned.environment, (RUN_JOB, mark))
+        except OSError as error:
+            self._terminal.say(f"{planned.name} cannot be started: {planned.words[0]}: {error.strerror}")
+            result.state, result.ended_s = State.OVER, self._now_s()
+            result.exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_STARTED
+            self._after_end(result)
+            return
+        log: BinaryIO | None = open_log(self._settings.logs, planned.name)
+        job = _Running(result, process, JobOutput(planned.name, process.streams, self._terminal, log))
+        self._running[planned.name] = job
+        result.state = State.RUNNING
+        for stream in process.streams:
+            self._listen(stream.fileno(), partial(self._read, job, stream.fileno()))
+            job.open_fds.add(stream.fileno())
+        self._listen(process.end_fd, partial(self._selector.unregister, process.end_fd))
+        self._terminal.say(f"{planned.name} started: {shlex.join(planned.words)} ({planned.where})")
+        if self._stopping and job.kill_at_s is None:  # a signal came before the job could be passed it
+            self._terminate(job, self._ending_signal() or signal.SIGTERM)
+
+    def _ending_signal(self) -> int | None:
+        return next((number for number in self._signals if number in ENDING), None)
+
+    def _listen(self, fd: int, answer: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, answer)
+
+    def _read(self, job: _Running, fd: int) -> None:
+        if not job.output.read(fd):
+            self._selector.unregister(fd)
+            job.open_fds.discard(fd)
+
+    def _attend(self, job: _Running, now_s: float) -> None:
+        """Note a job's end, and end what it has left."""
+        result = job.result
+        if result.state is State.RUNNING:
+            code = job.process.poll()
+            if code is not None:
+                result.exit_code, result.ended_s = code, self._now_s()
+                result.state = State.LEAVING
+                self._end_left_over(job, now_s)
+        if result.state is State.LEAVING and not job.process.survivors():
+            self._close(job)
+        elif job.kill_at_s is not None and now_s >= job.kill_at_s:
+            job.process.kill()
+
+    def _end_left_over(self, job: _Running, now_s: float) -> None:
+        left = job.process.survivors()
+        job.result.left_over = len(left)
+        if left:
+            job.process.terminate(signal.SIGTERM)
+            send(left, signal.SIGTERM, signal.SIGCONT)
+            if job.kill_at_s is None:
+                job.kill_at_s = now_s + self._settings.grace_s
+
+    def _close(self, job: _Running) -> None:
+        for fd in list(job.open_fds):
+            job.output.read(fd, to_the_end=True)
+            self._selector.unregister(fd)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(job.process.end_fd)
+        job.output.finish()
+        job.process.close()
+        job.result.state = State.OVER
+        del self._running[job.result.name]
+        self._after_end(job.result)
+
+    def _after_end(self, result: JobResult) -> None:
+        code = result.exit_code
+        duration_s = (result.ended_s or 0.0) - (result.began_s or 0.0)
+        left = f"; ended what it left running ({result.left_over})" if result.left_over else ""
+        how = (
+            "ended"
+            if code == 0
+            else f"was ended, exit code {code},"
+            if result.ended_by_us
+            else f"failed ({code})"
+        )
+        self._terminal.say(f"{result.name} {how} after {duration_s:.1f} s{left}")
+        if result.failed and self._settings.fail_fast and not self._stopping:
+            self._stopping = True
+            for other in self._running.values():
+                self._terminate(other, signal.SIGTERM)
+
+    def _terminate(self, job: _Running, number: int) -> None:
+        """Ask a job to end, and set the time when it will be killed."""
+        if job.result.state is State.RUNNING:
+            job.result.ended_by_us = True
+        job.process.terminate(number)
+        if job.kill_at_s is None:
+            job.kill_at_s = time.monotonic() + self._settings.grace_s
+
+    def _end_all(self) -> None:
+        """Leave nothing behind, whatever has happened here."""
+        for job in list(self._running.values()):
+            job.process.kill()
+        deadline_s = time.monotonic() + self._settings.grace_s
+        while self._running and time.monotonic() < deadline_s:
+            for job in list(self._running.values()):
+                job.process.kill()
+                self._attend(job, time.monotonic())
+            time.sleep(_SWEEP_S / 10)
+
+    # --- signals -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _taking_signals(self) -> Iterator[None]:
+        """Handle signals at once, also while this thread waits for a slow terminal; ignored ones stay so (nohup)."""
+        waking, wakes = socket.socketpair()
+        with waking, wakes:
+            for end in (waking, wakes):
+                end.setblocking(False)
+            before = {
+                number: signal.signal(number, self._on_signal)
+                for number in (*ENDING, *PASSED_ON, SUSPENDING)
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
+            waker = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+            self._listen(waking.fileno(), lambda: waking.recv(4096))
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(waker)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on. Shows nothing: it may have come in the middle of showing."""
+        again = number == signal.SIGINT and number in self._signals
+        self._signals.append(number)
+        if number == SUSPENDING:
+            self._suspend()
+            return
+        self._stopping = self._stopping or number in ENDING
+        for job in list(self._running.values()):
+            if number in PASSED_ON:
+                job.process.signal_group(number)
+                continue
+            self._terminate(job, number)
+            if again:
+                job.process.signal_group(signal.SIGKILL)
+                job.kill_at_s = time.monotonic()
+
+    def _suspend(self) -> None:
+        """Stop with all jobs, whose sessions a terminal's Ctrl-Z does not reach, until somebody lets the runner go on.
+
+        Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then. Where
+        nobody could let it go on (no shell with job control) the kernel does not stop the runner, and the jobs go on.
+        """
+        for job in list(self._running.values()):
+            job.process.pause()
+        before = signal.signal(SUSPENDING, signal.SIG_DFL)
+        os.kill(os.getpid(), SUSPENDING)
+        signal.signal(SUSPENDING, before)
+        for job in list(self._running.values()):
+            job.process.resume()
+
+    def _tell_signals(self) -> None:
+        while self._signals_told < len(self._signals):
+            number = self._signals[self._signals_told]
+            again = number == signal.SIGINT and number in self._signals[: self._signals_told]
+            self._signals_told += 1
+            text = f"{signal.Signals(number).name} passed on to {', '.join(self._running) or 'nobody'}"
+            if number == SUSPENDING:
+                text = f"going on after {SUSPENDING.name}, with {', '.join(self._running) or 'nobody'}"
+            elif again:
+                text = "killing all jobs"
+            elif number in ENDING:
+                text += f"; killed in {self._settings.grace_s:.0f} s, or at once with Ctrl-C" + (
+                    " again" * (signal.SIGINT in self._signals)
+                )
+            self._terminal.say(text)
