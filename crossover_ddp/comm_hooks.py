@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.endings import on_destruction
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 

@@ -10,36 +10,27 @@ gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factor
 import contextlib
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.ddp_checks import (
-    check_not_capturing,
-    flat_gradients,
-    model_of,
-    resolve_group,
-)
-from crossover_ddp._exchange.engine import Exchange
-from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.transfer import Cargo, Turn
-from crossover_ddp._kfac.buckets import Content, contents_of
+from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.columns import WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.curvature import Curvature, Start
-from crossover_ddp._kfac.factor_traffic import FactorTraffic
-from crossover_ddp._kfac.factors import BatchFactor, DampedInverse, Eigenbasis, Solver
-from crossover_ddp._kfac.late import HeldFactors
-from crossover_ddp._kfac.layers import Layer, find_layers, group_of, unwrapped
-from crossover_ddp._kfac.payload import BucketCargo, Passenger, Round, StepPlan
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
+from crossover_ddp._kfac.layers import find_layers, group_of
 from crossover_ddp._kfac.placement import FactorPlan, Placement, place, placed
+from crossover_ddp._kfac.preconditioner import Preconditioner
+from crossover_ddp._kfac.rounds import Rounds
 from crossover_ddp._kfac.settings import (
     Hyper,
     Hypers,
@@ -52,7 +43,7 @@ from crossover_ddp._kfac.settings import (
     learning_rates,
     warn_of_large,
 )
-from crossover_ddp._kfac.spread import SpreadLayers
+from crossover_ddp._kfac.setup import KFACSetup
 from crossover_ddp._system.worker import Worker
 
 from .errors import UnsupportedConfigurationError
@@ -62,7 +53,6 @@ __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_GROUPS: Final = 16  # each costs a message
 _SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
@@ -146,102 +136,80 @@ class KFACState:
             accumulated=accumulated,
             costs=costs,
         )
-        self._hyper = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
-        self._inverse_steps = self._hyper.at(0).inverse_steps  # says what is wrong with them
+        hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
+        inverse_steps = hypers.at(0).inverse_steps  # says what is wrong with them
         check_max_dim(max_factor_dim)
         check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
-        self._loss_scale = loss_scale
-        self._solver: Literal["inverse", "eigen"] = solver
-        self._local = factors == "local"
-        self._inverter = Worker("crossover-invert") if inversion == "background" else None
-        self._take_model(model, skip, max_factor_dim, measure=costs == "measured")
-        self._lrs = self._learning_rates(kl_clip is not None)
-        start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
-        self._new_curvature = functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)
-        self._new_capture = functools.partial(
-            FactorCapture,
-            self._layers,
-            model=model,
-            sharing=weight_sharing,
-            loss_scale=self._scale_now,
-            accumulated=accumulated,
+        group = resolve_group(self.process_group)
+        layers, self.passing = find_layers(model, skip, max_factor_dim)
+        check_parameters(layers, model)
+        inverter = Worker("crossover-invert") if inversion == "background" else None
+        # New solvers that are made in the background come at another step on each rank.
+        typical = layer_costs(model, layers, group.size(), inverse_steps if inverter is None else None)
+        inverse_cost, agreed = agree(
+            typical, layers, group, measured=_SOLVERS[solver] if costs == "measured" else None
         )
-        self._capture = FactorCapture((), sharing=weight_sharing)
-        self._steps = 0
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
-        self._own(place(self._costs, self._world_size, self._inverse_cost, self._inverse_steps))
+        check_any(layers, self.passing)
+        if group.rank() == 0:
+            warn_of_large(self.passing)
+        start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
+        scale_now = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
+        self._setup = KFACSetup(
+            layers=layers,
+            costs=agreed,
+            inverse_cost=inverse_cost,
+            inverse_steps=inverse_steps,
+            hypers=hypers,
+            rank=group.rank(),
+            world_size=group.size(),
+            process_group=self.process_group,
+            solver=solver,
+            local=factors == "local",
+            inverter=inverter,
+            keeps_turn=mutex is not None,
+            loss_scale=scale_now,
+            new_curvature=functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start),
+            new_capture=functools.partial(
+                FactorCapture,
+                layers,
+                model=model,
+                sharing=weight_sharing,
+                loss_scale=scale_now,
+                accumulated=accumulated,
+            ),
+        )
+        self._learning_rates(kl_clip is not None)
+        self._rounds = Rounds(self._setup, model, self._learning_rates, self)
+        self._own(place(agreed, group.size(), inverse_cost, inverse_steps))
         logger.info("%s", self)
 
     def _own(self, placement: Placement) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
-        self._placement = placement
-        self._round: Round | None = None
-        self._held: list[HeldFactors] = []
-        self._model_seen = False
-        self._curvatures = {
-            index: self._new_curvature(self._layers[index].shape)
-            for index, owner in enumerate(placement.owners)
-            if owner == self._rank
-        }
-        self._capture.close()
-        self._spread = SpreadLayers([index for index, cost in enumerate(self._costs) if cost.spread])
-        self._capture = self._new_capture(only=self._curvatures if self._local else None)
-        self._traffic = FactorTraffic(
-            self._layers,
-            placement,
-            self._costs,
-            self._inverse_cost,
-            capture=self._capture,
-            process_group=self.process_group,
-            local=self._local,
-        )
+        self._preconditioner = Preconditioner(self._setup, placement)
+        self._rounds.use(self._preconditioner)
 
-    def _take_model(
-        self, model: nn.Module, skip: Sequence[str], max_factor_dim: int, *, measure: bool
-    ) -> None:
-        """Find the model's layers, the same as on all ranks, and what they cost."""
-        group = resolve_group(self.process_group)
-        self._rank, self._world_size = group.rank(), group.size()
-        self._network = weakref.ref(unwrapped(model))
-        self._layers, self.passing = find_layers(model, skip, max_factor_dim)
-        check_parameters(self._layers, model)
-        self._roles = _roles(self._layers)
-        # New solvers that are made in the background come at another step on each rank.
-        steps = self._inverse_steps if self._inverter is None else None
-        costs = layer_costs(model, self._layers, self._world_size, steps)
-        solver = _SOLVERS[self._solver] if measure else None
-        self._inverse_cost, self._costs = agree(costs, self._layers, group, measured=solver)
-        check_any(self._layers, self.passing)
-        if self._rank == 0:
-            warn_of_large(self.passing)
+    def _learning_rates(self, clips: bool) -> dict[int, float]:
+        """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
+        if not clips:
+            return {}
+        rates = learning_rates(self.optimizer)
+        check_held(self._setup.layers, rates)
+        return rates
 
     # --- for users -------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
         """Number of backward passes whose gradients were exchanged."""
-        return self._steps
+        return self._rounds.steps
 
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
-        lines = [repr(self)]
-        for row in self._placement.rows(self._costs, self._inverse_cost, self._inverse_steps):
-            curvature = self._curvatures.get(self._index(row.name))
-            trouble = "" if curvature is None else _trouble(curvature)
-            lines.append(
-                f"  {row.name}: A {row.a_dim}, G {row.g_dim}"
-                + (f", {row.groups} groups" if row.groups > 1 else "")
-                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms"
-                + (", spread over all ranks" if self._index(row.name) in self._spread.solvers else "")
-                + trouble
-            )
-        for rank, load_s in enumerate(self._placement.loads_s):
-            lines.append(f"  rank {rank} works for {1e3 * load_s:.3g} ms a step")
-        lines += [f"  {name} passes through: {reason}" for name, reason in self.passing.items()]
-        return "\n".join(lines)
+        passing = [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
+        return "\n  ".join([repr(self), *self._preconditioner.rows(), *passing])
 
     def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
         """Choose whether input factors leave during forward, on a wire that is idle then, or ride in the buckets.
@@ -261,27 +229,18 @@ class KFACState:
 
         **Collective**: all ranks of the job, between two steps.
         """
-        plan = self._traffic.plan(early)
+        plan = self._preconditioner.traffic.plan(early)
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
-        return {
-            "factors": sum(curvature.factor_bytes() for curvature in self._curvatures.values()),
-            "solvers": sum(curvature.solver_bytes() for curvature in self._curvatures.values())
-            + sum(
-                each.nbytes() for index, each in self._spread.solvers.items() if index not in self._curvatures
-            ),
-            "buffers": sum(buffer.nbytes for buffer in self._buffers.values()) + self._traffic.late.nbytes,
-        }
+        found = self._preconditioner.memory_usage()
+        return {**found, "buffers": found["buffers"] + self._rounds.nbytes}
 
     def stats(self) -> dict[str, int]:
         """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective."""
-        return {
-            "strained": sum(curvature.strained for curvature in self._curvatures.values()),
-            "dropped": sum(curvature.dropped for curvature in self._curvatures.values()),
-        }
+        return self._preconditioner.stats()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -295,23 +254,9 @@ class KFACState:
         The same on all ranks, so that any rank can save it, and any number of ranks resume from it.
 
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
-        after the process group's timeout, if one does not.
+        after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
         """
-        self._traffic.late.settle()
-        own = {
-            self._layers[index].name: curvature.state_dict() for index, curvature in self._curvatures.items()
-        }
-        gathered: list[dict[str, Any]] = [{}] * self._world_size
-        dist.all_gather_object(gathered, own, group=resolve_group(self.process_group))
-        layers = {name: state for each in gathered for name, state in each.items()}
-        return {
-            "steps": self._steps,
-            "solver": self._solver,
-            "world_size": self._world_size,
-            "owners": list(self._placement.owners),
-            "columns": list(self._traffic.counts()),
-            "layers": {layer.name: layers[layer.name] for layer in self._layers},
-        }
+        return {"steps": self.steps, **self._preconditioner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called. Not collective, but all ranks must.
@@ -321,44 +266,31 @@ class KFACState:
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
-        expected, got = [layer.name for layer in self._layers], list(state["layers"])
-        if sorted(expected) != sorted(got) or state["solver"] != self._solver:
+        setup = self._setup
+        expected, got = [layer.name for layer in setup.layers], list(state["layers"])
+        if sorted(expected) != sorted(got) or state["solver"] != setup.solver:
             raise ValueError(
-                f"expected the state of layers {expected} with solver={self._solver!r}, got {got} with "
+                f"expected the state of layers {expected} with solver={setup.solver!r}, got {got} with "
                 f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
             )
-        same = state["world_size"] == self._world_size
-        owners = state["owners"] if same else self._placement.owners
-        self._own(placed(self._costs, owners, self._world_size, self._inverse_cost, self._inverse_steps))
-        for index, curvature in self._curvatures.items():
-            layer = self._layers[index]
-            curvature.load_state_dict(state["layers"][layer.name], layer.weight.device)
-        for index in [index for index, cost in enumerate(self._costs) if cost.spread]:
-            layer = self._layers[index]
-            if state["layers"][layer.name].get("root") is None:
-                continue
-            if index in self._curvatures:
-                solver = self._curvatures[index].spread()
-            else:
-                others = self._new_curvature(layer.shape)
-                others.load_state_dict(state["layers"][layer.name], layer.weight.device)
-                solver = others.spread()
-            if solver is not None:
-                self._spread.solvers[index] = solver
-        self._steps = state["steps"]
-        self._traffic.load_counts(state["columns"])
-        self._prepare_step()
+        same = state["world_size"] == setup.world_size
+        owners = state["owners"] if same else self._preconditioner.placement.owners
+        self._preconditioner.close()
+        self._own(placed(setup.costs, owners, setup.world_size, setup.inverse_cost, setup.inverse_steps))
+        self._preconditioner.load_state_dict(state)
+        self._rounds.steps = state["steps"]
+        self._rounds.prepare_step()
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
-        self._capture.close()
-        if self._inverter is not None:
-            self._inverter.stop()
+        self._preconditioner.close()
+        if self._setup.inverter is not None:
+            self._setup.inverter.stop()
 
     def __repr__(self) -> str:
         return (
-            f"KFACState({len(self._layers)} layers, {len(self._curvatures)} of them on rank {self._rank} of "
-            f"{self._world_size}, solver={self._solver!r}, {self._hyper})"
+            f"KFACState({len(self._setup.layers)} layers, {len(self._preconditioner.curvatures)} of them on rank "
+            f"{self._setup.rank} of {self._setup.world_size}, solver={self._setup.solver!r}, {self._setup.hypers})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -375,151 +307,11 @@ class KFACState:
         """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
         try:
             turn = cast(Turn | None, self.mutex)
-            return Exchange.of(group).submit(
-                bucket, turn=turn, load=functools.partial(self._load, bucket), state=self
-            )
+            payload = functools.partial(self._rounds.payload, bucket)
+            return Exchange.of(group).submit(bucket, turn=turn, payload=payload, state=self)
         finally:
             if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
-                self._end_round()
-
-    @torch.no_grad()
-    def _load(self, bucket: dist.GradBucket) -> Cargo:
-        buffer = flat_gradients(bucket)
-        if self._round is None or bucket.index() == 0:
-            self._capture.begin_exchange()
-            self._round = self._new_round()
-            if self._round.plan.takes_factors:
-                self._traffic.early.send_rest()
-            self._held = []
-        contents = contents_of(bucket, buffer)
-        self._check_known(bucket, contents)
-        passengers, passing = self._board(self._round, contents)
-        if self._round.plan.takes_factors or self._round.plan.factors_trail:
-            if bucket.is_last():
-                self._round.counts = self._traffic.own_counts()
-            indices = tuple([passenger.index for passenger in passengers])
-            self._traffic.times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
-        key = (bucket.index(), buffer.dtype, buffer.device)
-
-        def take(numel: int) -> Tensor:
-            buffer_of_key = self._buffers.get(key)
-            if buffer_of_key is None or buffer_of_key.numel() != numel:
-                buffer_of_key = self._buffers[key] = buffer.new_empty(numel)
-            return buffer_of_key
-
-        return BucketCargo(self._round, passengers, buffer, passing, last=bucket.is_last(), take=take).cargo()
-
-    def _new_round(self) -> Round:
-        hyper = self._hyper.at(self._steps)
-        self._lrs = self._learning_rates(hyper.kl_clip is not None)
-        plan = StepPlan(
-            rank=self._rank,
-            world_size=self._world_size,
-            owners=self._placement.owners,
-            damping=hyper.damping,
-            decay=hyper.decay,
-            kl_clip=hyper.kl_clip,
-            scale=self._scale_now(),
-            takes_factors=hyper.takes_factors and not self._traffic.trails,
-            factors_trail=hyper.takes_factors and self._traffic.trails,
-            inverts=hyper.inverts,
-            factors_travel=not self._local,
-            inverter=self._inverter,
-            keeps_turn=hyper.inverts and self.mutex is not None,
-            solver=self._solver,
-        )
-        return Round(plan, self._curvatures, self._traffic.early.arrived, self._spread.solvers)
-
-    def _learning_rates(self, clips: bool) -> dict[int, float]:
-        """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
-        if not clips:
-            return {}
-        rates = learning_rates(self.optimizer)
-        check_held(self._layers, rates)
-        return rates
-
-    def _board(self, round: Round, contents: Sequence[Content]) -> tuple[list[Passenger], tuple[Span, ...]]:
-        """Return the layers that this bucket completes, and the spans that pass through."""
-        passengers, passing = [], []
-        for parameter, gradient, span in contents:
-            index = self._roles.get(id(parameter))
-            if index is None:
-                passing.append(span)
-                continue
-            layer = self._layers[index]
-            round.waiting[id(parameter)] = gradient
-            others = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-            if all(id(other) in round.waiting for other in others):
-                passengers.append(self._passenger(round, index, layer))
-        return passengers, tuple(passing)
-
-    def _passenger(self, round: Round, index: int, layer: Layer) -> Passenger:
-        weight = round.waiting[id(layer.weight)]
-        if layer.shape.transposed:
-            weight = weight.mT
-        bias = None if layer.bias is None else round.waiting[id(layer.bias)]
-        trails = round.plan.factors_trail
-        wanted = round.plan.takes_factors and (round.plan.factors_travel or index in self._curvatures)
-        sends_a = trails or index not in self._traffic.early.layers
-        a = self._capture.take_input(index) if (wanted or trails) and sends_a else None
-        g = self._capture.take_output(index) if wanted or trails else None
-        if trails:
-            self._held.append(HeldFactors(index, a, g, self._traffic.room(index)))
-            a = g = None
-        lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
-        spread, sends_solver = self._spread.of(index, renewed=round.plan.inverts)
-        return Passenger(
-            index,
-            layer.shape,
-            weight,
-            bias,
-            lr,
-            a,
-            g,
-            sends_a,
-            self._traffic.room(index),
-            spread,
-            sends_solver,
-        )
-
-    def _scale_now(self) -> float:
-        return self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-
-    def _end_round(self) -> None:
-        ended, self._round = self._round, None
-        if ended is not None:
-            self._traffic.end_step(ended)
-        hyper = self._hyper.at(self._steps)
-        if ended is not None and ended.plan.factors_trail:
-            add = functools.partial(_add_factors, self._curvatures, hyper.decay)
-            self._traffic.late.hold(self._held, min(hyper.factor_steps, _MOST_GROUPS), add)
-            self._held = []
-        self._steps += 1
-        self._capture.begin_step()
-        self._prepare_step()
-
-    def _prepare_step(self) -> None:
-        """Capture what the next step needs; have on the way what it builds on."""
-        hyper = self._hyper.at(self._steps)
-        self._capture.active = hyper.takes_factors
-        self._traffic.trails = hyper.takes_factors and not hyper.inverts and self._traffic.can_trail
-        self._traffic.late.leave(all_groups=hyper.takes_factors or hyper.inverts)
-
-    def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
-        network = self._network()
-        if network is None or bucket.index() or self._model_seen:
-            return
-        known = {id(parameter) for parameter in network.parameters()}
-        if any(id(content.parameter) not in known for content in contents):
-            raise UnsupportedConfigurationError(
-                "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
-                "make a KFACState for each model"
-            )
-        self._traffic.adopt(model_of(bucket, state=self))
-        self._model_seen = True
-
-    def _index(self, name: str) -> int:
-        return next(index for index, layer in enumerate(self._layers) if layer.name == name)
+                self._rounds.end()
 
 
 def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -557,27 +349,3 @@ def _check_state(state: object) -> None:
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
         )
-
-
-def _add_factors(
-    curvatures: Mapping[int, Curvature], decay: float, index: int, a: BatchFactor, g: BatchFactor
-) -> None:
-    curvatures[index].add(a, g, decay)
-
-
-def _roles(layers: Sequence[Layer]) -> dict[int, int]:
-    """Return which layer a parameter belongs to, by its id."""
-    parameters = [(index, each) for index, layer in enumerate(layers) for each in (layer.weight, layer.bias)]
-    return {id(parameter): index for index, parameter in parameters if parameter is not None}
-
-
-def _trouble(curvature: Curvature) -> str:
-    found = [
-        f"{count} {what}"
-        for count, what in (
-            (curvature.strained, "times damped further"),
-            (curvature.dropped, "batches dropped"),
-        )
-        if count
-    ]
-    return "".join(f", {text}" for text in found)

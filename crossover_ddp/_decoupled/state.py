@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
@@ -230,7 +230,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         return allreduce_hook(group, bucket)
     try:
         check_not_capturing(bucket)
-        return state._training.exchange(state, resolve_group(group), bucket)
+        return state._training.take(state, resolve_group(group), bucket)
     except Exception as error:  # whatever it is, it must not leave the hook
         state._training.break_round()
         return Exchange.refuse(bucket, error)

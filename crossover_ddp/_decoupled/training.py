@@ -27,7 +27,7 @@ from crossover_ddp._exchange.ddp_checks import (
     model_of,
     names_of,
 )
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.module_buffers import BufferCopy
 from crossover_ddp._exchange.step import after_backward
 from crossover_ddp._exchange.transfer import Turn
@@ -57,18 +57,17 @@ class DecoupledTraining:
     def __init__(self, optimizer: Optimizer, turn: Turn | None, *, always: bool = False) -> None:
         self.optimizer = optimizer
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
-        self.engine: Exchange | None = None
-        self.exchange = uncompiled(self._exchange)  # backward may have been called by compiled code
+        self.exchange: Exchange | None = None
+        self.take = uncompiled(self._take)  # backward may have been called by compiled code
         self._turn = turn
         self._partial = PartialOptimizer(optimizer)
         self.updates = Updates(self._partial)
-        self.trial = None if always else Trial(self._settle)
+        self.trial = None if always else Trial()
         self._known: set[int] = set()
         self._loaded_order: list[str] = []
         self._closed = False
         self._buffers: BufferCopy | None = None
         self._has_turn = False
-        self._device = torch.device("cpu")
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(intercept(optimizer, self))
 
@@ -136,13 +135,13 @@ class DecoupledTraining:
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _exchange(
+    def _take(
         self, state: object, process_group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
-        engine = self.engine = Exchange.of(process_group)
+        exchange = self.exchange = Exchange.of(process_group)
         if self._closed:
-            return engine.submit(bucket, state=state)
+            return exchange.submit(bucket, state=state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             round_.begin()
@@ -150,13 +149,13 @@ class DecoupledTraining:
             self.updates.update_all()
         parameters = self._checked_parameters(bucket, state)
         if self.trial is not None and not self.trial.defers:
-            future = self._average_now(engine, process_group, bucket, state)
+            future = self._average_now(exchange, process_group, bucket, state)
             if bucket.is_last():
                 self._end_trial_step(bucket)
             return future
         urgency = self._urgency(bucket.index(), parameters)
         buffer = bucket.buffer()
-        future, deferred = engine.defer(bucket, turn=self._turn, urgency=urgency, state=state)
+        future, deferred = exchange.defer(bucket, turn=self._turn, urgency=urgency, state=state)
         if deferred is None:
             self.break_round()
         else:
@@ -172,26 +171,21 @@ class DecoupledTraining:
         return future
 
     def _average_now(
-        self, engine: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
+        self, exchange: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of a step that is not deferred, to the same bits."""
         if (
-            self._turn is None and engine.world_size <= 2
+            self._turn is None and exchange.world_size <= 2
         ):  # two addends have one sum, and DDP's way costs least
             return allreduce_hook(process_group, bucket)
         self._has_turn = self._turn is not None
-        return engine.submit(bucket, turn=self._turn, state=state)
+        return exchange.submit(bucket, turn=self._turn, state=state)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
-        if self.trial is not None and self.updates.round.is_settled and self.engine is not None:
-            self._device = bucket.buffer().device
-            self.trial.backward_ended(functools.partial(self.engine.gather_numbers, device=self._device))
-
-    def _settle(self) -> None:
-        """Let the device finish, where the host does not wait for it anyway."""
-        # Not the model's device: to ask for its parameters would bring their updates forward.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:
+            device = bucket.buffer().device
+            agree = functools.partial(self.exchange.gather_numbers, device=device)
+            self.trial.backward_ended(agree, functools.partial(_settle, device))
 
     def break_round(self) -> None:
         """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
@@ -281,8 +275,8 @@ class DecoupledTraining:
         if torch.is_grad_enabled() and self._turn is not None and not self._has_turn:
             self._take_turn(self._turn)
         self._has_turn = False
-        if self.engine is not None:
-            self.engine.begin_compute()
+        if self.exchange is not None:
+            self.exchange.begin_compute()
         updates.times.forward_begins()
 
     def _unpack_buffers(self) -> None:
@@ -301,8 +295,8 @@ class DecoupledTraining:
                 first.deferred.wait()
         since_s = time.monotonic()
         turn.acquire()
-        if self.engine is not None:
-            self.engine.waited(since_s)
+        if self.exchange is not None:
+            self.exchange.waited(since_s)
 
     def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""
@@ -352,6 +346,12 @@ class DecoupledTraining:
         with self.unwatched():
             updates.defer(self._partial.plan())
         return None
+
+
+def _settle(device: torch.device) -> None:
+    """Let the device finish, where the host does not wait for it anyway."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _no_model() -> None:

@@ -22,9 +22,8 @@ BLOCK: Final = 5
 BLOCKS: Final = 4
 """Deferred, not deferred, and so again: one of each kind may contain something else, such as an evaluation."""
 END: Final = WARM_UP + BLOCK * BLOCKS
-_WORTH_IT: Final = (
-    0.99  # not deferring must take less than this part of the time: where both are alike, defer
-)
+_WORTH_IT: Final = 0.99
+"""Not deferring must take less than this part of the time: where both are alike, defer."""
 
 Agree = Callable[[Sequence[float]], list[list[float]]]
 
@@ -33,31 +32,30 @@ class Trial:
     """Decides which backward passes are deferred.
 
     Args:
-        settle: makes the device finish what it was given, so that the host's clock tells something.
         clock: monotonic seconds.
     """
 
-    def __init__(self, settle: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.defers = True
         """Whether the next backward pass is deferred; the same on all ranks."""
         self.is_over = False
-        self._settle = settle
         self._clock = clock
         self._count = 0
         self._begin_s = 0.0
         self._step_s: list[float] = []
 
-    def backward_ended(self, agree: Agree) -> None:
+    def backward_ended(self, agree: Agree, settle: Callable[[], None]) -> None:
         """Note the end of a backward pass on settled buckets.
 
         Args:
             agree: exchanges some numbers, and returns those of every rank by rank. **Collective**; called once.
+            settle: makes the device finish what it was given, so that the host's clock tells something.
         """
         if self.is_over:
             return
         place = (self._count - WARM_UP) % BLOCK
         if self._count >= WARM_UP and place in (0, BLOCK - 1):
-            self._settle()
+            settle()
             now_s = self._clock()
             if place:
                 self._step_s.append((now_s - self._begin_s) / place)

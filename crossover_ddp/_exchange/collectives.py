@@ -243,7 +243,7 @@ class RingReduceScatter(_RingHalf):
         self._posted: deque[tuple[int, Span, torch.Tensor, dist.Work]] = deque()
 
     def start(self) -> None:
-        """Post the first receives and send the part that begins its journey here."""
+        """Post the first receives and send the part that begins its transfer here."""
         longest = max((span.numel for _, span in self._to_post), default=0)
         count = min(self._ring.window, len(self._to_post))
         self._scratch = self._ring.pool.take(count * longest, self._buffer.tensor.dtype)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .collectives import MAX_RING_RANKS, Ring, ring_tag
 from .step import Step
-from .transfer import Journey
+from .transfer import Transfer
 
 _LEADER: Final = 0
 _WORD_NUMEL: Final = 256
@@ -39,26 +39,26 @@ class GatherOrder:
         self._ring = ring
         self._changed = threading.Condition()
         self._scattering: Counter[Step] = Counter()
-        self._ready: dict[int, Journey] = {}
+        self._ready: dict[int, Transfer] = {}
         self._told: deque[int] = deque()
         self._abandoned = False
         self._under_way = 0
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
         self._tag = ring_tag(ring.channel, 0, gather=True, part=MAX_RING_RANKS - 2)
 
-    def scatter_begins(self, journey: Journey) -> None:
+    def scatter_begins(self, transfer: Transfer) -> None:
         """Note that a bucket waits for its reduce-scatter. Called on the hook's thread."""
         with self._changed:
             self._under_way += 1
-            self._scattering[journey.step] += 1
+            self._scattering[transfer.step] += 1
 
-    def scatter_ends(self, journey: Journey) -> None:
+    def scatter_ends(self, transfer: Transfer) -> None:
         """Note that the bucket may be gathered. Called on the reducer."""
         with self._changed:
-            self._ready[journey.sequence] = journey
-            self._scattering[journey.step] -= 1
-            if not self._scattering[journey.step]:
-                del self._scattering[journey.step]
+            self._ready[transfer.sequence] = transfer
+            self._scattering[transfer.step] -= 1
+            if not self._scattering[transfer.step]:
+                del self._scattering[transfer.step]
             elif self._ring.rank == _LEADER:
                 return  # nothing to choose yet: a thread that wakes up in vain costs more than all the rest here
             self._changed.notify_all()
@@ -80,7 +80,7 @@ class GatherOrder:
             self._abandoned = True
             self._changed.notify_all()
 
-    def next(self) -> Journey:
+    def next(self) -> Transfer:
         """Return the bucket to gather now, the same on all ranks. Called on the gatherer, once per bucket."""
         if not self._told:
             word = self._word(self._choose()) if self._ring.rank == _LEADER else self._hear()
@@ -88,25 +88,25 @@ class GatherOrder:
             self._tell(word)
         return self._await(self._told.popleft())
 
-    def _choose(self) -> list[Journey]:
+    def _choose(self) -> list[Transfer]:
         """Return what is gathered next, in this order."""
         with self._changed:
             while not (due := self._due()):
                 self._wait()
-        due.sort(key=lambda journey: (journey.urgency, -journey.sequence))
+        due.sort(key=lambda transfer: (transfer.urgency, -transfer.sequence))
         # The last bucket is reduced last: no reduce-scatter will want the wire before the rest of the step.
-        return due if any(journey.last for journey in due) else due[:1]
+        return due if any(transfer.last for transfer in due) else due[:1]
 
-    def _due(self) -> list[Journey]:
+    def _due(self) -> list[Transfer]:
         """Return what may be gathered now: buckets of the oldest step that has any."""
         if not self._ready:
             return []
         oldest = self._ready[min(self._ready)].step
         if self._scattering[oldest]:
             return []
-        return [journey for journey in self._ready.values() if journey.step is oldest]
+        return [transfer for transfer in self._ready.values() if transfer.step is oldest]
 
-    def _await(self, sequence: int) -> Journey:
+    def _await(self, sequence: int) -> Transfer:
         with self._changed:
             while sequence not in self._ready:
                 self._wait()
@@ -119,8 +119,8 @@ class GatherOrder:
         if self._abandoned:
             raise RuntimeError("the exchange was ended")
 
-    def _word(self, journeys: list[Journey]) -> torch.Tensor:
-        sequences = [journey.sequence for journey in journeys[:_WORD_NUMEL]]
+    def _word(self, transfers: list[Transfer]) -> torch.Tensor:
+        sequences = [transfer.sequence for transfer in transfers[:_WORD_NUMEL]]
         return torch.tensor(sequences + [_NOTHING] * (_WORD_NUMEL - len(sequences)))
 
     def _hear(self) -> torch.Tensor:

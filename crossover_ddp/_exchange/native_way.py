@@ -11,8 +11,9 @@ from collections.abc import Callable
 from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves
-from .transfer import Freight, Journey
-from .ways import Engine, arrive_half_way
+from .engine import Engine
+from .transfer import Sharded, Transfer
+from .ways import arrive_half_way
 
 
 class NativeWay:
@@ -27,52 +28,54 @@ class NativeWay:
         self._halves = halves
         self._gatherer = gatherer
 
-    def begin(self, engine: Engine, journey: Journey) -> None:
+    def begin(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
-        journey.tensor.div_(engine.world_size)
-        side = journey.side
+        transfer.tensor.div_(engine.world_size)
+        side = transfer.side
         side.follow_compute()
-        engine.end_compute(journey)
+        engine.end_compute(transfer)
         with side.current():
-            for work in self._halves.reduce_scatter(journey.tensor, journey.layout):
+            for work in self._halves.reduce_scatter(transfer.tensor, transfer.layout):
                 work.wait()
             half_way = side.mark()
-            part = journey.layout.part(engine.rank)
-            own_part = journey.tensor[part.start : part.stop]
-            if journey.owner_step is not None:
-                journey.owner_step(own_part)
-            engine.end_kept_compute(journey)
-            if journey.deferred:
-                arrive_half_way(journey, own_part)
-                self._gather_at_the_end(engine, journey)
+            part = transfer.layout.part(engine.rank)
+            own_part = transfer.tensor[part.start : part.stop]
+            if transfer.owner_step is not None:
+                transfer.owner_step(own_part)
+            engine.end_kept_compute(transfer)
+            if transfer.deferred:
+                arrive_half_way(transfer, own_part)
+                self._gather_at_the_end(engine, transfer)
                 return
             back = (
-                journey.cargo.gather if journey.cargo is not None else Freight(journey.tensor, journey.layout)
+                transfer.payload.gather
+                if transfer.payload is not None
+                else Sharded(transfer.tensor, transfer.layout)
             )
             for work in self._halves.all_gather(*back) if back is not None else ():
                 work.wait()
             whole_way = side.mark()
-        if journey.last_turn is None:
-            engine.complete(journey, meets=False)  # on the host; the device is still at it
+        if transfer.last_turn is None:
+            engine.complete(transfer, meets=False)  # on the host; the device is still at it
         else:
-            end = functools.partial(self._end, engine, journey, half_way, whole_way)
-            engine.put(self._gatherer, journey, "exchange", end)
+            end = functools.partial(self._end, engine, transfer, half_way, whole_way)
+            engine.put(self._gatherer, transfer, "exchange", end)
 
     trail = begin
 
-    def spread(self, engine: Engine, journey: Journey) -> None:
+    def spread(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
-        with journey.side.current():
-            for work in self._halves.all_gather(journey.tensor, journey.layout):
+        with transfer.side.current():
+            for work in self._halves.all_gather(transfer.tensor, transfer.layout):
                 work.wait()
-        engine.finish(journey, None)
+        engine.finish(transfer, None)
 
-    def _gather_at_the_end(self, engine: Engine, journey: Journey) -> None:
+    def _gather_at_the_end(self, engine: Engine, transfer: Transfer) -> None:
         """Gather the step's deferred buckets behind its last reduce-scatter, see [Note: native order]."""
-        journey.step.deferred.append(journey)
-        if not journey.last:
+        transfer.step.deferred.append(transfer)
+        if not transfer.last:
             return
-        for each in reversed(journey.step.deferred):
+        for each in reversed(transfer.step.deferred):
             for work in self._halves.all_gather(each.tensor, each.layout):
                 work.wait()
             each.whole_way = each.side.mark()
@@ -80,12 +83,12 @@ class NativeWay:
 
     @staticmethod
     def _end(
-        engine: Engine, journey: Journey, half_way: Callable[[], None], whole_way: Callable[[], None]
+        engine: Engine, transfer: Transfer, half_way: Callable[[], None], whole_way: Callable[[], None]
     ) -> None:
         # Alone the host runs ahead of the device as it would without a mutex.
-        shared = journey.turn is not None and journey.turn.shared
-        if journey.turn is not None and shared:
+        shared = transfer.turn is not None and transfer.turn.shared
+        if transfer.turn is not None and shared:
             half_way()
-            journey.turn.request()
+            transfer.turn.request()
             whole_way()
-        engine.complete(journey, ahead=not shared)
+        engine.complete(transfer, ahead=not shared)

@@ -17,11 +17,12 @@ from typing import Final
 from crossover_ddp._system.worker import Worker
 
 from .collectives import HostBuffer, Ring
+from .engine import Engine
 from .gathers import GatherOrder
 from .layout import Span
 from .staging import StagedBuffer
-from .transfer import Freight, Journey, RingTrip
-from .ways import Engine, arrive_half_way
+from .transfer import RingHalves, Sharded, Transfer
+from .ways import arrive_half_way
 
 _AS_IT_IS: Final = contextlib.nullcontext()
 
@@ -41,139 +42,142 @@ class RingWay:
         self._reducer = reducer
         self._gatherer = gatherer
 
-    def begin(self, engine: Engine, journey: Journey) -> None:
+    def begin(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
         # Divided before the sum, as torch's allreduce_hook does: half precision must not overflow.
-        journey.tensor.div_(engine.world_size)
-        buffer = self._buffer(journey, Freight(journey.tensor, journey.layout))
+        transfer.tensor.div_(engine.world_size)
+        buffer = self._buffer(transfer, Sharded(transfer.tensor, transfer.layout))
         gather = (
-            self._ring.all_gather(buffer, journey.layout, journey.sequence) if journey.goes_back else None
+            self._ring.all_gather(buffer, transfer.layout, transfer.sequence) if transfer.goes_back else None
         )
-        if gather is not None and journey.side.copier is None:
-            journey.take_owner_step(gather.offer_first)
+        if gather is not None and transfer.side.copier is None:
+            transfer.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
-        at_once = gather is not None and journey.owner_step is None and not journey.deferred
-        on_owned = gather.offer if gather is not None and at_once else self._teller(engine, journey)
-        scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, on_owned)
-        journey.trip = trip = RingTrip(buffer, scatter, gather)
-        engine.end_compute(journey)
-        if journey.deferred:
-            self._order.scatter_begins(journey)
+        at_once = gather is not None and transfer.owner_step is None and not transfer.deferred
+        on_owned = gather.offer if gather is not None and at_once else self._teller(engine, transfer)
+        scatter = self._ring.reduce_scatter(buffer, transfer.layout, transfer.sequence, on_owned)
+        transfer.halves = halves = RingHalves(buffer, scatter, gather)
+        engine.end_compute(transfer)
+        if transfer.deferred:
+            self._order.scatter_begins(transfer)
         engine.put(
-            self._reducer, journey, "reduce-scatter", functools.partial(self._reduce, engine, journey, trip)
+            self._reducer,
+            transfer,
+            "reduce-scatter",
+            functools.partial(self._reduce, engine, transfer, halves),
         )
 
-    def trail(self, engine: Engine, journey: Journey) -> None:
+    def trail(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`. On the gatherer: on the reducer it would be under way beside the last gathers."""
-        journey.tensor.div_(engine.world_size)
-        buffer = self._buffer(journey, Freight(journey.tensor, journey.layout))
-        scatter = self._ring.reduce_scatter(buffer, journey.layout, journey.sequence, None)
-        journey.trip = trip = RingTrip(buffer, scatter, None)
+        transfer.tensor.div_(engine.world_size)
+        buffer = self._buffer(transfer, Sharded(transfer.tensor, transfer.layout))
+        scatter = self._ring.reduce_scatter(buffer, transfer.layout, transfer.sequence, None)
+        transfer.halves = halves = RingHalves(buffer, scatter, None)
         # By way of the reducer, which hands out the gathers: only its order is that of all ranks.
-        trail = functools.partial(self._trail, engine, journey, trip)
-        hand_on = functools.partial(engine.put, self._gatherer, journey, "reduce-scatter", trail)
-        engine.put(self._reducer, journey, "reduce-scatter", hand_on)
+        trail = functools.partial(self._trail, engine, transfer, halves)
+        hand_on = functools.partial(engine.put, self._gatherer, transfer, "reduce-scatter", trail)
+        engine.put(self._reducer, transfer, "reduce-scatter", hand_on)
 
-    def spread(self, engine: Engine, journey: Journey) -> None:
+    def spread(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
         engine.put(
             self._reducer,
-            journey,
+            transfer,
             "broadcast of buffers",
-            functools.partial(self._gather_and_finish, engine, journey),
+            functools.partial(self._gather_and_finish, engine, transfer),
         )
 
-    def _teller(self, engine: Engine, journey: Journey) -> Callable[[Span], None] | None:
+    def _teller(self, engine: Engine, transfer: Transfer) -> Callable[[Span], None] | None:
         """Return what tells the owner how much of its part has arrived, on the gatherer; None if it need not know."""
-        arriving = journey.cargo.arriving if journey.cargo is not None else None
-        if arriving is None or journey.side.copier is not None:
+        arriving = transfer.payload.arriving if transfer.payload is not None else None
+        if arriving is None or transfer.side.copier is not None:
             return None
-        start = journey.layout.part(self._ring.rank).start
+        start = transfer.layout.part(self._ring.rank).start
 
         def tell(span: Span) -> None:
             told = functools.partial(arriving, span.stop - start)
-            engine.put(self._gatherer, journey, "owner's step", told)
+            engine.put(self._gatherer, transfer, "owner's step", told)
 
         return tell
 
-    def _buffer(self, journey: Journey, freight: Freight, *, own_only: bool = False) -> HostBuffer:
-        copier = journey.side.copier
+    def _buffer(self, transfer: Transfer, sharded: Sharded, *, own_only: bool = False) -> HostBuffer:
+        copier = transfer.side.copier
         if copier is None:
-            return HostBuffer(freight.tensor)
-        with journey.side.current() if own_only else _AS_IT_IS:
-            return StagedBuffer(freight.tensor, freight.layout, self._ring.rank, copier, own_only=own_only)
+            return HostBuffer(sharded.tensor)
+        with transfer.side.current() if own_only else _AS_IT_IS:
+            return StagedBuffer(sharded.tensor, sharded.layout, self._ring.rank, copier, own_only=own_only)
 
     # On the reducer.
 
-    def _reduce(self, engine: Engine, journey: Journey, trip: RingTrip) -> None:
+    def _reduce(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> None:
         begin_s = time.monotonic()
-        if trip.gather is not None and not journey.deferred:
-            trip.gather.start()
-        trip.scatter.start()
-        trip.scatter.wait()
-        engine.spans.half("reduce_scatter", begin_s, journey)
-        if journey.last_turn is not None and not journey.keeps_turn:
-            journey.last_turn.request()
-        if journey.deferred:
-            part = journey.layout.part(self._ring.rank)
-            trip.buffer.landed(part)
-            arrive_half_way(journey, journey.tensor[part.start : part.stop])
-            self._order.scatter_ends(journey)
+        if halves.gather is not None and not transfer.deferred:
+            halves.gather.start()
+        halves.scatter.start()
+        halves.scatter.wait()
+        engine.spans.half("reduce_scatter", begin_s, transfer)
+        if transfer.last_turn is not None and not transfer.keeps_turn:
+            transfer.last_turn.request()
+        if transfer.deferred:
+            part = transfer.layout.part(self._ring.rank)
+            halves.buffer.landed(part)
+            arrive_half_way(transfer, transfer.tensor[part.start : part.stop])
+            self._order.scatter_ends(transfer)
             following = functools.partial(self._gather_next, engine)
-            engine.put(self._gatherer, journey, "choice of the next gather", following)
+            engine.put(self._gatherer, transfer, "choice of the next gather", following)
         else:
-            gather = functools.partial(self._gather, engine, journey, trip)
-            engine.put(self._gatherer, journey, "all-gather", gather)
+            gather = functools.partial(self._gather, engine, transfer, halves)
+            engine.put(self._gatherer, transfer, "all-gather", gather)
 
-    def _gather_and_finish(self, engine: Engine, journey: Journey) -> None:
-        self._gather_alone(journey, Freight(journey.tensor, journey.layout))
-        engine.finish(journey, None)
+    def _gather_and_finish(self, engine: Engine, transfer: Transfer) -> None:
+        self._gather_alone(transfer, Sharded(transfer.tensor, transfer.layout))
+        engine.finish(transfer, None)
 
     # On the gatherer.
 
-    def _trail(self, engine: Engine, journey: Journey, trip: RingTrip) -> None:
+    def _trail(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> None:
         begin_s = time.monotonic()
-        trip.scatter.start()
-        trip.scatter.wait()
-        engine.spans.half("reduce_scatter", begin_s, journey)
-        self._gather(engine, journey, trip)
+        halves.scatter.start()
+        halves.scatter.wait()
+        engine.spans.half("reduce_scatter", begin_s, transfer)
+        self._gather(engine, transfer, halves)
 
-    def _gather(self, engine: Engine, journey: Journey, trip: RingTrip) -> None:
+    def _gather(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> None:
         begin_s = time.monotonic()
-        if trip.gather is not None and journey.deferred:
+        if halves.gather is not None and transfer.deferred:
             # Not before: gloo's thread pays dearly for every receive that waits long.
-            trip.gather.start()
-        if journey.owner_step is not None:
-            trip.buffer.step(journey.layout.part(self._ring.rank), journey.owner_step)
-        engine.end_kept_compute(journey)
-        if journey.keeps_turn and journey.last_turn is not None:
-            journey.last_turn.request()
-        if trip.gather is not None and (journey.owner_step is not None or journey.deferred):
-            trip.gather.offer_all()
-        self._gather_buffer(journey, trip)
-        engine.spans.half("all_gather", begin_s, journey)
-        engine.complete(journey)
-        if journey.deferred:
+            halves.gather.start()
+        if transfer.owner_step is not None:
+            halves.buffer.step(transfer.layout.part(self._ring.rank), transfer.owner_step)
+        engine.end_kept_compute(transfer)
+        if transfer.keeps_turn and transfer.last_turn is not None:
+            transfer.last_turn.request()
+        if halves.gather is not None and (transfer.owner_step is not None or transfer.deferred):
+            halves.gather.offer_all()
+        self._gather_buffer(transfer, halves)
+        engine.spans.half("all_gather", begin_s, transfer)
+        engine.complete(transfer)
+        if transfer.deferred:
             self._order.gathered()
 
-    def _gather_buffer(self, journey: Journey, trip: RingTrip) -> None:
-        buffer, scatter, gather = trip
+    def _gather_buffer(self, transfer: Transfer, halves: RingHalves) -> None:
+        buffer, scatter, gather = halves
         if gather is not None:
             gather.wait()
         scatter.drain()
-        back = journey.cargo.gather if journey.cargo is not None and gather is None else None
+        back = transfer.payload.gather if transfer.payload is not None and gather is None else None
         if gather is not None:
             gather.drain()
         buffer.release()
         if back is not None:
-            self._gather_alone(journey, back)
+            self._gather_alone(transfer, back)
 
-    def _gather_alone(self, journey: Journey, freight: Freight) -> None:
+    def _gather_alone(self, transfer: Transfer, sharded: Sharded) -> None:
         """Gather what was not reduced before."""
-        buffer = self._buffer(journey, freight, own_only=True)
-        gather = self._ring.all_gather(buffer, freight.layout, journey.sequence)
+        buffer = self._buffer(transfer, sharded, own_only=True)
+        gather = self._ring.all_gather(buffer, sharded.layout, transfer.sequence)
         gather.start()
-        buffer.ready(freight.layout.part(self._ring.rank))
+        buffer.ready(sharded.layout.part(self._ring.rank))
         gather.offer_all()
         gather.wait()
         gather.drain()
@@ -182,5 +186,5 @@ class RingWay:
     def _gather_next(self, engine: Engine) -> None:
         """Gather one deferred bucket, see [Note: order of gathers]."""
         chosen = self._order.next()
-        assert chosen.trip is not None
-        engine.guarded(chosen, "all-gather", functools.partial(self._gather, engine, chosen, chosen.trip))
+        assert chosen.halves is not None
+        engine.guarded(chosen, "all-gather", functools.partial(self._gather, engine, chosen, chosen.halves))

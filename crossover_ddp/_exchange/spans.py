@@ -14,7 +14,7 @@ from crossover_ddp._system.device import default_device, sibling_name
 from crossover_ddp._timeline.record import Detail, Timeline
 
 from .step import Step
-from .transfer import Journey
+from .transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -39,32 +39,32 @@ class ExchangeSpans:
         if self.timeline is not None and begin_s is not None:
             self.timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
 
-    def half(self, kind: str, begin_s: float, journey: Journey) -> None:
+    def half(self, kind: str, begin_s: float, transfer: Transfer) -> None:
         """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now."""
         if self.timeline is None:
             return
         end_s = time.monotonic()
-        itemsize = journey.tensor.itemsize
+        itemsize = transfer.tensor.itemsize
         self.timeline.span(
             kind,
             begin_s,
             end_s,
-            step=journey.step.number,
-            **journey.in_words(),
-            owned_bytes=journey.layout.part(self._rank).numel * itemsize,
+            step=transfer.step.number,
+            **transfer.in_words(),
+            owned_bytes=transfer.layout.part(self._rank).numel * itemsize,
             # The chunks of an all-gather may travel before it is waited for.
-            **(self._meeting(journey) if kind == "reduce_scatter" else {}),
+            **(self._meeting(transfer) if kind == "reduce_scatter" else {}),
         )
 
-    def exchange(self, journey: Journey, done_s: float, *, meets: bool) -> None:
-        """Note that the exchange of the step that ``journey`` ends was done at ``done_s``.
+    def exchange(self, transfer: Transfer, done_s: float, *, meets: bool) -> None:
+        """Note that the exchange of the step that ``transfer`` ends was done at ``done_s``.
 
         ``meets``: it could not be before all ranks had begun, see [Note: spans that meet].
         """
         if self.timeline is not None:
-            met = self._meeting(journey) if meets else {}
-            step = journey.step
-            where = journey.tensor.device.type
+            met = self._meeting(transfer) if meets else {}
+            step = transfer.step
+            where = transfer.tensor.device.type
             span = self.timeline.span
             span("exchange", step.last_hook_s, done_s, step=step.number, device_type=where, **met)
 
@@ -78,8 +78,8 @@ class ExchangeSpans:
         if self.timeline is not None:
             self.timeline.flush()
 
-    def _meeting(self, journey: Journey) -> dict[str, Detail]:
-        return {"sequence": journey.sequence, **self._group}
+    def _meeting(self, transfer: Transfer) -> dict[str, Detail]:
+        return {"sequence": transfer.sequence, **self._group}
 
 
 def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:

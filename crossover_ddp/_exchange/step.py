@@ -48,11 +48,11 @@ class Step:
                 self._error = self._error or error
             return self._watching > 0
 
-    def hold(self, journey: Any) -> bool:
-        """Keep ``journey``'s Future open until the step's last bucket is done; return False if that was refused."""
+    def hold(self, transfer: Any) -> bool:
+        """Keep ``transfer``'s Future open until the step's last bucket is done; return False if that was refused."""
         with self._lock:
             if not self._is_cut_short:
-                self._held.append(journey)
+                self._held.append(transfer)
             return not self._is_cut_short
 
     def let_go(self, *, refused: bool = False) -> list[Any]:

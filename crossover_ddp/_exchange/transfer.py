@@ -17,7 +17,7 @@ from .staging import Side
 from .step import GradientFuture, Step
 
 OwnerStep = Callable[[torch.Tensor], None]
-CargoStep = Callable[[torch.Tensor, Callable[[int], None]], None]
+PayloadStep = Callable[[torch.Tensor, Callable[[int], None]], None]
 
 
 class Turn(Protocol):
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
         return error
 
 
-class Freight(NamedTuple):
+class Sharded(NamedTuple):
     """A flat tensor, and who owns which part of it."""
 
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ class Freight(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cargo:
+class Payload:
     """What travels for a bucket in place of the bucket's own buffer.
 
     Args:
@@ -78,9 +78,9 @@ class Cargo:
             called with one rank, for a device's memory, or on NCCL.
     """
 
-    scatter: Freight
-    gather: Freight | None
-    step: CargoStep
+    scatter: Sharded
+    gather: Sharded | None
+    step: PayloadStep
     unload: Callable[[], None]
     keeps_turn: bool = False
     arriving: Callable[[int], None] | None = None
@@ -90,7 +90,7 @@ def _nobody(numel: int) -> None:
     """For buffers that leave as a whole."""
 
 
-class RingTrip(NamedTuple):
+class RingHalves(NamedTuple):
     """Both halves of a bucket on a ring; no gather yet if it is of another buffer, or if there is none."""
 
     buffer: HostBuffer
@@ -99,7 +99,7 @@ class RingTrip(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Journey:
+class Transfer:
     """One bucket on its way from the hook to its Future.
 
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
@@ -118,10 +118,10 @@ class Journey:
     side: Side
     turn: Turn | None = None
     owner_step: OwnerStep | None = None
-    cargo: Cargo | None = None
+    payload: Payload | None = None
     result: torch.Tensor | None = None
     urgency: int | None = None
-    trip: RingTrip | None = None
+    halves: RingHalves | None = None
     whole_way: Callable[[], None] | None = None
     ready_s: float = 0.0
     largest_bytes: int = 0
@@ -133,16 +133,16 @@ class Journey:
         self.future = self.side.future()
         self.reduced = self.side.future()
 
-    def load(self, cargo: Cargo) -> None:
-        """Let ``cargo`` travel, and the Future hold the bucket's buffer all the same."""
-        self.cargo, self.result = cargo, self.tensor
-        self.tensor, self.layout = cargo.scatter
+    def carry(self, payload: Payload) -> None:
+        """Let ``payload`` travel, and the Future hold the bucket's buffer all the same."""
+        self.payload, self.result = payload, self.tensor
+        self.tensor, self.layout = payload.scatter
         self.take_owner_step(_nobody)
 
     def take_owner_step(self, final: Callable[[int], None]) -> None:
-        """Let the cargo's owner tell ``final`` what may leave."""
-        if self.cargo is not None:
-            step = self.cargo.step
+        """Let the payload's owner tell ``final`` what may leave."""
+        if self.payload is not None:
+            step = self.payload.step
             self.owner_step = lambda part: step(part, final)
 
     def in_words(self) -> dict[str, Detail]:
@@ -159,12 +159,12 @@ class Journey:
     @property
     def goes_back(self) -> bool:
         """Whether the same buffer goes both ways."""
-        return self.cargo is None or self.cargo.gather is self.cargo.scatter
+        return self.payload is None or self.payload.gather is self.payload.scatter
 
     @property
     def keeps_turn(self) -> bool:
         """Whether the owner's step is compute inside the turn."""
-        return self.cargo is not None and self.cargo.keeps_turn
+        return self.payload is not None and self.payload.keeps_turn
 
     @property
     def deferred(self) -> bool:
@@ -173,7 +173,7 @@ class Journey:
 
     @property
     def last_turn(self) -> Turn | None:
-        """The turn to be taken again when this journey ends."""
+        """The turn to be taken again when this transfer ends."""
         return self.turn if self.last and not self.deferred else None
 
 
@@ -184,8 +184,8 @@ class Deferred:
     ``ExchangeError`` if the exchange failed. Not collective.
     """
 
-    def __init__(self, journey: Journey, timeline: Timeline | None = None) -> None:
-        self._journey = journey
+    def __init__(self, transfer: Transfer, timeline: Timeline | None = None) -> None:
+        self._transfer = transfer
         self._timeline = timeline
         self.buffers: BufferCopy | None = None
         """The model's, which left with the step's last bucket."""
@@ -193,34 +193,34 @@ class Deferred:
     @property
     def tensor(self) -> torch.Tensor:
         """The bucket's buffer, with a version counter of its own."""
-        return self._journey.tensor
+        return self._transfer.tensor
 
     @property
     def layout(self) -> Layout:
         """Who owns which part of the buffer."""
-        return self._journey.layout
+        return self._transfer.layout
 
     def wait_on_host(self) -> None:
         """Block this thread until the device has gathered the bucket: `wait` may only order a stream after that."""
         self.wait()
-        if self._journey.whole_way is not None:
-            self._journey.whole_way()
+        if self._transfer.whole_way is not None:
+            self._transfer.whole_way()
 
     def own_part(self) -> torch.Tensor:
         """Wait for the reduce-scatter; return this rank's part of the mean."""
         begin_s = time.monotonic()
-        part = self._journey.reduced.wait()
+        part = self._transfer.reduced.wait()
         if self._timeline is not None:
-            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._transfer.index)
         return part
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean over the ranks."""
-        if self._journey.trip is None and not self._journey.future.done():  # see [Note: native order]
+        if self._transfer.halves is None and not self._transfer.future.done():  # see [Note: native order]
             raise ExchangeError(
                 "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
             )
         begin_s = time.monotonic()
-        self._journey.future.wait()
+        self._transfer.future.wait()
         if self._timeline is not None:
-            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._journey.index)
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._transfer.index)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .columns import WeightSharing, input_columns, input_count, output_columns, output_count
-from .factor_sums import Call, Captured, GradientMark, LayerSums, Room
+from .factor_sums import Call, ColumnRoom, GradientMark, LayerSums
 from .factors import input_factor, input_factor_of, output_factor
 from .layers import Layer, unwrapped
 
@@ -79,7 +79,7 @@ class FactorCapture:
         self.active = True
         self.on_begin: Callable[[], None] | None = None
         self.on_input: Callable[[int], None] | None = None
-        self.room: Callable[[int], Room] = _no_room
+        self.room: Callable[[int], ColumnRoom] = _no_room
         self._layers = list(layers)
         self._sharing = sharing
         self._loss_scale = loss_scale
@@ -180,15 +180,10 @@ class FactorCapture:
         m = max(1, self.micro_batches)
         return m if self._accumulated == "mean" else 1 / m
 
-    def counts(self, index: int) -> Room:
+    def counts(self, index: int) -> ColumnRoom:
         """Return how many columns a layer's factors had in this step, taken or not; 0 if it is not captured."""
         sums = self._sums.get(index)
-        return Room() if sums is None else Room(sums.a.count, sums.g.count)
-
-    def take(self, index: int) -> Captured | None:
-        """Return both factors of a layer and forget them; None if it was not called or no gradient came."""
-        a, g = self.take_input(index), self.take_output(index)
-        return None if a is None or g is None else Captured(a, g)
+        return ColumnRoom() if sums is None else ColumnRoom(sums.a.count, sums.g.count)
 
     def close(self) -> None:
         """Remove the hooks and forget what was captured; may be called again."""
@@ -227,18 +222,9 @@ class FactorCapture:
         else:
             call.make_a = self._made(index, module, input, call.count)
         sums.open.add(call)
-        self._hook_output(output, partial(self._on_gradient, index, module, call))
+        _hook_output(output, partial(self._on_gradient, index, module, call))
         if call.announced:
             self._input_came(index)
-
-    @staticmethod
-    def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Have ``hook`` called with the gradient of what ``output`` is now, see [Note: hooks on views]."""
-        base = output._base if output._is_view() else None
-        if base is None:
-            output.register_hook(hook)
-        else:
-            base.register_hook(partial(_on_gradient_of_base, hook, _View.of(output, base)))
 
     def _captures(self, module: nn.Module) -> bool:
         return self.active and module.training and torch.is_grad_enabled()
@@ -281,11 +267,8 @@ class FactorCapture:
         self._begin_pass()
         if self._scale is None:  # a GradScaler's makes the host wait for the device
             self._scale = self._loss_scale()
-        trial, shape, room = (
-            self._sums[index].trial(_task()),
-            self._layers[index].shape,
-            self.room(index).g,
-        )
+        trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
+        room = self.room(index).g
         if not call.announced:
             call.announced = True
             self._input_came(index)
@@ -376,6 +359,15 @@ class _View(NamedTuple):
         return gradient.as_strided(self.size, self.stride, gradient.storage_offset() + self.offset)
 
 
+def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Have ``hook`` called with the gradient of what ``output`` is now, see [Note: hooks on views]."""
+    base = output._base if output._is_view() else None
+    if base is None:
+        output.register_hook(hook)
+    else:
+        base.register_hook(partial(_on_gradient_of_base, hook, _View.of(output, base)))
+
+
 def _on_gradient_of_base(hook: Callable[[Tensor], None], view: _View, gradient: Tensor) -> None:
     hook(view.taken_of(gradient.detach()))
 
@@ -389,8 +381,8 @@ def _in_backward() -> bool:
     return _task() != _NO_BACKWARD
 
 
-def _no_room(index: int) -> Room:
-    return Room()
+def _no_room(index: int) -> ColumnRoom:
+    return ColumnRoom()
 
 
 class _Hook:

@@ -4,7 +4,7 @@ Only the owner has them, so that their memory, and the work of making solvers, i
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -150,16 +150,10 @@ class Curvature:
         if state["solver"] is not None:
             tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
             self._solver = self._solver_type.from_tensors(tensors)
-            self._spread = spread_of(self._solver, self._shape, state, device)
+            root = state.get("root")  # as all ranks had it, if the layer was spread
+            if root is not None:
+                self._spread = SpreadSolver.of(self._solver, self._shape, root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]
-
-
-def spread_of(
-    solver: Solver, shape: LayerShape, state: Mapping[str, Any], device: torch.device
-) -> SpreadSolver | None:
-    """Return the solver as all ranks had it when ``state`` was saved; None if they had not."""
-    root = state.get("root")
-    return None if root is None else SpreadSolver.of(solver, shape, root.to(device, copy=True))
 
 
 class _Pending:

@@ -8,15 +8,13 @@ path, or that has run out of inputs, sends what the others send.
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from crossover_ddp._exchange.transfer import Cargo, Freight
+from crossover_ddp._exchange.transfer import Payload
 
 from .capture import FactorCapture
 from .layers import Layer
-from .manifest import Load, manifest
-from .payload import Parcel
+from .packing import FactorPacking, TravellingFactors, factors_payload
 
 Groups = Sequence[Sequence[int]]
 
@@ -30,7 +28,7 @@ class EarlyFactors:
         owners: of each layer.
         rank, world_size: of this process.
         capture: where the factors are.
-        reduce: begins to sum a cargo into its owners.
+        reduce: begins to sum a payload into its owners.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class EarlyFactors:
         rank: int,
         world_size: int,
         capture: FactorCapture,
-        reduce: Callable[[Cargo], object],
+        reduce: Callable[[Payload], object],
     ) -> None:
         self.groups = groups
         self.layers = frozenset(index for group in groups for index in group)
@@ -56,7 +54,7 @@ class EarlyFactors:
 
     def begin_step(self) -> None:
         """Forget what came in the last step."""
-        self.arrived: dict[int, tuple[Parcel, Tensor]] = {}
+        self.arrived: dict[int, tuple[FactorPacking, Tensor]] = {}
         self._called: set[int] = set()
         self._left = 0
 
@@ -74,31 +72,23 @@ class EarlyFactors:
     def _send(self) -> None:
         group = self.groups[self._left]
         self._left += 1
-        parcels = [self._parcel(index) for index in group]
-        loads = tuple(
-            [Load(self._owners[index], 0, parcel.numel) for index, parcel in zip(group, parcels, strict=True)]
-        )
-        made = manifest(self._world_size, loads, ())
-        weight = self._all_layers[group[0]].weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)  # a factor's own
-        there = weight.new_empty(made.there.numel, dtype=dtype)
-        for index, parcel, load, offset in zip(group, parcels, loads, made.factors, strict=True):
-            start = made.there.part(load.owner).start + offset
-            factor = self._capture.take_input_ahead(index)
-            parcel.pack(factor, there[start : start + parcel.numel], self._rank)
+        packings = {index: self._packing(index) for index in group}
+        travelling = [
+            TravellingFactors(
+                index, self._owners[index], (packings[index],), (self._capture.take_input_ahead(index),)
+            )
+            for index in group
+        ]
         arrived = self.arrived
 
-        def keep(part: Tensor, final: Callable[[int], None]) -> None:
-            for index, parcel, offset in zip(group, parcels, made.factors, strict=True):
-                if self._owners[index] == self._rank:
-                    arrived[index] = parcel, part[offset : offset + parcel.numel]
+        def keep(index: int, parts: list[Tensor]) -> None:
+            arrived[index] = packings[index], parts[0]
 
-        self._reduce(Cargo(Freight(there, made.there), None, keep, _nothing))
+        weight = self._all_layers[group[0]].weight
+        self._reduce(
+            factors_payload(travelling, like=weight, rank=self._rank, world_size=self._world_size, take=keep)
+        )
 
-    def _parcel(self, index: int) -> Parcel:
+    def _packing(self, index: int) -> FactorPacking:
         shape = self._all_layers[index].shape
-        return Parcel(shape.groups, shape.a_dim, self._capture.room(index).a, self._world_size)
-
-
-def _nothing() -> None:
-    return None
+        return FactorPacking(shape.groups, shape.a_dim, self._capture.room(index).a, self._world_size)

@@ -3,9 +3,9 @@
 [Note: on trial] Only the gradients that `optimizer.step()` will see may form factors. A forward may be followed by no
 backward at all (its loss was not finite), by ``torch.autograd.grad`` (an adversarial attack, a gradient penalty),
 which leaves ``p.grad`` alone, or by a backward whose gradients are thrown away by ``zero_grad()``. So A of a call is
-held by the call's own place in autograd's graph, and is gone with it. What a backward pass brings is a `Trial`, which
-is committed when the same pass has added to the weight's ``.grad``, and only then. And what was committed is dropped
-when that ``.grad`` was cleared since (`GradientMark`).
+held by the call's own place in autograd's graph, and is gone with it. What a backward pass brings is a `PassSums`,
+which is committed when the same pass has added to the weight's ``.grad``, and only then. And what was committed is
+dropped when that ``.grad`` was cleared since (`GradientMark`).
 """
 
 import math
@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 
-class Captured(NamedTuple):
-    """The factors of one layer in this step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
-
-    a: Tensor
-    g: Tensor
-
-
-class Room(NamedTuple):
+class ColumnRoom(NamedTuple):
     """How many columns of a layer's factors each rank may send, see [Note: few columns]; 0: the factor itself."""
 
     a: int = 0
@@ -93,7 +86,7 @@ class Sum:
 
 
 @dataclass
-class Trial:
+class PassSums:
     """What one backward pass has brought of a layer so far: G, and the calls whose A belongs to it."""
 
     g: Sum = field(default_factory=Sum)
@@ -137,7 +130,7 @@ class LayerSums:
 
     def __init__(self) -> None:
         self.a, self.g = Sum(), Sum()
-        self.trials: dict[int, Trial] = {}  # by the number of the backward pass
+        self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
         self._ahead = 0  # calls whose A was taken ahead, and whose backward has not come
         self._took_ahead = False
@@ -148,11 +141,11 @@ class LayerSums:
         """Whether the sums hold what must not be used."""
         return self._spoiled or self._ahead > 0
 
-    def trial(self, task: int) -> Trial:
+    def trial(self, task: int) -> PassSums:
         """Return what the backward pass ``task`` has brought."""
-        return self.trials.setdefault(task, Trial())
+        return self.trials.setdefault(task, PassSums())
 
-    def commit(self, trial: Trial, room: Room) -> None:
+    def commit(self, trial: PassSums, room: ColumnRoom) -> None:
         """The pass of ``trial`` has added to the weight's gradient."""
         for call in sorted(trial.calls, key=lambda call: call.number):
             self._ahead -= call.ahead

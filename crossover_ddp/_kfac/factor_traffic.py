@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,20 +11,22 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._exchange.ddp_checks import resolve_group
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._exchange.step import GradientFuture
-from crossover_ddp._exchange.transfer import Cargo
+from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp._planning import Link
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
+from .curvature import Curvature
 from .early import EarlyFactors
-from .factor_sums import Room
+from .factor_sums import ColumnRoom
 from .factor_times import FactorTimes
 from .late import LateFactors
 from .layers import Layer
-from .payload import Parcel, Round
+from .packing import FactorPacking, TravellingFactors
+from .payload import KFACRound
 from .placement import (
     FactorPlan,
     InverseCost,
@@ -46,6 +48,7 @@ class FactorTraffic:
         placement: their owners.
         costs: of the layers, in the same order.
         inverse_cost: that the placement was made by.
+        curvatures: of the layers that this rank owns.
         capture: where the factors are; its callbacks are taken.
         process_group: the ranks of the job, None for the default group.
         local: whether factors do not travel at all.
@@ -61,6 +64,7 @@ class FactorTraffic:
         costs: Sequence[LayerCost],
         inverse_cost: InverseCost,
         *,
+        curvatures: Mapping[int, Curvature],
         capture: FactorCapture,
         process_group: dist.ProcessGroup | None,
         local: bool,
@@ -79,15 +83,15 @@ class FactorTraffic:
         capture.on_input = self._input_came
         capture.room = self.room
         self._counts = [0] * (2 * len(layers))
-        self._rooms: list[Room] | None = None
-        self._ended: Round | None = None
+        self._rooms: list[ColumnRoom] | None = None
+        self._ended: KFACRound | None = None
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self.trails = False
         self.early = self._early_factors(())
         self.late = LateFactors(
-            layers=layers,
-            owners=placement.owners,
+            curvatures=curvatures,
+            like=layers[0].weight if layers else torch.empty(0),
             rank=self._rank,
             world_size=self._world_size,
             reduce=functools.partial(self._reduce, behind=True),
@@ -106,7 +110,7 @@ class FactorTraffic:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
         self._model = _no_model if model is None else weakref.ref(model)
 
-    def room(self, index: int) -> Room:
+    def room(self, index: int) -> ColumnRoom:
         """Return how many columns a layer's factors may have in this step, as all ranks have told in the last one."""
         if self._rooms is None:
             counts = self.counts()
@@ -114,10 +118,10 @@ class FactorTraffic:
             self._rooms = [self._room(layer, a_count, g_count) for layer, a_count, g_count in pairs]
         return self._rooms[index]
 
-    def _room(self, layer: Layer, a_count: int, g_count: int) -> Room:
+    def _room(self, layer: Layer, a_count: int, g_count: int) -> ColumnRoom:
         if self._local:
-            return Room()
-        return Room(
+            return ColumnRoom()
+        return ColumnRoom(
             columns_that_travel(a_count, layer.shape.a_dim, self._world_size),
             columns_that_travel(g_count, layer.shape.g_dim, self._world_size),
         )
@@ -134,6 +138,11 @@ class FactorTraffic:
             ]
         return self._counts
 
+    def travelling(self, index: int, g: Tensor | None, a: Tensor | None) -> TravellingFactors:
+        """Return a layer's factors of this step as they travel behind the gradients; None: this rank has none."""
+        a_packing, g_packing = self._packings(index)
+        return TravellingFactors(index, self._placement.owners[index], (g_packing, a_packing), (g, a))
+
     def load_counts(self, counts: Sequence[int]) -> None:
         """Go on with the counts of a checkpoint."""
         self._counts, self._rooms, self._ended = list(counts), None, None
@@ -148,7 +157,7 @@ class FactorTraffic:
         told = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
         return told.to(device, non_blocking=True)
 
-    def end_step(self, round: Round) -> None:
+    def end_step(self, round: KFACRound) -> None:
         """Note that the step's last bucket is on its way; the ranks' messages arrive with it."""
         self._ended, self._rooms = round, None
         self.early.begin_step()
@@ -180,18 +189,18 @@ class FactorTraffic:
 
     def _planned(self, link: Link, early: bool | None) -> tuple[FactorPlan, Groups]:
         """Return the plan, and its groups by the layers' indices."""
-        parcels = [self._parcels(index) for index in range(len(self._layers))]
+        packings = [self._packings(index) for index in range(len(self._layers))]
         order, step = self.times.step(
-            [4 * a.numel for a, _ in parcels], [4 * g.numel for _, g in parcels], self._busiest_owner_s
+            [4 * a.numel for a, _ in packings], [4 * g.numel for _, g in packings], self._busiest_owner_s
         )
         plan = choose_early(step, link) if early is None else decided(step, link, early=early)
         return plan, tuple([tuple([order[place] for place in group]) for group in plan.early])
 
-    def _parcels(self, index: int) -> tuple[Parcel, Parcel]:
+    def _packings(self, index: int) -> tuple[FactorPacking, FactorPacking]:
         shape, room = self._layers[index].shape, self.room(index)
         return (
-            Parcel(shape.groups, shape.a_dim, room.a, self._world_size),
-            Parcel(shape.groups, shape.g_dim, room.g, self._world_size),
+            FactorPacking(shape.groups, shape.a_dim, room.a, self._world_size),
+            FactorPacking(shape.groups, shape.g_dim, room.g, self._world_size),
         )
 
     def _busiest_owner_s(self, layers: Sequence[int]) -> float:
@@ -211,10 +220,10 @@ class FactorTraffic:
             reduce=functools.partial(self._reduce, behind=False),
         )
 
-    def _reduce(self, cargo: Cargo, *, behind: bool) -> GradientFuture:
+    def _reduce(self, payload: Payload, *, behind: bool) -> GradientFuture:
         if self._engine is None:
             self._engine = Exchange.of(resolve_group(self._process_group))
-        return self._engine.reduce(cargo, behind=behind)
+        return self._engine.reduce(payload, behind=behind)
 
     def _input_came(self, index: int) -> None:
         self.times.input_came(index)

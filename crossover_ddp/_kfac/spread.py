@@ -12,7 +12,7 @@ the KL clip adds up, V · ∇ = U · (T ∇), is a sum over rows, too. The same 
 eigenvectors of the smaller factor. Our design.
 
 The owner makes the solver, and sends it to all in the step in which it is new, in which the layer travels whole. That
-is worth it if solvers serve for some steps: see `_kfac_planning.spreads`. T is the owner's on all ranks, so that they
+is worth it if solvers serve for some steps: see `placement.spreads`. T is the owner's on all ranks, so that they
 send summands of one sum. The last product is every rank's own: ranks that round it differently would drift
 apart, so layers are spread only if all ranks round a trial alike, see `rounding`.
 """
@@ -20,6 +20,7 @@ apart, so layers are spread only if all ranks round a trial alike, see `rounding
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -39,6 +40,7 @@ def sides(shape: LayerShape) -> tuple[int, int]:
     return min(shape.g_dim, shape.a_dim), max(shape.g_dim, shape.a_dim)
 
 
+@lru_cache(maxsize=256)
 def rows_of(shape: LayerShape, world_size: int) -> tuple[Span, ...]:
     """Return each rank's rows of T ∇. They depend on nothing else, so that a resumed run rounds as before."""
     layout = Layout.equal(sides(shape)[0], world_size)
@@ -132,6 +134,7 @@ class SpreadSolver:
         direction = self.root.mT @ torch.cat([each.to(self.root.dtype) for each in rows])
         return direction.mT if _transposed(self.shape) else direction
 
+    @property
     def nbytes(self) -> int:
         """Memory."""
         return sum(each.nbytes for each in (self.root, self.right, self.values) if each is not None)

@@ -68,7 +68,7 @@ def timed(run: Run) -> dict[str, float]:
     run.step()
     time_s = time.perf_counter() - begin_s
     if run.state is not None:  # the step's own factors, which would follow behind later steps
-        run.state._traffic.late.settle()
+        run.state._preconditioner.traffic.late.settle()
     # A rank may be done while its last bytes still wait for the link; the barrier's few follow them.
     dist.barrier()
     return {"time_s": time_s, "wire_bytes": sent_bytes() - wire_bytes}
@@ -89,7 +89,7 @@ def main() -> None:
     states = {way: run.state for way, run in runs.items() if run.state is not None}
     for state in states.values():
         assert state.stats() == {"strained": 0, "dropped": 0}
-    owners = {way: state._placement.owners for way, state in states.items()}
+    owners = {way: state._preconditioner.placement.owners for way, state in states.items()}
     path = Path(os.environ["CROSSOVER_LAB_DIR"]) / f"kfac-{dist.get_rank()}.json"
     path.write_text(json.dumps({"taken": taken, "owners": owners}))
     dist.barrier()

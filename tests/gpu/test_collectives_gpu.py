@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.staging import CudaCopier, Side
 from tests.gpu.kernels import sleep_s
@@ -157,7 +157,7 @@ def reuse_pinned_memory(rank: int, world_size: int, fault: str) -> bool:
         done = engine.submit(FakeBucket(first, last=False))  # type: ignore[arg-type]
         while not done.done():  # on the host; the compute stream does not wait
             pass
-        [copier] = [side.copier for side in engine._sides.values()]
+        [copier] = [side.copier for side in engine.routes.sides.values()]
         assert copier is not None
         assert len(copier._free) == 1
         after = engine.submit(FakeBucket(second, index=1))  # type: ignore[arg-type]
@@ -218,15 +218,15 @@ def native_alone(rank: int, world_size: int, fault: str) -> list[int]:
             results.append(future.wait().clone())
             buffer.fill_(-1.0)
         torch.cuda.synchronize()
-        assert engine._failure is None
+        assert engine.engine._failure is None
         for values, result, step in zip(addends, results, range(4), strict=True):
             if not torch.equal(result, 4 * values):
                 wrong.append(step)
     return wrong
 
 
-def launch_native(engine: Exchange, journey: Any) -> None:
-    engine.guarded(journey, "start", lambda: engine._native.begin(engine, journey))
+def launch_native(engine: Exchange, transfer: Any) -> None:
+    engine.engine.guarded(transfer, "start", lambda: engine.routes.native.begin(engine.engine, transfer))
 
 
 def slow_quadruple(part: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from tests.harness import Job, run_jobs
 
 pytestmark = pytest.mark.gpu
@@ -116,8 +116,8 @@ def reproducible(plan: Plan) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-def launch_native(engine: Exchange, journey: Any) -> None:
-    engine.guarded(journey, "start", lambda: engine._native.begin(engine, journey))
+def launch_native(engine: Exchange, transfer: Any) -> None:
+    engine.engine.guarded(transfer, "start", lambda: engine.routes.native.begin(engine.engine, transfer))
 
 
 def meet(plan: Plan, what: str) -> None:

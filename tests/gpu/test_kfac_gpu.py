@@ -157,8 +157,10 @@ def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
 def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
     scaler = torch.amp.GradScaler(plan.device, init_scale=GRADIENT_SCALE, enabled=plan.scaled)
     model, state, optimizer = model_and_state(plan, scaler)
-    names = [layer.name for layer in state._layers]
-    oracle = Spectral(plan.settings, LR, dict(zip(names, state._placement.owners, strict=True)))
+    names = [layer.name for layer in state._setup.layers]
+    oracle = Spectral(
+        plan.settings, LR, dict(zip(names, state._preconditioner.placement.owners, strict=True))
+    )
     first: dict[int, object] = {}
     for step in range(plan.steps):
         number = 0 if plan.same_batch else step
@@ -175,9 +177,11 @@ def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
         if not plan.same_batch:
             scaler.step(optimizer)
         scaler.update()
-        first = first or {index: curvature._solver for index, curvature in state._curvatures.items()}
+        first = first or {
+            index: curvature._solver for index, curvature in state._preconditioner.curvatures.items()
+        }
     state.state_dict()  # waits for solvers that are being made
-    for index, curvature in state._curvatures.items():
+    for index, curvature in state._preconditioner.curvatures.items():
         assert curvature._solver is not None
         assert curvature._solver is not first[index], "no solver was made after the first"
     assert state.stats() == {"strained": 0, "dropped": 0}

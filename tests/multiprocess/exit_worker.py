@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from tests.unit.fake_bucket import FakeBucket
 
 dist.init_process_group("gloo")

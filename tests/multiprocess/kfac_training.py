@@ -80,7 +80,7 @@ class Training:
 
     @property
     def owners(self) -> Sequence[int]:
-        return self.state._placement.owners
+        return self.state._preconditioner.placement.owners
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

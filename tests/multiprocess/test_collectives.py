@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._exchange.collectives import HostBuffer, NativeHalves, Ring
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.staging import Side, StagedBuffer
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
@@ -138,7 +138,7 @@ def check_engine(rank: int, world_size: int, *, staged: bool) -> None:
     """Several buckets at once, of all dtypes and layouts, some with an owner's step."""
     engine = Exchange(group(), chunk_bytes=1024)
     if staged:
-        engine._sides[torch.device("cpu")] = FakeSide()
+        engine.routes.sides[torch.device("cpu")] = FakeSide()
     waiting = []
     for seed in range(ROUNDS):
         given = problem(100 + seed, world_size, DTYPES[seed % 4], equal=seed % 2 == 0)
@@ -162,7 +162,7 @@ def double_in_place(part: torch.Tensor) -> None:
 def check_native_engine(rank: int, world_size: int) -> None:
     """The path of other backends, played by gloo's own collectives."""
     engine = Exchange(group())
-    engine._backends = {"cpu": "some-native-backend"}
+    engine.routes.backends = {"cpu": "some-native-backend"}
     for seed in range(ROUNDS):
         given = problem(seed, world_size, torch.float64, equal=True)
         tensor = given.of(rank) * world_size

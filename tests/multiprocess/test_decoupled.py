@@ -306,8 +306,8 @@ def leave_at_once(rank: int, world_size: int, meeting: str) -> bool:
 
 def hold_gathers_until_the_other_leaves(training: Training, store: dist.Store) -> None:
     assert training.state is not None
-    assert training.state._training.engine is not None
-    order = training.state._training.engine._order
+    assert training.state._training.exchange is not None
+    order = training.state._training.exchange._order
     following = order.next
 
     def held() -> Any:

@@ -83,13 +83,13 @@ def errors_of_rank(rank: int, world_size: int) -> dict[tuple[str, float], list[f
 
 def errors(settings: Settings, cap_mb: float, rank: int, world_size: int, *, early: bool) -> Iterator[float]:
     model, state, optimizer = model_and_state(settings, cap_mb)
-    names = [layer.name for layer in state._layers]
-    oracle = Oracle(settings, LR, dict(zip(names, state._placement.owners, strict=True)))
+    names = [layer.name for layer in state._setup.layers]
+    oracle = Oracle(settings, LR, dict(zip(names, state._preconditioner.placement.owners, strict=True)))
     for step in range(STEPS):
         if early and step == PLANNED_AFTER:
             plan = state.plan_factors(early=True)
-            assert plan.early and state._traffic.early.layers
-            assert "twice" not in {names[index] for index in state._traffic.early.layers}
+            assert plan.early and state._preconditioner.traffic.early.layers
+            assert "twice" not in {names[index] for index in state._preconditioner.traffic.early.layers}
         batches = [batch(each, step) for each in range(world_size)]
         replicas = [copy.deepcopy(model.module).double() for _ in range(world_size)]
         optimizer.zero_grad()
@@ -141,10 +141,10 @@ def uneven_ranks(rank: int, world_size: int) -> list[float]:
         second = nn.functional.linear(inputs[0], *model.module.first.parameters()).detach()
         for index, factor in ((0, second_moment(*inputs)), (1, second_moment(second))):
             means[index] = factor if step == 0 else (means[index] + factor) / 2
-    assert state._traffic.early.layers == {0, 1}
+    assert state._preconditioner.traffic.early.layers == {0, 1}
     return [
         float((curvature._a[0] - means[index]).abs().max())  # type: ignore[index]
-        for index, curvature in state._curvatures.items()
+        for index, curvature in state._preconditioner.curvatures.items()
     ]
 
 
@@ -171,19 +171,19 @@ def columns_of(rank: int, world_size: int) -> dict[str, list[object]]:
     errors: list[object] = []
     mean = torch.zeros(31, 31)
     for step, samples in enumerate((3, 2, 3, 6, 6, 2, 6)):
-        rooms.append(state._traffic.room(0).a)
+        rooms.append(state._preconditioner.traffic.room(0).a)
         inputs = [
             torch.randn(samples, 30, generator=torch.Generator().manual_seed(10 * step + each))
             for each in range(world_size)
         ]
         model(inputs[rank]).square().mean().backward()
         before = dropped[-1] if dropped else 0
-        dropped.append(sum(curvature.dropped for curvature in state._curvatures.values()))
-        if rank == state._placement.owners[0]:
+        dropped.append(sum(curvature.dropped for curvature in state._preconditioner.curvatures.values()))
+        if rank == state._preconditioner.placement.owners[0]:
             if dropped[-1] == before:
                 factor = second_moment(*inputs)
                 mean = factor if step == 0 else 0.95 * mean + 0.05 * factor
-            errors.append(float((state._curvatures[0]._a[0] - mean).abs().max()))  # type: ignore[index]
+            errors.append(float((state._preconditioner.curvatures[0]._a[0] - mean).abs().max()))  # type: ignore[index]
     return {"rooms": rooms, "dropped": dropped, "errors": errors}
 
 

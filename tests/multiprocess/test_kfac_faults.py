@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
-from crossover_ddp._exchange.engine import Exchange
-from crossover_ddp._exchange.transfer import Cargo
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp._kfac.factors import DampedInverse
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
@@ -55,7 +55,7 @@ def lose_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
     if rank == 1 and moment in ("between steps", "early"):
         signal.raise_signal(signal.SIGKILL)
     if rank == 1 and moment == "in the owner's step":
-        for curvature in training.state._curvatures.values():
+        for curvature in training.state._preconditioner.curvatures.values():
             curvature.invert = lambda *_: signal.raise_signal(signal.SIGKILL)  # type: ignore[method-assign]
     outcome = failure_of(training)
     # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
@@ -195,15 +195,15 @@ def refuse_one_bucket(rank: int, world_size: int, refused: str) -> tuple[str, in
     training = Training(rank)
     training.step()
     training.step()
-    state, load = training.state, training.state._load
+    state, load = training.state, training.state._rounds.payload
     trouble = [KeyError("ours")]
 
-    def picky(bucket: dist.GradBucket) -> Cargo:
+    def picky(bucket: dist.GradBucket) -> Payload:
         if trouble and (bucket.is_last() if refused == "last" else bucket.index() == int(refused)):
             raise trouble.pop()
         return load(bucket)
 
-    state._load = picky  # type: ignore[method-assign]
+    state._rounds.payload = picky  # type: ignore[method-assign]
     error = ""
     try:
         training.backward()

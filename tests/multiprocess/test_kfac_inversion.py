@@ -27,7 +27,7 @@ def made_of_rank(rank: int, world_size: int, solver: str) -> tuple[list[list[tup
         return compute(a, g, *arguments, **options)
 
     training = Training(rank, mlp(*WIDTHS), solver=solver, inv_update_steps=3)
-    own = [(c._shape.a_dim, c._shape.g_dim) for c in training.state._curvatures.values()]
+    own = [(c._shape.a_dim, c._shape.g_dim) for c in training.state._preconditioner.curvatures.values()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chosen, "compute", staticmethod(counted))
         for _ in range(7):
@@ -66,7 +66,7 @@ class Gate:
 def invert_in_background(rank: int, world_size: int) -> list[bool]:
     gate = Gate()
     training = Training(rank, inversion="background", inv_update_steps=2)
-    curvatures = list(training.state._curvatures.values())
+    curvatures = list(training.state._preconditioner.curvatures.values())
 
     def solvers() -> list[Any]:
         return [curvature._solver for curvature in curvatures]
@@ -102,7 +102,7 @@ def invert_in_background(rank: int, world_size: int) -> list[bool]:
     background = [name for name in gate.threads if name == "crossover-invert"]
     checks.append(len(background) == 3 * len(curvatures))
     training.state.close()
-    inverter = training.state._inverter
+    inverter = training.state._setup.inverter
     assert inverter is not None and inverter.join(TIMEOUT_S)
     return checks
 

@@ -12,7 +12,7 @@ import torch
 
 from crossover_ddp import kfac_hooks
 from crossover_ddp._kfac import costs as kfac_costs
-from crossover_ddp._kfac.payload import BucketCargo
+from crossover_ddp._kfac.payload import BucketPayload
 from crossover_ddp._kfac.placement import placed
 from crossover_ddp._kfac.row_product import goes_by_rows
 from tests.harness import run_ranks
@@ -37,18 +37,18 @@ class Seen(NamedTuple):
 
 def train(rank: int, world_size: int, widths: tuple[int, ...], cap_mb: float, spread: bool) -> Seen:
     seen = Seen([], [0], [], [])
-    arriving = BucketCargo._arriving
+    arriving = BucketPayload._arriving
 
-    def count(cargo: BucketCargo, numel: int) -> None:
+    def count(payload: BucketPayload, numel: int) -> None:
         seen.heard[-1] += 1
-        arriving(cargo, numel)
+        arriving(payload, numel)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketCargo, "_arriving", count)
+        patch.setattr(BucketPayload, "_arriving", count)
         if not spread:
             patch.setattr(kfac_costs, "spreads", lambda *costs: False)
         training = training_of(rank, widths, cap_mb)
-        assert sum(goes_by_rows(layer.shape) for layer in training.state._layers) == 1
+        assert sum(goes_by_rows(layer.shape) for layer in training.state._setup.layers) == 1
         oracle = Oracle(SETTINGS, LR)
         for step in range(STEPS):
             replicas = [copy.deepcopy(training.model.module).double() for _ in range(world_size)]

@@ -17,7 +17,7 @@ pytestmark = [
 LAYERS, WIDTH = 4, 512
 SAMPLES = {"columns": 32, "triangles": 256}
 HEADERS = 1.009
-WIRE, PARCELS = 0.02, 0.03
+WIRE, PACKINGS = 0.02, 0.03
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def every(run: KfacRuns, way: str) -> float:
     return mean_bytes(run, way, "plain", "factors", "solvers", "both")
 
 
-def parcel_bytes(run: KfacRuns, way: str, form: str) -> int:
+def packing_bytes(run: KfacRuns, way: str, form: str) -> int:
     """Return what a rank sends to the other one's layers: A and G of each, either as it is smaller, and a weight."""
     numel = 2 * SAMPLES["columns"] * WIDTH if form == "columns" else WIDTH * (WIDTH + 1) // 2
     others = [owner for owner in run.owners[way] if owner != run.rank]
@@ -65,7 +65,7 @@ def test_factors_cost_one_reduction_of_what_they_hold(
 ) -> None:
     for run in found[form]:
         extra = mean_bytes(run, way, "factors") - mean_bytes(run, way, "plain")
-        assert extra / parcel_bytes(run, way, form) == pytest.approx(HEADERS, abs=PARCELS)
+        assert extra / packing_bytes(run, way, form) == pytest.approx(HEADERS, abs=PACKINGS)
 
 
 @pytest.mark.parametrize("form", SAMPLES)

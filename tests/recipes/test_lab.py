@@ -133,7 +133,7 @@ def test_goodput_is_the_rate_and_small_messages_wait_little(rate_mbit: float) ->
     assert 0.85 < figures["goodput_per_rate"] < 1.02
     assert figures["dropped_packets"] == 0
     packet_ms = 8 * lab_network.packet_bytes(rate_mbit) / (rate_mbit * 1e3)
-    assert figures["round_trip_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
+    assert figures["round_halves_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 4)])

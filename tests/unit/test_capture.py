@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,12 +20,18 @@ from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.columns import LayerShape, WeightSharing
-from crossover_ddp._kfac.factor_sums import Captured
 from crossover_ddp._kfac.layers import Layer, find_layers
 
 pytestmark = pytest.mark.torch_version
 
 Loss = Callable[[Tensor], Tensor]
+
+
+class Captured(NamedTuple):
+    """Both factors of one layer in a step: [groups, a_dim, a_dim] and [groups, g_dim, g_dim], or their columns."""
+
+    a: Tensor
+    g: Tensor
 
 
 class Net(nn.Module):
@@ -111,6 +118,12 @@ def expected_of(model: Net, x: Tensor, sharing: WeightSharing = "expand") -> dic
     return by_sample(plain, x, sharing)
 
 
+def take(capture: FactorCapture, index: int) -> Captured | None:
+    """Return both factors of a layer, which are forgotten; None if it was not called or no gradient came."""
+    a, g = capture.take_input(index), capture.take_output(index)
+    return None if a is None or g is None else Captured(a, g)
+
+
 @dataclass
 class Recorded:
     """A model with its capture."""
@@ -120,7 +133,7 @@ class Recorded:
     capture: FactorCapture
 
     def taken(self) -> dict[str, Captured | None]:
-        return {layer.name: self.capture.take(index) for index, layer in enumerate(self.layers)}
+        return {layer.name: take(self.capture, index) for index, layer in enumerate(self.layers)}
 
 
 def recorded(model: nn.Module, sharing: WeightSharing = "expand", **options: object) -> Recorded:
@@ -281,7 +294,7 @@ def test_only_chosen_layers_are_captured() -> None:
     capture = FactorCapture(layers, sharing="expand", model=model, only={1})
     assert [len(module._forward_hooks) for module in (model.conv, model.token, model.head)] == [0, 1, 0]
     loss_of(model(batch())).backward()
-    captured = capture.take(1)
+    captured = take(capture, 1)
     assert captured is not None
     assert_same({"token": captured}, {"token": expected_of(net(), batch())["token"]})
 

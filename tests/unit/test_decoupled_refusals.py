@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp._decoupled.training import DecoupledTraining
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.routes import Routes
 from tests.unit.decoupled_training import Training, assert_same, inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -29,7 +29,7 @@ REFUSED: dict[str, Callable[[dist.GradBucket], bool]] = {
 def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
     refused: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = (DecoupledTraining, "_checked_parameters") if where == "state" else (Exchange, "_journey")
+    owner, name = (DecoupledTraining, "_checked_parameters") if where == "state" else (Routes, "of_bucket")
     original = getattr(owner, name)
 
     def picky(self: object, bucket: dist.GradBucket, *args: object) -> object:

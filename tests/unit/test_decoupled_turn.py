@@ -60,14 +60,14 @@ def test_with_a_sibling_the_turn_is_drawn_when_the_device_has_the_first_gradient
 
 
 def test_a_native_gather_can_be_waited_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from crossover_ddp._exchange.engine import Exchange
+    from crossover_ddp._exchange.exchange import Exchange
     from crossover_ddp._exchange.staging import Side
     from tests.unit.test_gathers import FakeBucket
 
     waited: list[str] = []
     monkeypatch.setattr(Side, "mark", lambda self: lambda: waited.append("device"))
     engine = Exchange(torch.distributed.group.WORLD)  # type: ignore[arg-type]
-    monkeypatch.setattr(engine, "_way", lambda journey: engine._native)
+    monkeypatch.setattr(engine.routes, "way", lambda device: engine.routes.native)
     _, deferred = engine.defer(FakeBucket(torch.ones(4), index=0, last=True))  # type: ignore[arg-type]
     assert deferred is not None
     deferred.wait()

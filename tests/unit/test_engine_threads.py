@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.staging import Side
 from tests.unit.fake_bucket import FakeBucket, FakeTurn
 

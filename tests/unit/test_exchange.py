@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._system.worker import Worker
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
@@ -168,7 +168,7 @@ def test_a_fork_neither_hangs_nor_harms_the_parent(engine: Exchange) -> None:
 
 EXIT_SCRIPT = """
 import sys, threading, torch, torch.distributed as dist
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from tests.unit.fake_bucket import FakeBucket, FakeTurn
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 engine = Exchange.of(dist.group.WORLD)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.routes import Routes
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.unit.fuse import blow
@@ -111,12 +112,14 @@ def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
         backward(model)
 
 
-@pytest.mark.parametrize("broken", ["of", "_journey"])
-def test_not_even_a_mistake_of_our_own_leaves_the_hook(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "broken"), [(Exchange, "of"), (Routes, "of_bucket")])
+def test_not_even_a_mistake_of_our_own_leaves_the_hook(
+    owner: type, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hooked(nn.Linear(3, 3))
     backward(model)
     with monkeypatch.context() as patch:
-        patch.setattr(Exchange, broken, raise_key_error)
+        patch.setattr(owner, broken, raise_key_error)
         with pytest.raises(KeyError, match="ours"):
             backward(model)
     backward(model)  # an exception that left the hook would have left DDP unusable

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.factor_sums import Captured, Room
+from crossover_ddp._kfac.factor_sums import ColumnRoom
 from crossover_ddp._kfac.factors import factor_of
 from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.test_capture import (
+    Captured,
     Net,
     Recorded,
     assert_same,
@@ -29,6 +30,7 @@ from tests.unit.test_capture import (
     loss_of,
     net,
     recorded,
+    take,
 )
 
 pytestmark = pytest.mark.torch_version
@@ -225,11 +227,11 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
 def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
     layers, _ = find_layers(model := net(2))
     run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model))
-    run.capture.room = lambda index: Room(2 * 6 * 9, 2 * 6 * 9)
+    run.capture.room = lambda index: ColumnRoom(2 * 6 * 9, 2 * 6 * 9)
     before(model, batch(seed=1))
     loss_of(model(batch())).backward()
     counts = [run.capture.counts(index) for index in range(3)]
-    assert counts == [Room(54, 54), Room(108, 108), Room(6, 6)]
+    assert counts == [ColumnRoom(54, 54), ColumnRoom(108, 108), ColumnRoom(6, 6)]
     taken = {
         name: Captured(factor_of(c.a), factor_of(c.g)) for name, c in run.taken().items() if c is not None
     }
@@ -268,7 +270,7 @@ def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
     assert len(held) == 4
     assert all(columns.numel() == x.numel() for columns in held)
     hidden.sum().backward()
-    captured = run.capture.take(0)
+    captured = take(run.capture, 0)
     assert captured is not None
     rows = torch.cat([torch.cat([i, i.new_ones(2, 1)], 1) for i in inputs]).detach()
     torch.testing.assert_close(captured.a[0], rows.T @ rows / len(rows))
@@ -331,7 +333,9 @@ def trained(
     gradients = []
     for step in range(3):
         if early and step == 1:
-            state._traffic.early = state._traffic._early_factors(((0,), (1,), (2,)))
+            state._preconditioner.traffic.early = state._preconditioner.traffic._early_factors(
+                ((0,), (1,), (2,))
+            )
         optimizer.zero_grad()
         inputs = batch(8, seed=step).chunk(parts)
         for number, part in enumerate(inputs):

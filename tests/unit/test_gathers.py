@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.gathers import GatherOrder
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
@@ -22,17 +22,17 @@ def order_of_one() -> GatherOrder:
     return GatherOrder(ring)
 
 
-def journey(sequence: int, urgency: int, step: object = "this step", *, last: bool = False) -> Any:
+def transfer(sequence: int, urgency: int, step: object = "this step", *, last: bool = False) -> Any:
     return SimpleNamespace(sequence=sequence, urgency=urgency, step=step, last=last)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=10))
 def test_what_is_ready_is_gathered_in_the_order_of_need(urgencies: list[int]) -> None:
     order = order_of_one()
-    journeys = [journey(sequence, urgency) for sequence, urgency in enumerate(urgencies)]
-    for each in journeys:
+    transfers = [transfer(sequence, urgency) for sequence, urgency in enumerate(urgencies)]
+    for each in transfers:
         order.scatter_begins(each)
-    for each in journeys:
+    for each in transfers:
         order.scatter_ends(each)
     got = [order.next() for _ in urgencies]
     assert [each.urgency for each in got] == sorted(urgencies)
@@ -46,23 +46,23 @@ def test_the_rest_of_a_step_is_told_at_once(urgencies: list[int]) -> None:
     words: list[torch.Tensor] = []
     order._tell = words.append  # type: ignore[method-assign]
     place = len(urgencies) - 1
-    journeys = [journey(sequence, need, last=sequence == place) for sequence, need in enumerate(urgencies)]
-    for each in journeys:
+    transfers = [transfer(sequence, need, last=sequence == place) for sequence, need in enumerate(urgencies)]
+    for each in transfers:
         order.scatter_begins(each)
         order.scatter_ends(each)
     got = [order.next()]
     # What is reduced meanwhile is of a later step and comes after.
-    later = journey(len(urgencies), -1, "next step")
+    later = transfer(len(urgencies), -1, "next step")
     order.scatter_begins(later)
     order.scatter_ends(later)
     got += [order.next() for _ in urgencies]
-    assert got == [*sorted(journeys, key=lambda each: (each.urgency, -each.sequence)), later]
+    assert got == [*sorted(transfers, key=lambda each: (each.urgency, -each.sequence)), later]
     assert len(words) == 2 or len(urgencies) > 256
 
 
 def test_a_gather_waits_while_a_reduce_scatter_wants_the_wire() -> None:
     order = order_of_one()
-    first, second = journey(0, 7), journey(1, 3)
+    first, second = transfer(0, 7), transfer(1, 3)
     order.scatter_begins(first)
     order.scatter_begins(second)
     order.scatter_ends(first)
@@ -79,7 +79,7 @@ def test_a_gather_waits_while_a_reduce_scatter_wants_the_wire() -> None:
 def test_a_gather_does_not_wait_for_later_steps_which_may_wait_for_it() -> None:
     """A rank that has run out of inputs is ahead of the others, whose next forward needs this gather."""
     order = order_of_one()
-    old, new = journey(0, 7, "this step"), journey(1, 3, "next step")
+    old, new = transfer(0, 7, "this step"), transfer(1, 3, "next step")
     for each in (old, new):
         order.scatter_begins(each)
     order.scatter_ends(old)
@@ -106,7 +106,7 @@ def test_waiting_ends_when_the_exchange_does() -> None:
 
 def test_a_rank_knows_whether_others_may_still_need_its_parts() -> None:
     order = order_of_one()
-    only = journey(0, 0)
+    only = transfer(0, 0)
     assert not order.busy
     order.scatter_begins(only)
     order.scatter_ends(only)

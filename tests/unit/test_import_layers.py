@@ -39,7 +39,7 @@ STUDIES_MAY = {"scaling_model": {"_kfac.placement"}, "advice": {"cli.advise"}}  
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
     "_exchange.layout",
-    "_kfac.manifest",
+    "_kfac.payload_layout",
     "_kfac.placement",
     "_planning",
     "_timeline.clocks",

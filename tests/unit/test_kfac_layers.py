@@ -161,10 +161,10 @@ def test_the_first_finite_factors_get_a_solver_at_once(inversion: str, overflows
     assert training.state.stats()["dropped"] == 2 * overflows
     got, expected = training.backward(7), usual.backward(7)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-    solvers = [curvature._solver for curvature in training.state._curvatures.values()]
+    solvers = [curvature._solver for curvature in training.state._preconditioner.curvatures.values()]
     assert all(solver is not None for solver in solvers)
     training.backward(8)
-    later = [curvature._solver for curvature in training.state._curvatures.values()]
+    later = [curvature._solver for curvature in training.state._preconditioner.curvatures.values()]
     assert all(one is other for one, other in zip(solvers, later, strict=True)), "once, not in every step"
     training.state.close()
     usual.state.close()
@@ -187,7 +187,7 @@ def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
     model.register_comm_hook(state, kfac_hook)
     for step in range(2):
         model(torch.randn(5, 6)).square().mean().backward()
-        assert [curvature._solver is not None for curvature in state._curvatures.values()] == [
+        assert [curvature._solver is not None for curvature in state._preconditioner.curvatures.values()] == [
             True,
             bool(step),
         ]

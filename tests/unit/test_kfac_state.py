@@ -158,7 +158,7 @@ def test_hyper_parameters_may_depend_on_the_step() -> None:
 
 def test_updates_are_due_every_n_steps() -> None:
     training = Training(factor_update_steps=2, inv_update_steps=4, kl_clip=None)
-    curvature = training.state._curvatures[0]
+    curvature = training.state._preconditioner.curvatures[0]
     factors, solvers = [], []
     for step in range(6):
         training.step(step)
@@ -224,10 +224,10 @@ def test_backward_under_autocast_changes_nothing() -> None:
 def test_gradients_that_overflow_leave_the_factors_alone() -> None:
     training = Training(kl_clip=None)
     training.step()
-    before = {i: c._g.clone() for i, c in training.state._curvatures.items()}  # type: ignore[union-attr]
+    before = {i: c._g.clone() for i, c in training.state._preconditioner.curvatures.items()}  # type: ignore[union-attr]
     overflown = training.backward(1, lambda output: output.square().mean() * math.inf)
     assert not all(torch.isfinite(gradient).all() for gradient in overflown.values())
-    after = {i: c._g for i, c in training.state._curvatures.items()}
+    after = {i: c._g for i, c in training.state._preconditioner.curvatures.items()}
     assert all(torch.equal(before[index], after[index]) for index in before)  # type: ignore[arg-type]
     assert training.state.stats()["dropped"] == 2
     assert "1 batches dropped" in training.state.report()
@@ -280,8 +280,8 @@ def test_solvers_made_in_the_background_serve_from_the_time_they_are_there() -> 
     at_once.step(3)
     background.step(3)  # may still use the former ones
     background.state.state_dict()  # waits
-    for index, curvature in at_once.state._curvatures.items():
-        theirs = background.state._curvatures[index]._solver
+    for index, curvature in at_once.state._preconditioner.curvatures.items():
+        theirs = background.state._preconditioner.curvatures[index]._solver
         assert theirs is not None and curvature._solver is not None
         for name, tensor in curvature._solver.tensors().items():
             torch.testing.assert_close(theirs.tensors()[name], tensor, rtol=1e-3, atol=1e-4)
@@ -320,7 +320,7 @@ def test_the_turn_is_kept_for_making_solvers() -> None:
     turn = FakeTurn()
     made_at: list[int] = []
     training = Training(inv_update_steps=2, mutex=turn)
-    curvature = training.state._curvatures[0]
+    curvature = training.state._preconditioner.curvatures[0]
     invert = curvature.invert
 
     def watched(*args: Any) -> None:
@@ -355,10 +355,10 @@ def test_the_report_names_layers_owners_and_what_passes_through() -> None:
 def test_owners_are_found_by_measured_costs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = InverseCost(cubic_s=1.0)
     monkeypatch.setattr(kfac_costs, "measure_inverse", lambda *_: measured)
-    assert Training(costs="measured").state._inverse_cost == measured
-    assert Training().state._inverse_cost != measured
+    assert Training(costs="measured").state._setup.inverse_cost == measured
+    assert Training().state._setup.inverse_cost != measured
     monkeypatch.undo()
-    assert Training(costs="measured").state._inverse_cost.seconds(64) > 0
+    assert Training(costs="measured").state._setup.inverse_cost.seconds(64) > 0
 
 
 def test_memory_is_told() -> None:

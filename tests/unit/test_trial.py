@@ -17,12 +17,12 @@ class World:
         self.asked = 0
         self._step_s = {True: deferred_s, False: whole_s}
         self._others = others
-        self.trial = Trial(lambda: self.settled_at.append(len(self.modes)), clock=lambda: self.now_s)
+        self.trial = Trial(clock=lambda: self.now_s)
 
     def step(self, extra_s: float = 0.0) -> None:
         self.now_s += self._step_s[self.trial.defers] + extra_s
         self.modes.append(self.trial.defers)
-        self.trial.backward_ended(self._agree)
+        self.trial.backward_ended(self._agree, lambda: self.settled_at.append(len(self.modes)))
 
     def _agree(self, numbers: Sequence[float]) -> list[list[float]]:
         self.asked += 1

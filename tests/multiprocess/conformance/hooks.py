@@ -102,7 +102,7 @@ def decoupled_and_flushed(
 def kfac_of_nothing(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[Callable[[], None]]:
-    """All layers pass through K-FAC's cargo, which a user is not allowed."""
+    """All layers pass through K-FAC's payload, which a user is not allowed."""
     with mock.patch("crossover_ddp.kfac_hooks.check_any"):
         state = KFACState(model, optimizer, skip=["*"])
     model.register_comm_hook(state, kfac_hook)

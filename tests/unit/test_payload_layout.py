@@ -1,34 +1,36 @@
-"""The contents of K-FAC's cargo: everything travels once, factors only one way, parts as equal as they can be."""
+"""The contents of K-FAC's payload: everything travels once, factors only one way, parts as equal as they can be."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._kfac.manifest import Load, Manifest, fill_up, manifest
+from crossover_ddp._kfac.payload_layout import LayerSizes, PayloadLayout, fill_up, payload_layout
 
 
 @st.composite
-def cargoes(draw: st.DrawFn) -> tuple[int, tuple[Load, ...], tuple[Span, ...], int]:
+def payloads(draw: st.DrawFn) -> tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int]:
     world_size = draw(st.integers(1, 5))
     rows = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size).map(tuple)
     sizes = st.integers(0, world_size - 1), st.integers(0, 30), st.integers(0, 40), st.integers(0, 20)
-    loads = st.builds(Load, *sizes, st.just(()) | rows)
+    layers = st.builds(LayerSizes, *sizes, st.just(()) | rows)
     borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
     spans = tuple(Span(start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=False))
-    return world_size, tuple(draw(st.lists(loads, max_size=6))), spans, draw(st.integers(0, 4))
+    return world_size, tuple(draw(st.lists(layers, max_size=6))), spans, draw(st.integers(0, 4))
 
 
-def spans_of(made: Manifest, loads: tuple[Load, ...], number_numel: int, *, back: bool) -> list[Span]:
+def spans_of(
+    made: PayloadLayout, layers: tuple[LayerSizes, ...], number_numel: int, *, back: bool
+) -> list[Span]:
     """Return where everything lies, one way or the other."""
     found = []
     appendices = made.solvers if back else made.factors
-    for load, gradients, appendix in zip(loads, made.gradients, appendices, strict=True):
-        if load.rows_numel:
-            found += list(zip(range(made.there.parts), gradients, load.rows_numel, strict=True))
+    for layer, gradients, appendix in zip(layers, made.gradients, appendices, strict=True):
+        if layer.rows_numel:
+            found += list(zip(range(made.there.parts), gradients, layer.rows_numel, strict=True))
         else:
             (gradient,) = gradients
-            found.append((load.owner, gradient, load.gradient_numel))
-        found.append((load.owner, appendix, load.solver_numel if back else load.factor_numel))
+            found.append((layer.owner, gradient, layer.gradient_numel))
+        found.append((layer.owner, appendix, layer.solver_numel if back else layer.factor_numel))
     found += [(share.owner, share.offset, share.bucket.numel) for share in made.passing]
     found += [(rank, offset, number_numel) for rank, offset in enumerate(made.number_offsets)]
     layout = made.back if back else made.there
@@ -36,36 +38,36 @@ def spans_of(made: Manifest, loads: tuple[Load, ...], number_numel: int, *, back
     return [Span(starts[rank] + offset, starts[rank] + offset + numel) for rank, offset, numel in found]
 
 
-@given(cargoes())
+@given(payloads())
 def test_everything_has_a_place_of_its_own(
-    cargo: tuple[int, tuple[Load, ...], tuple[Span, ...], int],
+    payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
 ) -> None:
-    world_size, loads, passing, number_numel = cargo
-    made = manifest(world_size, loads, passing, number_numel)
+    world_size, layers, passing, number_numel = payload
+    made = payload_layout(world_size, layers, passing, number_numel)
     for back, layout in ((False, made.there), (True, made.back)):
-        spans = spans_of(made, loads, number_numel, back=back)
+        spans = spans_of(made, layers, number_numel, back=back)
         covered = sorted(element for span in spans for element in range(*span))
         assert covered == list(range(layout.numel))
 
 
-@given(cargoes())
+@given(payloads())
 def test_what_passes_through_is_all_that_shall(
-    cargo: tuple[int, tuple[Load, ...], tuple[Span, ...], int],
+    payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
 ) -> None:
-    made = manifest(*cargo)
+    made = payload_layout(*payload)
     passed = [element for share in made.passing for element in range(*share.bucket)]
     # Spans of a bucket follow each other; they may touch.
-    assert passed == [element for span in cargo[2] for element in range(*span)]
+    assert passed == [element for span in payload[2] for element in range(*span)]
 
 
-@given(cargoes())
+@given(payloads())
 def test_both_ways_are_the_same_up_to_their_appendices(
-    cargo: tuple[int, tuple[Load, ...], tuple[Span, ...], int],
+    payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
 ) -> None:
-    world_size, loads, passing, number_numel = cargo
-    made = manifest(*cargo)
-    bare = tuple(load._replace(factor_numel=0, solver_numel=0) for load in loads)
-    without = manifest(world_size, bare, passing, number_numel)
+    world_size, layers, passing, number_numel = payload
+    made = payload_layout(*payload)
+    bare = tuple(layer._replace(factor_numel=0, solver_numel=0) for layer in layers)
+    without = payload_layout(world_size, bare, passing, number_numel)
     assert without.in_place
     assert without.there == without.back
     assert (made.gradients, made.passing, made.number_offsets) == (
@@ -73,7 +75,7 @@ def test_both_ways_are_the_same_up_to_their_appendices(
         without.passing,
         without.number_offsets,
     )
-    assert made.in_place == (not any(load.factor_numel or load.solver_numel for load in loads))
+    assert made.in_place == (not any(layer.factor_numel or layer.solver_numel for layer in layers))
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
@@ -88,10 +90,10 @@ def test_the_emptiest_parts_are_filled_first(filled: list[int], numel: int) -> N
 
 
 @given(st.integers(0, 100), st.integers(1, 5))
-def test_with_nothing_but_passengers_the_parts_are_those_of_an_equal_layout(
+def test_with_nothing_but_bucket_layers_the_parts_are_those_of_an_equal_layout(
     numel: int, world_size: int
 ) -> None:
-    made = manifest(world_size, (), (Span(0, numel),))
+    made = payload_layout(world_size, (), (Span(0, numel),))
     assert sorted(made.there.lengths) == sorted(fill_up([0] * world_size, numel))
     assert max(made.there.lengths) - min(made.there.lengths) <= 1
     assert made.there.numel == Layout.equal(numel, world_size).numel

@@ -1,6 +1,6 @@
 """Where everything lies in the buffers that travel for one bucket of K-FAC. Pure: no tensors, no processes.
 
-[Note: the cargo] A rank's part begins with what comes back: the gradients of the layers that it owns, its rows of the
+[Note: the payload] A rank's part begins with what comes back: the gradients of the layers that it owns, its rows of the
 layers that are spread, its share of the parameters that pass through, a few bytes for the rank's own number. Behind it
 lie, only on the way there, the factors of its layers, and, only on the way back, the solvers that all ranks get. So
 both ways are the same up to the appendices.
@@ -15,8 +15,8 @@ from typing import NamedTuple
 from crossover_ddp._exchange.layout import Layout, Span
 
 
-class Load(NamedTuple):
-    """One layer of a cargo.
+class LayerSizes(NamedTuple):
+    """One layer of a payload.
 
     ``owner``: who has its factors. ``gradient_numel``: elements of its gradients. ``factor_numel``: of its factors, on
     the way there; 0: they do not travel. ``solver_numel``: of its solver, on the way back. ``rows_numel``: of each
@@ -30,7 +30,7 @@ class Load(NamedTuple):
     rows_numel: tuple[int, ...] = ()
 
 
-class Share(NamedTuple):
+class PassingSpan(NamedTuple):
     """A run of elements that pass through: where they are in the bucket, and in the part of ``owner``."""
 
     bucket: Span
@@ -39,13 +39,13 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The contents of both buffers, by offsets into the owners' parts, see [Note: the cargo].
+class PayloadLayout:
+    """The contents of both buffers, by offsets into the owners' parts, see [Note: the payload].
 
     Args:
         there: parts of the buffer that is summed.
         back: parts of the buffer that returns.
-        gradients: offsets of each layer's gradients in the parts, in the order of the loads: in that of its owner, or,
+        gradients: offsets of each layer's gradients in the parts, in the order of the layers: in that of its owner, or,
             of a layer that is spread, in those of all ranks.
         factors: offset of each layer's factors in its owner's part of ``there``.
         solvers: offset of each layer's solver in its owner's part of ``back``.
@@ -58,45 +58,45 @@ class Manifest:
     gradients: tuple[tuple[int, ...], ...]
     factors: tuple[int, ...]
     solvers: tuple[int, ...]
-    passing: tuple[Share, ...]
+    passing: tuple[PassingSpan, ...]
     number_offsets: tuple[int, ...]
     in_place: bool
     """Whether one buffer can go both ways."""
 
 
 @lru_cache(maxsize=1024)
-def manifest(
-    world_size: int, loads: tuple[Load, ...], passing: tuple[Span, ...], number_numel: int = 0
-) -> Manifest:
-    """Lay out one cargo; the same on all ranks, since it depends on the arguments only.
+def payload_layout(
+    world_size: int, layers: tuple[LayerSizes, ...], passing: tuple[Span, ...], number_numel: int = 0
+) -> PayloadLayout:
+    """Lay out one payload; the same on all ranks, since it depends on the arguments only.
 
     Args:
         world_size: number of parts.
-        loads: the layers that travel.
+        layers: the layers that travel.
         passing: spans of the bucket that pass through; they are cut so that the parts become as equal as they can.
         number_numel: elements at the end of each part for the rank's own number; may be 0.
     """
     filled = [0] * world_size
     gradients: list[tuple[int, ...]] = []
-    for load in loads:
-        if load.rows_numel:
+    for layer in layers:
+        if layer.rows_numel:
             gradients.append(tuple(filled))
-            filled = [before + rows for before, rows in zip(filled, load.rows_numel, strict=True)]
+            filled = [before + rows for before, rows in zip(filled, layer.rows_numel, strict=True)]
         else:
-            gradients.append((filled[load.owner],))
-            filled[load.owner] += load.gradient_numel
+            gradients.append((filled[layer.owner],))
+            filled[layer.owner] += layer.gradient_numel
     shares = fill_up(filled, sum(span.numel for span in passing))
     cut = tuple([*_cut(passing, shares, filled)])
     number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
     there = [offset + number_numel for offset in number_offsets]
     back = list(there)
     factors, solvers = [], []
-    for load in loads:
-        factors.append(there[load.owner])
-        there[load.owner] += load.factor_numel
-        solvers.append(back[load.owner])
-        back[load.owner] += load.solver_numel
-    return Manifest(
+    for layer in layers:
+        factors.append(there[layer.owner])
+        there[layer.owner] += layer.factor_numel
+        solvers.append(back[layer.owner])
+        back[layer.owner] += layer.solver_numel
+    return PayloadLayout(
         Layout.of_lengths(there),
         Layout.of_lengths(back),
         tuple(gradients),
@@ -104,12 +104,12 @@ def manifest(
         tuple(solvers),
         cut,
         number_offsets,
-        in_place=not any(load.factor_numel or load.solver_numel for load in loads),
+        in_place=not any(layer.factor_numel or layer.solver_numel for layer in layers),
     )
 
 
 def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Share out ``numel`` elements so that the fullest part is as small as it can be; the emptiest gets most."""
+    """PassingSpan out ``numel`` elements so that the fullest part is as small as it can be; the emptiest gets most."""
     order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
     for count in range(1, len(order) + 1):
         lowest = order[:count]
@@ -123,7 +123,7 @@ def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _cut(passing: Sequence[Span], shares: Sequence[int], offsets: Sequence[int]) -> Iterator[Share]:
+def _cut(passing: Sequence[Span], shares: Sequence[int], offsets: Sequence[int]) -> Iterator[PassingSpan]:
     """Hand out the spans in their order: rank 0's share first."""
     borders = list(accumulate(shares))
     done, rank = 0, 0
@@ -133,7 +133,7 @@ def _cut(passing: Sequence[Span], shares: Sequence[int], offsets: Sequence[int])
             while borders[rank] <= done:
                 rank += 1
             stop = min(span.stop, start + borders[rank] - done)
-            yield Share(Span(start, stop), rank, offsets[rank] + done - (borders[rank] - shares[rank]))
+            yield PassingSpan(Span(start, stop), rank, offsets[rank] + done - (borders[rank] - shares[rank]))
             done += stop - start
             start = stop
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.engine import Exchange
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
-from crossover_ddp._exchange.transfer import Cargo, Freight
+from crossover_ddp._exchange.transfer import Payload, Sharded
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
 from tests.unit.fake_bucket import FakeBucket, FakeTurn
@@ -26,8 +26,8 @@ def engine() -> Exchange:
     return Exchange(group)
 
 
-def _given(cargo: Cargo) -> Cargo:
-    return cargo
+def _given(payload: Payload) -> Payload:
+    return payload
 
 
 def uneven(world_size: int) -> Layout:
@@ -36,21 +36,21 @@ def uneven(world_size: int) -> Layout:
 
 
 def there_and_back(rank: int, world_size: int) -> tuple[list[list[float]], list[str]]:
-    """Send three buckets: their cargo goes with an appendix, and comes back squared without it."""
+    """Send three buckets: their payload goes with an appendix, and comes back squared without it."""
     exchange, turn = engine(), FakeTurn()
     buckets = [torch.zeros(uneven(world_size).numel) for _ in range(3)]
     futures = []
     for index, buffer in enumerate(buckets):
-        cargo = squared(buffer, rank, world_size, index)
+        payload = squared(buffer, rank, world_size, index)
         bucket = FakeBucket(buffer, index=index, last=index == 2)
-        futures.append(exchange.submit(bucket, turn=turn, load=functools.partial(_given, cargo)))  # type: ignore[arg-type]
+        futures.append(exchange.submit(bucket, turn=turn, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
     values = [future.wait() for future in futures]
     assert all(value is buffer for value, buffer in zip(values, buckets, strict=True))
     exchange.close()
     return [buffer.tolist() for buffer in buckets], turn.order
 
 
-def squared(buffer: torch.Tensor, rank: int, world_size: int, index: int) -> Cargo:
+def squared(buffer: torch.Tensor, rank: int, world_size: int, index: int) -> Payload:
     layout = uneven(world_size)
     with_appendix = Layout.of_lengths([length + 2 for length in layout.lengths])
     there = torch.full((with_appendix.numel,), float(rank + 1 + index))
@@ -63,7 +63,7 @@ def squared(buffer: torch.Tensor, rank: int, world_size: int, index: int) -> Car
     def unload() -> None:
         buffer.copy_(back)
 
-    return Cargo(Freight(there, with_appendix), Freight(back, layout), step, unload, keeps_turn=index == 2)
+    return Payload(Sharded(there, with_appendix), Sharded(back, layout), step, unload, keeps_turn=index == 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -79,13 +79,13 @@ def reduced_only(rank: int, world_size: int) -> tuple[float, float]:
     exchange = engine()
     arrived: list[torch.Tensor] = []
     layout = uneven(world_size)
-    cargo = Cargo(
-        Freight(torch.full((layout.numel,), float(rank)), layout),
+    payload = Payload(
+        Sharded(torch.full((layout.numel,), float(rank)), layout),
         None,
         lambda part, final: arrived.append(part.clone()),
         lambda: None,
     )
-    exchange.reduce(cargo)
+    exchange.reduce(payload)
     # Ahead of it on the same worker, so that it is done when this is.
     after = exchange.submit(FakeBucket(torch.full((5,), float(rank))))  # type: ignore[arg-type]
     mean = float(after.wait().mean())
@@ -119,9 +119,9 @@ def chunk_by_chunk(rank: int, world_size: int) -> tuple[list[int], list[float], 
             final(LARGE // 2)
             group.recv([torch.zeros(1)], 1, 7).wait()  # rank 1 tells when it sees what has left
 
-    freight = Freight(buffer, layout)
-    cargo = Cargo(freight, freight, step, lambda: None, arriving=arriving)
-    future = exchange.submit(FakeBucket(torch.zeros(1)), load=functools.partial(_given, cargo))  # type: ignore[arg-type]
+    sharded = Sharded(buffer, layout)
+    payload = Payload(sharded, sharded, step, lambda: None, arriving=arriving)
+    future = exchange.submit(FakeBucket(torch.zeros(1)), payload=functools.partial(_given, payload))  # type: ignore[arg-type]
     if rank == 1:
         deadline_s = time.monotonic() + 30
         while buffer[0] != 2 * mean_of(world_size) and time.monotonic() < deadline_s:
@@ -153,11 +153,13 @@ def failing_owner(rank: int, world_size: int) -> list[str]:
     errors = []
     futures = []
     for index in range(2):
-        cargo = squared(torch.zeros(uneven(world_size).numel), rank, world_size, 2)
+        payload = squared(torch.zeros(uneven(world_size).numel), rank, world_size, 2)
         if index == 1:
-            cargo = Cargo(cargo.scatter, cargo.gather, functools.partial(fail, rank), cargo.unload, True)
+            payload = Payload(
+                payload.scatter, payload.gather, functools.partial(fail, rank), payload.unload, True
+            )
         bucket = FakeBucket(torch.zeros(1), index=index, last=index == 1)
-        futures.append(exchange.submit(bucket, turn=turn, load=functools.partial(_given, cargo)))  # type: ignore[arg-type]
+        futures.append(exchange.submit(bucket, turn=turn, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
     for future in futures:
         with pytest.raises(ExchangeError, match="the owner is out of luck"):
             future.wait()

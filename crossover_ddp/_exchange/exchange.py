@@ -1,0 +1,335 @@
+"""What hooks call: a bucket goes in, and out comes the Future that DDP waits for.
+
+One bucket on gloo, from hook to Future: `Exchange.submit` makes a `Transfer`; `RingWay.begin` posts its messages and,
+with the step's last bucket, gives the turn away (the hook's thread); `RingWay._reduce` ends the reduce-scatter (the
+reducer); `RingWay._gather` runs the owner's step and ends the all-gather (the gatherer); `Engine.complete` takes the
+turn again and `Engine.finish` completes the Future. Every step runs in `Engine.guarded`, which makes an exception the
+end of all transfers. By a backend's own collectives (`NativeWay`) everything but the end is on the hook's thread.
+"""
+
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Final
+
+import torch
+import torch.distributed as dist
+
+from crossover_ddp._system.worker import Worker
+from crossover_ddp._timeline.record import Timeline
+
+from .collectives import Ring
+from .ddp_checks import Bucket
+from .endings import end_engine, on_destruction, stop_workers
+from .engine import Engine
+from .gathers import GatherOrder
+from .layout import Layout
+from .module_buffers import BufferCopy, ModuleBuffers
+from .routes import Routes
+from .spans import ExchangeSpans, timeline_of
+from .step import GradientFuture, Step, after_backward
+from .transfer import Deferred, OwnerStep, Payload, Sharded, Transfer, Turn
+
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+class Exchange:
+    """Average buckets over the ranks of one process group, several at a time, in one order on all ranks.
+
+    Args:
+        process_group: whose ranks take part; held weakly. gloo for CPU tensors (CUDA tensors are then
+            staged through the host), or a backend with a native reduce-scatter.
+        timeline: where spans are noted; None notes nothing.
+        chunk_bytes: size of the pieces that travel on a gloo ring; None chooses by the bucket's size.
+
+    On failure: the first failure of any bucket is final. The buckets in flight and all later ones fail at
+    once with the same cause, as ``ExchangeError`` raised by ``backward()``. Nothing waits longer than the
+    process group's timeout.
+    Collective: all ranks must submit the same buckets in the same order.
+    """
+
+    _engines: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = weakref.WeakKeyDictionary()
+    _channels: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]"] = (
+        weakref.WeakKeyDictionary()
+    )
+    _registry_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        timeline: Timeline | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+        self.spans = ExchangeSpans(timeline, process_group)
+        self._buffers = ModuleBuffers(self.rank)
+        with Exchange._registry_lock:
+            channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
+        ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
+        reducer, gatherer = Worker("crossover-reduce"), Worker("crossover-gather")
+        # Waits for others' collectives, which may use this exchange.
+        self._follower = Worker("crossover-follow")
+        self._workers = reducer, gatherer, self._follower
+        self._order = GatherOrder(ring)
+        self.routes = Routes(
+            process_group, ring, self._order, reducer, gatherer, records=timeline is not None
+        )
+        self.engine = Engine(self.rank, self.world_size, self.spans, self._order.abandon)
+        self._step = Step()
+        on_destruction(process_group, self.spans.flush)  # what is registered first comes last
+        # Also at interpreter exit, and when the group goes and with it the engine, which transfers under way hold.
+        end = functools.partial(end_engine, self._workers, ring, self._order)
+        weakref.finalize(self.engine, end)
+        on_destruction(process_group, end)
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> "Exchange":
+        """Return the engine of ``process_group``, which lives as long as the group. Not collective."""
+        with cls._registry_lock:
+            engine = cls._engines.get(process_group)
+        if engine is None:
+            engine = cls(process_group, timeline=timeline_of(process_group))
+            with cls._registry_lock:
+                engine = cls._engines.setdefault(process_group, engine)
+        return engine
+
+    def submit(
+        self,
+        bucket: dist.GradBucket,
+        *,
+        turn: Turn | None = None,
+        owner_step: OwnerStep | None = None,
+        layout: Layout | None = None,
+        payload: Callable[[], Payload] | None = None,
+        state: object = None,
+    ) -> GradientFuture:
+        """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
+
+        Args:
+            bucket: what DDP gave to the hook.
+            turn: given away after the last bucket, taken again before the last Future completes.
+            owner_step: changes the averaged own part in place, between the halves; None changes nothing.
+            layout: who owns which part; None cuts equally.
+            payload: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
+                buckets of a step complete together, also if ``payload`` raises.
+            state: that the hook was registered with; see `ModuleBuffers`.
+        """
+        step = self._enter(bucket)
+        try:
+            carried = None if payload is None else payload()
+            transfer = self.routes.of_bucket(bucket, step, turn)
+            transfer.owner_step, transfer.layout = owner_step, layout or transfer.layout
+            if carried is not None:
+                transfer.carry(carried)
+            step.keeps_turn = step.keeps_turn or transfer.keeps_turn
+        except Exception as error:  # whatever it is, it must not leave the hook
+            future = _refused(bucket, step, error)
+            for held in step.let_go(refused=True) if _is_last(bucket) else ():
+                self.engine.finish(held, None)
+        else:
+            future = transfer.future
+            buffers = self._launch_with_buffers(transfer, bucket, state)
+            if buffers is not None:
+                after_backward(buffers.claim_and_unpack)
+        if _is_last(bucket):
+            self._leave(step, turn)
+        return future
+
+    def reduce(self, payload: Payload, *, behind: bool = False) -> GradientFuture:
+        """Begin to sum ``payload`` into its owners, ahead of the next backward's buckets; a failure is theirs too.
+
+        Args:
+            payload: nothing of it comes back.
+            behind: only when all buckets so far are gathered, where ranks exchange messages on a ring.
+
+        Returns:
+            A Future that completes when the owner's step is done.
+        """
+        transfer = self.routes.of_tensor(payload.scatter, self._step)
+        transfer.carry(payload)
+        self._launch(transfer, behind=behind)
+        return transfer.future
+
+    def defer(
+        self,
+        bucket: dist.GradBucket,
+        *,
+        turn: Turn | None = None,
+        urgency: int = 0,
+        state: object = None,
+    ) -> tuple[GradientFuture, Deferred | None]:
+        """Begin to average ``bucket`` in the background; backward does not wait for it.
+
+        Args:
+            bucket: what DDP gave to the hook; its gradients must be views of its buffer.
+            turn: given away after the last bucket; the caller takes it again.
+            urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
+            state: that the hook was registered with; see `ModuleBuffers`.
+
+        Returns:
+            The Future for DDP, complete already, and where to wait; None for the latter if the bucket was refused.
+        """
+        step = self._enter(bucket)
+        deferred = None
+        try:
+            transfer = self.routes.of_bucket(bucket, step, turn)
+            # Its own version counter: the user's changes show in the gradients', ours do not.
+            transfer.tensor, transfer.urgency = transfer.tensor.data, urgency
+        except Exception as error:  # whatever it is, it must not leave the hook
+            future = _refused(bucket, step, error)
+        else:
+            deferred = Deferred(transfer, self.spans.timeline)
+            future = transfer.side.future()
+            deferred.buffers = self._launch_with_buffers(transfer, bucket, state)
+            if deferred.buffers is not None:
+                after_backward(deferred.buffers.claim)
+            future.set_result(bucket.buffer())
+        if _is_last(bucket):
+            self._leave(step, turn)
+        return future, deferred
+
+    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Return every rank's numbers by rank, once all have asked; on a hook's thread.
+
+        Args:
+            numbers: as many on all ranks.
+            device: of the buckets.
+
+        Collective.
+        """
+        table = torch.zeros(
+            self.world_size,
+            len(numbers),
+            dtype=torch.float64,
+            device="cpu" if self.routes.is_on_ring(device) else device,
+        )
+        table[self.rank] = torch.tensor(numbers)
+        flat = table.flatten()
+        self._spread(Sharded(flat, Layout.equal(flat.numel(), self.world_size)), self._step).wait()
+        return flat.view_as(table).tolist()
+
+    def begin_compute(self) -> None:
+        """Note that forward begins, for the timeline."""
+        self.engine.begin_compute()
+
+    def waited(self, since_s: float) -> None:
+        """Note that forward waited for its turn until now, for the timeline."""
+        self.spans.wait(self._step.number, since_s, time.monotonic())
+
+    @staticmethod
+    def refuse(bucket: dist.GradBucket, error: Exception) -> GradientFuture:
+        """Answer a bucket that cannot be exchanged: ``error`` is raised after backward, not out of the hook."""
+        step = Step()
+        step.raise_after_backward()
+        return _refused(bucket, step, error)
+
+    def follow(self, future: GradientFuture, bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
+        """Put the turn around somebody else's collective, whose result for ``bucket`` is ``future``.
+
+        The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
+        done and the turn is taken again.
+        """
+        step = self._enter(bucket)
+        step.futures.append(future)
+        if not bucket.is_last():
+            return future
+        transfer = self.routes.of_bucket(bucket, step, turn)
+        self._leave(step, turn)
+        follow = functools.partial(self._follow, transfer)
+        put = functools.partial(self.engine.put, self._follower, transfer, "wrapped hook", follow)
+        self.engine.guarded(transfer, "start", put)
+        return transfer.future
+
+    def close(self) -> None:
+        """End the threads, after the buckets in flight. Later buckets fail. May be called again."""
+        with Exchange._registry_lock:
+            for group, engine in list(Exchange._engines.items()):
+                if engine is self:
+                    del Exchange._engines[group]
+        stop_workers(self._workers, _JOIN_TIMEOUT_S)
+
+    # On the hook's thread.
+
+    def _enter(self, bucket: dist.GradBucket) -> Step:
+        step = self._step
+        # The first bucket's watch catches early failures; the last one's sees the end of backward even if
+        # earlier buckets were ready in a nested backward pass that ended before.
+        if not step.entered or _is_last(bucket):
+            step.raise_after_backward()
+        step.entered = True
+        return step
+
+    def _leave(self, step: Step, turn: Turn | None) -> None:
+        self._step = Step(step.number + 1)
+        self.engine.give_turn_away(step, turn)
+
+    def _launch(self, transfer: Transfer, *, behind: bool = False) -> None:
+        way = self.routes.way(transfer.tensor.device)
+        begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
+        self.engine.guarded(transfer, "start", begin)
+
+    def _launch_with_buffers(
+        self, transfer: Transfer, bucket: dist.GradBucket, state: object
+    ) -> BufferCopy | None:
+        """Launch a bucket, and with the step's last one the model's buffers; return these."""
+        buffers = None
+        if transfer.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
+            buffers = self._buffers.copy(
+                bucket, state, functools.partial(self._agree, transfer.tensor.device)
+            )
+        if buffers is None or self.routes.is_on_ring(transfer.tensor.device):
+            self._launch(transfer)
+        if buffers is not None:
+            # Rank 0 owns all of it.
+            layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))
+            buffers.arrived = self._spread(Sharded(buffers.flat, layout), transfer.step)
+            if not self.routes.is_on_ring(
+                transfer.tensor.device
+            ):  # deferred gathers stand behind the last bucket
+                self._launch(transfer)
+        return buffers
+
+    def _agree(self, device: torch.device, number: int) -> bool:
+        """Tell whether all ranks have this number, and it is not 0. Collective."""
+        everyone = self.gather_numbers([number], device)
+        return number > 0 and everyone == [[number]] * self.world_size
+
+    def _spread(self, sharded: Sharded, step: Step) -> GradientFuture:
+        """Begin to copy each owner's part to all ranks, behind the buckets so far."""
+        transfer = self.routes.of_tensor(sharded, step)
+        transfer.side.follow_compute()
+        way = self.routes.way(transfer.tensor.device)
+        spread = functools.partial(way.spread, self.engine, transfer)
+        self.engine.guarded(transfer, "start", spread)
+        return transfer.future
+
+    def _follow(self, transfer: Transfer) -> None:
+        with transfer.side.current():
+            for future in transfer.step.futures:
+                result = future.wait()
+            transfer.tensor = result
+            whole_way = transfer.side.mark()
+        shared = transfer.turn is not None and transfer.turn.shared
+        if shared:
+            whole_way()
+        # Somebody else's hook: nobody knows for whose data it waited.
+        self.engine.complete(transfer, ahead=not shared, meets=False)
+
+
+def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:
+    """Answer a bucket that cannot be exchanged; nothing was sent, so the engine goes on."""
+    future: GradientFuture = torch.futures.Future()
+    if step.leave(error):
+        future.set_result(bucket[0] if isinstance(bucket, tuple) else bucket.buffer())
+    else:
+        future.set_exception(error)  # type: ignore[arg-type]
+    return future
+
+
+def _is_last(bucket: Bucket) -> bool:
+    return isinstance(bucket, tuple) or bucket.is_last()

@@ -1,0 +1,137 @@
+"""What this rank has of a K-FAC run: the layers that it owns, their curvatures, and the traffic of factors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from crossover_ddp._exchange.ddp_checks import resolve_group
+
+from .curvature import Curvature
+from .factor_traffic import FactorTraffic
+from .placement import Placement
+from .setup import KFACSetup
+from .spread import SpreadLayers
+
+
+class Preconditioner:
+    """Begins with nothing known of the layers; made anew when the owners change.
+
+    Args:
+        setup: of the state.
+        placement: who owns which layer.
+
+    Attributes:
+        curvatures: of the layers that this rank owns, by index.
+        spread: of the layers that all ranks precondition together.
+        capture: of this rank's factors.
+        traffic: how they travel.
+    """
+
+    def __init__(self, setup: KFACSetup, placement: Placement) -> None:
+        self._setup = setup
+        self.placement = placement
+        self.curvatures: dict[int, Curvature] = {
+            index: setup.new_curvature(setup.layers[index].shape)
+            for index, owner in enumerate(placement.owners)
+            if owner == setup.rank
+        }
+        self.spread = SpreadLayers([index for index, cost in enumerate(setup.costs) if cost.spread])
+        self.capture = setup.new_capture(only=self.curvatures if setup.local else None)
+        self.traffic = FactorTraffic(
+            setup.layers,
+            placement,
+            setup.costs,
+            setup.inverse_cost,
+            curvatures=self.curvatures,
+            capture=self.capture,
+            process_group=setup.process_group,
+            local=setup.local,
+        )
+
+    def close(self) -> None:
+        """Take the hooks off the model's modules."""
+        self.capture.close()
+
+    # --- in words and numbers --------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[str]:
+        """Describe each layer, and what each rank has to do."""
+        setup = self._setup
+        rows = self.placement.rows(setup.costs, setup.inverse_cost, setup.inverse_steps)
+        for index, row in enumerate(rows):
+            curvature = self.curvatures.get(index)
+            yield (
+                f"{row.name}: A {row.a_dim}, G {row.g_dim}"
+                + (f", {row.groups} groups" if row.groups > 1 else "")
+                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms"
+                + (", spread over all ranks" if index in self.spread.solvers else "")
+                + ("" if curvature is None else _trouble(curvature))
+            )
+        for rank, load_s in enumerate(self.placement.loads_s):
+            yield f"rank {rank} works for {1e3 * load_s:.3g} ms a step"
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps: "factors", "solvers", "buffers"."""
+        curvatures = self.curvatures.values()
+        others = [each for index, each in self.spread.solvers.items() if index not in self.curvatures]
+        return {
+            "factors": sum(curvature.factor_bytes() for curvature in curvatures),
+            "solvers": sum(curvature.solver_bytes() for curvature in curvatures)
+            + sum(solver.nbytes for solver in others),
+            "buffers": self.traffic.late.nbytes,
+        }
+
+    def stats(self) -> dict[str, int]:
+        """Return what went wrong with this rank's layers."""
+        return {
+            "strained": sum(curvature.strained for curvature in self.curvatures.values()),
+            "dropped": sum(curvature.dropped for curvature in self.curvatures.values()),
+        }
+
+    # --- checkpoints -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks' layers. Collective; raises ``ExchangeError`` if late factors are lost."""
+        setup = self._setup
+        self.traffic.late.settle()
+        own = {
+            setup.layers[index].name: curvature.state_dict() for index, curvature in self.curvatures.items()
+        }
+        gathered: list[dict[str, Any]] = [{}] * setup.world_size
+        dist.all_gather_object(gathered, own, group=resolve_group(setup.process_group))
+        states = {name: state for each in gathered for name, state in each.items()}
+        return {
+            "solver": setup.solver,
+            "world_size": setup.world_size,
+            "owners": list(self.placement.owners),
+            "columns": list(self.traffic.counts()),
+            "layers": {layer.name: states[layer.name] for layer in setup.layers},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what belongs to this rank's layers, and the solvers that all ranks have."""
+        for index, layer in enumerate(self._setup.layers):
+            own = state["layers"][layer.name]
+            curvature = self.curvatures.get(index)
+            if curvature is not None:
+                curvature.load_state_dict(own, layer.weight.device)
+            if self._setup.costs[index].spread and own.get("root") is not None:
+                if curvature is None:
+                    curvature = self._setup.new_curvature(layer.shape)
+                    curvature.load_state_dict(own, layer.weight.device)
+                if (solver := curvature.spread()) is not None:
+                    self.spread.solvers[index] = solver
+        self.traffic.load_counts(state["columns"])
+
+
+def _trouble(curvature: Curvature) -> str:
+    found = [
+        f"{count} {what}"
+        for count, what in (
+            (curvature.strained, "times damped further"),
+            (curvature.dropped, "batches dropped"),
+        )
+        if count
+    ]
+    return "".join(f", {text}" for text in found)

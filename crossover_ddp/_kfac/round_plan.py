@@ -1,0 +1,81 @@
+"""What all ranks do in one step of K-FAC, and one layer of it in a bucket."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from torch import Tensor
+
+from crossover_ddp._system.worker import Worker
+
+from .columns import LayerShape
+from .factor_sums import ColumnRoom
+from .packing import FactorPacking
+from .spread import SpreadSolver
+
+_NO_ROOM: Final = ColumnRoom()
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What all ranks do in one step; made of the step's number and the hyper-parameters of that moment.
+
+    Args:
+        rank, world_size: of this process.
+        owners: of each layer.
+        damping, decay, kl_clip: see ``KFACState``; kl_clip None scales nothing.
+        scale: of the loss in this backward pass, undone in the KL clip.
+        takes_factors: whether the running factors are updated by what is in the buckets.
+        late_groups: in how many groups they follow later at most, see [Note: late factors] in ``late``; 0: they do not.
+        inverts: whether new solvers are made.
+        factors_travel: whether factors are averaged over the ranks; otherwise the owner takes its own.
+        inverter: the thread that makes solvers while the old ones serve on; None makes them at once.
+        keeps_turn: whether making solvers is compute inside the job's turn.
+        solver: which kind, as in ``KFACState``.
+    """
+
+    rank: int
+    world_size: int
+    owners: tuple[int, ...]
+    damping: float
+    decay: float
+    kl_clip: float | None
+    scale: float = 1.0
+    takes_factors: bool = True
+    late_groups: int = 0
+    inverts: bool = True
+    factors_travel: bool = True
+    inverter: Worker | None = None
+    keeps_turn: bool = False
+    solver: Literal["inverse", "eigen"] = "inverse"
+
+
+@dataclass(eq=False)
+class BucketLayer:
+    """One complete layer in a payload: its gradients in DDP's buckets, and this rank's factors of the step.
+
+    ``spread``: its solver, if all ranks have it and the layer is spread in this step. ``sends_solver``: whether its
+    owner sends it to all ranks in this step.
+    """
+
+    index: int
+    shape: LayerShape
+    weight: Tensor
+    bias: Tensor | None
+    lr: float
+    a: Tensor | None = None
+    g: Tensor | None = None
+    sends_a: bool = True
+    room: ColumnRoom = _NO_ROOM
+    spread: SpreadSolver | None = None
+    sends_solver: bool = False
+
+    @property
+    def gradient_numel(self) -> int:
+        """Elements of weight and bias."""
+        return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
+
+    def packings(self, world_size: int) -> tuple[FactorPacking, ...]:
+        """Return what travels of the factors in the bucket: G, then A unless it went early."""
+        g = FactorPacking(self.shape.groups, self.shape.g_dim, self.room.g, world_size)
+        a = FactorPacking(self.shape.groups, self.shape.a_dim, self.room.a, world_size)
+        return (g, a) if self.sends_a else (g,)

@@ -1,0 +1,205 @@
+"""K-FAC's backward passes: what each of DDP's buckets sends, and what each step needs before and after."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.transfer import Payload
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .buckets import Content, contents_of
+from .layers import Layer, unwrapped
+from .packing import TravellingFactors
+from .payload import BucketPayload, KFACRound
+from .preconditioner import Preconditioner
+from .round_plan import BucketLayer, RoundPlan
+from .setup import KFACSetup
+
+_MOST_GROUPS: Final = 16  # of late factors; each costs a message
+
+
+class Rounds:
+    """Makes the payload of each bucket; counts steps.
+
+    Args:
+        setup: of the state.
+        model: that it was made of; held weakly.
+        learning_rates: returns those of this moment by the parameters' ids; told whether there is a KL clip.
+        state: that the hook is registered with.
+    """
+
+    def __init__(
+        self,
+        setup: KFACSetup,
+        model: nn.Module,
+        learning_rates: Callable[[bool], dict[int, float]],
+        state: object,
+    ) -> None:
+        self._setup = setup
+        self._network = weakref.ref(unwrapped(model))
+        self._learning_rates = learning_rates
+        self._state = weakref.ref(state)
+        parts = [
+            (index, each) for index, layer in enumerate(setup.layers) for each in (layer.weight, layer.bias)
+        ]
+        self._layer_of = {id(parameter): index for index, parameter in parts if parameter is not None}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self.steps = 0
+
+    def use(self, preconditioner: Preconditioner) -> None:
+        """Work with ``preconditioner`` from now on, between two steps."""
+        self._preconditioner = preconditioner
+        self._traffic = preconditioner.traffic
+        self._round: KFACRound | None = None
+        self._late: list[TravellingFactors] = []
+        self._lrs: dict[int, float] = {}
+        self._model_seen = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers that travel."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def prepare_step(self) -> None:
+        """Capture what the next step needs; have on the way what it builds on."""
+        now, traffic = self._setup.hypers.at(self.steps), self._traffic
+        self._preconditioner.capture.active = now.takes_factors
+        traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
+        traffic.late.leave(all_groups=now.takes_factors or now.inverts)
+
+    def end(self) -> None:
+        """The step's last bucket was handed out, or refused."""
+        ended, self._round = self._round, None
+        if ended is not None:
+            self._traffic.end_step(ended)
+            if ended.plan.late_groups:
+                self._traffic.late.hold(self._late, ended.plan.late_groups, ended.plan.decay)
+        self._late = []
+        self.steps += 1
+        self._preconditioner.capture.begin_step()
+        self.prepare_step()
+
+    def _begin(self) -> KFACRound:
+        now, setup, preconditioner = self._setup.hypers.at(self.steps), self._setup, self._preconditioner
+        preconditioner.capture.begin_exchange()
+        self._lrs = self._learning_rates(now.kl_clip is not None)
+        self._late = []
+        trails = now.takes_factors and self._traffic.trails
+        plan = RoundPlan(
+            rank=setup.rank,
+            world_size=setup.world_size,
+            owners=preconditioner.placement.owners,
+            damping=now.damping,
+            decay=now.decay,
+            kl_clip=now.kl_clip,
+            scale=setup.loss_scale(),
+            takes_factors=now.takes_factors and not trails,
+            late_groups=min(now.factor_steps, _MOST_GROUPS) if trails else 0,
+            inverts=now.inverts,
+            factors_travel=not setup.local,
+            inverter=setup.inverter,
+            keeps_turn=now.inverts and setup.keeps_turn,
+            solver=setup.solver,
+        )
+        if plan.takes_factors:
+            self._traffic.early.send_rest()
+        return KFACRound(
+            plan, preconditioner.curvatures, self._traffic.early.arrived, preconditioner.spread.solvers
+        )
+
+    # --- a bucket --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def payload(self, bucket: dist.GradBucket) -> Payload:
+        """Return what travels in the bucket's place."""
+        buffer = flat_gradients(bucket)
+        if self._round is None or bucket.index() == 0:
+            self._round = self._begin()
+        contents = contents_of(bucket, buffer)
+        self._check_known(bucket, contents)
+        layers, passing = self._completed(self._round, contents)
+        if self._round.plan.takes_factors or self._round.plan.late_groups:
+            if bucket.is_last():
+                self._round.counts = self._traffic.own_counts()
+            indices = tuple([layer.index for layer in layers])
+            self._traffic.times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
+        take = functools.partial(self._buffer, buffer, bucket.index())
+        return BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take).payload()
+
+    def _buffer(self, like: Tensor, bucket: int, numel: int) -> Tensor:
+        """Lend the memory of what travels for a bucket."""
+        key = (bucket, like.dtype, like.device)
+        lent = self._buffers.get(key)
+        if lent is None or lent.numel() != numel:
+            lent = self._buffers[key] = like.new_empty(numel)
+        return lent
+
+    def _completed(
+        self, round: KFACRound, contents: Sequence[Content]
+    ) -> tuple[list[BucketLayer], tuple[Span, ...]]:
+        """Return the layers that this bucket completes, and the spans that pass through."""
+        complete, passing = [], []
+        for parameter, gradient, span in contents:
+            index = self._layer_of.get(id(parameter))
+            if index is None:
+                passing.append(span)
+                continue
+            layer = self._setup.layers[index]
+            round.waiting[id(parameter)] = gradient
+            others = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+            if all(id(other) in round.waiting for other in others):
+                complete.append(self._bucket_layer(round, index, layer))
+        return complete, tuple(passing)
+
+    def _bucket_layer(self, round: KFACRound, index: int, layer: Layer) -> BucketLayer:
+        plan = round.plan
+        weight = round.waiting[id(layer.weight)]
+        goes_early = not plan.late_groups and index in self._traffic.early.layers
+        a, g = self._factors(plan, index, with_a=not goes_early)
+        if plan.late_groups:
+            self._late.append(self._traffic.travelling(index, g, a))
+            a = g = None
+        spread, sends_solver = self._preconditioner.spread.of(index, renewed=plan.inverts)
+        return BucketLayer(
+            index,
+            layer.shape,
+            weight.mT if layer.shape.transposed else weight,
+            None if layer.bias is None else round.waiting[id(layer.bias)],
+            lr=self._lrs.get(id(layer.weight), 0.0),  # without a clip it is not read
+            a=a,
+            g=g,
+            sends_a=not goes_early,
+            room=self._traffic.room(index),
+            spread=spread,
+            sends_solver=sends_solver,
+        )
+
+    def _factors(self, plan: RoundPlan, index: int, *, with_a: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return this rank's A and G of a layer, None for what it has not, or what is not wanted."""
+        is_wanted = plan.factors_travel or index in self._preconditioner.curvatures
+        if not (plan.late_groups or (plan.takes_factors and is_wanted)):
+            return None, None
+        capture = self._preconditioner.capture
+        return capture.take_input(index) if with_a else None, capture.take_output(index)
+
+    def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
+        network = self._network()
+        if network is None or bucket.index() or self._model_seen:
+            return
+        known = {id(parameter) for parameter in network.parameters()}
+        if any(id(content.parameter) not in known for content in contents):
+            raise UnsupportedConfigurationError(
+                "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
+                "make a KFACState for each model"
+            )
+        self._traffic.adopt(model_of(bucket, state=self._state()))
+        self._model_seen = True

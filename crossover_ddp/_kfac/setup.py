@@ -1,0 +1,53 @@
+"""What a KFACState sets up once: the layers, what they cost, and how this rank's part of the work is made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from crossover_ddp._system.worker import Worker
+
+from .capture import FactorCapture
+from .columns import LayerShape
+from .curvature import Curvature
+from .layers import Layer
+from .placement import InverseCost, LayerCost
+from .settings import Hypers
+
+
+@dataclass(frozen=True)
+class KFACSetup:
+    """The same on all ranks, but ``rank`` and ``inverter``.
+
+    Args:
+        layers: of the model.
+        costs: of the layers, in the same order.
+        inverse_cost: what an inversion costs.
+        inverse_steps: how often solvers are made at the beginning.
+        hypers: see ``KFACState``.
+        rank, world_size: of this process.
+        process_group: the ranks of the job, None for the default group.
+        solver: see ``KFACState``.
+        local: whether factors do not travel.
+        inverter: the thread that makes solvers in the background; None makes them at once.
+        keeps_turn: whether making solvers is compute inside the job's turn.
+        loss_scale: of this moment.
+        new_curvature, new_capture: make those of a layer, and of the layers ``only``.
+    """
+
+    layers: Sequence[Layer]
+    costs: Sequence[LayerCost]
+    inverse_cost: InverseCost
+    inverse_steps: int
+    hypers: Hypers
+    rank: int
+    world_size: int
+    process_group: dist.ProcessGroup | None
+    solver: Literal["inverse", "eigen"]
+    local: bool
+    inverter: Worker | None
+    keeps_turn: bool
+    loss_scale: Callable[[], float]
+    new_curvature: Callable[[LayerShape], Curvature]
+    new_capture: Callable[..., FactorCapture]
