@@ -8,12 +8,11 @@ job's turn away, since the job's other ranks would not: its exchange runs inside
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.endings import on_destruction
 from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
@@ -80,14 +80,14 @@ def reduce_scatter_all_gather_hook(
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
     """
-    try:
-        engine = Exchange.of(resolve_group(process_group))
-    except Exception as error:  # whatever it is, it must not leave the hook
-        return Exchange.refuse(bucket, error)
-    return engine.submit(bucket, state=process_group)
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
+        return Exchange.of(resolve_group(process_group)).submit(bucket, state=process_group)
+
+    return guarded(bucket, answer)
 
 
-class CrossoverState:
+class CrossoverState(Pausable):
     """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
 
     ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
@@ -127,12 +127,6 @@ class CrossoverState:
     def mutex(self) -> GPUMutex | None:
         """The mutex, or None before the end of the first exchange."""
         return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
-        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
-            yield
 
     def stats(self) -> dict[str, Any]:
         """Return the mutex's counters; see `GPUMutex.stats`. Empty before the first exchange."""
@@ -183,12 +177,13 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
     group = cast(dist.ProcessGroup, state.process_group)
     if turns_disabled():
         return allreduce_hook(group, bucket)
-    try:
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
         check_not_capturing(bucket)
-        engine = Exchange.of(resolve_group(group))
-    except Exception as error:  # whatever it is, it must not leave the hook
-        return Exchange.refuse(bucket, error)
-    return engine.submit(bucket, turn=_turn_of(state, bucket), state=state)
+        exchange = Exchange.of(resolve_group(group))
+        return exchange.submit(bucket, turn=_turn_of(state, bucket), state=state)
+
+    return guarded(bucket, answer)
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
@@ -216,12 +211,13 @@ def crossover_wrapper(hook: Hook) -> Hook:
         future = hook(state.hook_state, bucket)
         if turns_disabled():
             return future
-        try:
+
+        def answer() -> torch.futures.Future[torch.Tensor]:
             check_not_capturing(bucket)
-            engine = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
-            return engine.follow(future, bucket, turn=_turn_of(state, bucket))
-        except Exception as error:  # must not leave the hook: DDP is unusable afterwards
-            return Exchange.refuse(bucket, error)
+            exchange = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
+            return exchange.follow(future, bucket, turn=_turn_of(state, bucket))
+
+        return guarded(bucket, answer)
 
     return crossover_wrapped_hook
 

@@ -7,10 +7,9 @@ gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factor
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.columns import WeightSharing
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
-class KFACState:
+class KFACState(Pausable):
     """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
 
     The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
@@ -242,12 +242,6 @@ class KFACState:
         """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective."""
         return self._preconditioner.stats()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
-        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
-            yield
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the step, and of all layers factors, solvers and counts, on the host.
 
@@ -332,15 +326,16 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
 
         model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
     """
-    try:
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
         _check_state(state)
         group = resolve_group(state.process_group)
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         return state.exchange(group, bucket)
-    except Exception as error:  # whatever it is, it must not leave the hook
-        return Exchange.refuse(bucket, error)
+
+    return guarded(bucket, answer)
 
 
 def _check_state(state: object) -> None:

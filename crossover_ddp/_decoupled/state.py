@@ -6,9 +6,7 @@ order of the gathers, updates by the user's own optimizer, and that nobody reads
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -18,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
@@ -34,7 +32,7 @@ _SMALLEST_BUCKET_BYTES: Final = 256 * 1024
 _LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
 
 
-class DecoupledState:
+class DecoupledState(Pausable):
     """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
 
     The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
@@ -161,12 +159,6 @@ class DecoupledState:
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
         return plan_from(self._training.updates.times, resolve_group(self.process_group), device)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
-        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
-            yield
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job may take over: the order in which forward needs the parameters.
 
@@ -228,9 +220,9 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
     group = cast(dist.ProcessGroup, state.process_group)
     if turns_disabled():
         return allreduce_hook(group, bucket)
-    try:
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
         check_not_capturing(bucket)
         return state._training.take(state, resolve_group(group), bucket)
-    except Exception as error:  # whatever it is, it must not leave the hook
-        state._training.break_round()
-        return Exchange.refuse(bucket, error)
+
+    return guarded(bucket, answer, refused=state._training.break_round)

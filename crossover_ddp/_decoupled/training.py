@@ -163,7 +163,7 @@ class DecoupledTraining:
             separate = model is not None and not model.gradient_as_bucket_view
             views = views_of(deferred.tensor, parameters) if separate else None
             round_.shares.append(Share(deferred, parameters, buffer, urgency, len(round_.shares), views))
-            times.ready(buffer.numel() * buffer.element_size())
+            times.bucket_ready(buffer.numel() * buffer.element_size())
             self._buffers = deferred.buffers
         if bucket.is_last():
             self._end_round()
@@ -204,7 +204,7 @@ class DecoupledTraining:
             if share.views is not None:
                 after_backward(share.note_separate)
         same = self.updates.round.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
-        self.updates.times.backward_ends()
+        self.updates.times.end(if_all_reached=True)
         if not same:
             self.updates.times.forget()
         if self.updates.checks.on:
@@ -277,7 +277,7 @@ class DecoupledTraining:
         self._has_turn = False
         if self.exchange is not None:
             self.exchange.begin_compute()
-        updates.times.forward_begins()
+        updates.times.begin()
 
     def _unpack_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .fingerprints import Checks
@@ -16,7 +17,6 @@ from .guards import Guards, Watch, named_entries
 from .partial_optimizer import PartialOptimizer, StepPlan
 from .round import Round
 from .shares import UNSTEPPED, Share
-from .step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from crossover_ddp._exchange.ddp_checks import resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._exchange.step import GradientFuture
+from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp._planning import Link
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -21,8 +22,8 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .capture import FactorCapture
 from .curvature import Curvature
 from .early import EarlyFactors
+from .factor_step import factor_step_of
 from .factor_sums import ColumnRoom
-from .factor_times import FactorTimes
 from .late import LateFactors
 from .layers import Layer
 from .packing import FactorPacking, TravellingFactors
@@ -78,7 +79,7 @@ class FactorTraffic:
         self._local = local
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
-        self.times = FactorTimes()
+        self.times = StepTimes()
         capture.on_begin = self.times.begin
         capture.on_input = self._input_came
         capture.room = self.room
@@ -175,7 +176,7 @@ class FactorTraffic:
             )
         link = measure_link(group)
         answer: list[Any] = [None]
-        if self._rank == 0 and self.times.count:
+        if self._rank == 0 and self.times.steps:
             answer[0] = self._planned(link, early)
         dist.broadcast_object_list(answer, group=group, group_src=0)
         if answer[0] is None:
@@ -190,8 +191,11 @@ class FactorTraffic:
     def _planned(self, link: Link, early: bool | None) -> tuple[FactorPlan, Groups]:
         """Return the plan, and its groups by the layers' indices."""
         packings = [self._packings(index) for index in range(len(self._layers))]
-        order, step = self.times.step(
-            [4 * a.numel for a, _ in packings], [4 * g.numel for _, g in packings], self._busiest_owner_s
+        order, step = factor_step_of(
+            self.times,
+            [4 * a.numel for a, _ in packings],
+            [4 * g.numel for _, g in packings],
+            self._busiest_owner_s,
         )
         plan = choose_early(step, link) if early is None else decided(step, link, early=early)
         return plan, tuple([tuple([order[place] for place in group]) for group in plan.early])
@@ -226,7 +230,7 @@ class FactorTraffic:
         return self._engine.reduce(payload, behind=behind)
 
     def _input_came(self, index: int) -> None:
-        self.times.input_came(index)
+        self.times.reach(index)
         model = self._model()
         # A sum over micro-batches is complete with the last one only.
         if (

@@ -131,7 +131,9 @@ class Rounds:
             if bucket.is_last():
                 self._round.counts = self._traffic.own_counts()
             indices = tuple([layer.index for layer in layers])
-            self._traffic.times.bucket_ready(buffer.nbytes, indices, last=bucket.is_last())
+            self._traffic.times.bucket_ready(buffer.nbytes, indices)
+            if bucket.is_last():
+                self._traffic.times.end()
         take = functools.partial(self._buffer, buffer, bucket.index())
         return BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take).payload()
 

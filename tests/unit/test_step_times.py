@@ -2,8 +2,9 @@
 
 import pytest
 
-from crossover_ddp._decoupled import step_times
-from crossover_ddp._decoupled.step_times import StepTimes
+from crossover_ddp._decoupled.workload import cpu_s_of, workload_of
+from crossover_ddp._exchange import step_times
+from crossover_ddp._exchange.step_times import StepTimes
 
 
 class Clock:
@@ -35,7 +36,7 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def one_step(times: StepTimes, after: Clock, wait_s: float = 0.5) -> None:
     """Forward 3 s, backward 4 s; bucket 1 is read after 1 s, bucket 0 after 2 s of compute."""
-    times.forward_begins()
+    times.begin()
     for place in (1, 0):
         asked_s = after(1.0)
         waited_s = after(wait_s)
@@ -45,15 +46,15 @@ def one_step(times: StepTimes, after: Clock, wait_s: float = 0.5) -> None:
     times.forward_ends()
     for _ in range(2):
         after(2.0)
-        times.ready(1000)
-    times.backward_ends()
+        times.bucket_ready(1000)
+    times.end(if_all_reached=True)
 
 
 def test_waiting_and_updating_are_no_compute(after: Clock) -> None:
     times = StepTimes()
     for wait_s in (0.0, 0.5, 9.0):
         one_step(times, after, wait_s)
-    work = times.workload()
+    work = workload_of(times)
     assert work is not None
     assert (work.forward_s, work.backward_s) == pytest.approx((3.0, 4.0))
     assert [bucket.needed_s for bucket in work.buckets] == pytest.approx([2.0, 1.0])
@@ -64,30 +65,30 @@ def test_waiting_and_updating_are_no_compute(after: Clock) -> None:
 
 def test_other_threads_work_is_shared_out_to_halves_of_buckets(after: Clock) -> None:
     times = StepTimes()
-    assert times.cpu_s() == 0.0
+    assert cpu_s_of(times) == 0.0
     one_step(times, after, 0.5)
     seconds_of_step, halves = 8.5, 4
-    assert times.cpu_s() == pytest.approx(seconds_of_step * 0.25 / halves)
+    assert cpu_s_of(times) == pytest.approx(seconds_of_step * 0.25 / halves)
 
 
 def test_steps_that_were_not_deferred_tell_nothing(after: Clock) -> None:
     times = StepTimes()
-    times.forward_begins()
+    times.begin()
     after(1.0)
     times.forward_ends()
-    times.ready(1000)
-    times.backward_ends()
-    assert times.workload() is None
+    times.bucket_ready(1000)
+    times.end(if_all_reached=True)
+    assert workload_of(times) is None
     one_step(times, after)
-    assert times.workload() is not None
+    assert workload_of(times) is not None
     times.forget()
-    assert times.workload() is None
+    assert workload_of(times) is None
 
 
 def test_what_happens_outside_of_a_step_is_no_error(after: Clock) -> None:
     times = StepTimes()
     times.updated(0, 1.0, 1.0)
     times.forward_ends()
-    times.ready(10)
-    times.backward_ends()
-    assert times.workload() is None
+    times.bucket_ready(10)
+    times.end(if_all_reached=True)
+    assert workload_of(times) is None
