@@ -1,6 +1,7 @@
 """A small model under DDP with K-FAC, for tests between real ranks."""
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,30 @@ class Training:
         loss = self.backward()
         self.optimizer.step()
         return loss
+
+    def trained(self, steps: int) -> list[dict[str, Tensor]]:
+        """Train; return the gradients of each step."""
+        found = []
+        for _ in range(steps):
+            self.backward()
+            found.append(self.gradients())
+            self.optimizer.step()
+        return found
+
+    def save(self, path: str, *, writer: int = 0) -> None:
+        """Save everything from rank ``writer``. Collective."""
+        state = self.state.state_dict()
+        if self.rank == writer:
+            torch.save((self.model.module.state_dict(), self.optimizer.state_dict(), state, self.steps), path)
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Go on where `save` was called; return the state's own dict."""
+        network, optimizer, state, self.steps = torch.load(path)
+        self.model.module.load_state_dict(network)
+        self.optimizer.load_state_dict(optimizer)
+        self.state.load_state_dict(copy.deepcopy(state))
+        assert self.state.steps == self.steps
+        return state  # type: ignore[no-any-return]
 
     def gradients(self) -> dict[str, Tensor]:
         named = self.model.module.named_parameters()

@@ -35,37 +35,18 @@ def training_of(rank: int) -> Training:
 def save_and_go_on(rank: int, world_size: int, path: str) -> list[dict[str, Tensor]]:
     """Return the gradients of the steps after the checkpoint."""
     training = training_of(rank)
-    for _ in range(SAVED_AFTER):
-        training.step()
-    state = training.state.state_dict()
-    if rank == 1:  # any rank can save it
-        saved = training.model.module.state_dict(), training.optimizer.state_dict(), state
-        torch.save(saved, path)
-    return go_on(training)
-
-
-def go_on(training: Training) -> list[dict[str, Tensor]]:
-    found = []
-    for _ in range(MORE):
-        training.backward()
-        found.append(training.gradients())
-        training.optimizer.step()
-    return found
+    training.trained(SAVED_AFTER)
+    training.save(path, writer=1)  # any rank can save it
+    return training.trained(MORE)
 
 
 def resumed(rank: int, path: str) -> tuple[Training, dict[str, Any]]:
-    network, optimizer, state = torch.load(path)
     training = training_of(rank)
-    training.model.module.load_state_dict(network)
-    training.optimizer.load_state_dict(optimizer)
-    training.state.load_state_dict(copy.deepcopy(state))
-    training.steps = SAVED_AFTER
-    assert training.state.steps == SAVED_AFTER
-    return training, state
+    return training, training.load(path)
 
 
 def resume(rank: int, world_size: int, path: str) -> list[dict[str, Tensor]]:
-    return go_on(resumed(rank, path)[0])
+    return resumed(rank, path)[0].trained(MORE)
 
 
 def resume_beside_the_oracle(rank: int, world_size: int, path: str) -> list[float]:

@@ -169,32 +169,16 @@ def test_ranks_that_round_differently_spread_nothing() -> None:
 
 def save_and_go_on(rank: int, world_size: int, path: str) -> list[dict[str, torch.Tensor]]:
     training = training_of(rank, WIDE["tall"])
-    for _ in range(2):
-        training.step()
-    state = training.state.state_dict()
-    if rank == 1:
-        torch.save((training.model.module.state_dict(), training.optimizer.state_dict(), state), path)
-    return go_on(training)
+    training.trained(2)
+    training.save(path, writer=1)
+    return training.trained(4)
 
 
 def resume(rank: int, world_size: int, path: str) -> list[dict[str, torch.Tensor]]:
-    network, optimizer, state = torch.load(path)
     training = training_of(rank, WIDE["tall"])
-    training.model.module.load_state_dict(network)
-    training.optimizer.load_state_dict(optimizer)
-    training.state.load_state_dict(state)
-    training.steps = 2
-    found = go_on(training)
+    training.load(path)
+    found = training.trained(4)
     assert len(spread_lines(training)) == (world_size > 1)
-    return found
-
-
-def go_on(training: Training) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for _ in range(4):
-        training.backward()
-        found.append(training.gradients())
-        training.optimizer.step()
     return found
 
 
