@@ -169,7 +169,7 @@ class _Wire:
         self._done_s: dict[int, float] = {}
 
     def scatter(self, ready_s: float, place: int, bucket: BucketTimes) -> None:
-        """Queue a reduce-scatter; its gather follows by itself."""
+        """Queue a reduce-scatter, which queues its gather."""
         self._done_s.pop(place, None)
         self._scatters.append((ready_s, place, bucket))
 

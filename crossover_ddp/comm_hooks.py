@@ -46,7 +46,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 _joining = threading.Lock()
 _mutexes: "weakref.WeakKeyDictionary[dist.ProcessGroup, GPUMutex]" = weakref.WeakKeyDictionary()
-_told_partial: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+_warned_partial: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 def reduce_scatter_all_gather_hook(
@@ -72,8 +72,8 @@ def reduce_scatter_all_gather_hook(
 
     Collective: runs inside DDP's backward pass, on all ranks in the order of the buckets.
 
-    Note: a deep copy or a pickled and restored DDP model has lost its hook, whichever it was, and goes back
-    to plain all-reduce without a word; register the hook again.
+    Note: a deep copy or a pickled and restored DDP model has lost its hook, whichever it was, and silently goes
+    back to plain all-reduce; register the hook again.
 
     Example::
 
@@ -91,7 +91,7 @@ class CrossoverState(Pausable):
     """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
 
     ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
-    only *when* the job computes changes. Nobody to share with: the job goes on as with the split hook.
+    only *when* the job computes changes. Without siblings the job goes on as with the split hook.
 
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
@@ -286,7 +286,7 @@ def _mutex_of_job(device: torch.device | None) -> GPUMutex:
         if mutex is None or mutex.closed:
             mutex = _mutexes[group] = GPUMutex.for_hook(device, group)
             _warn_without_mps(device, group)
-            # A process may live on for long; at its exit the kernel tells siblings in any case.
+            # A process may live on for long; at its exit the kernel's locks show siblings that it has gone.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)
         return mutex
 
@@ -313,14 +313,14 @@ def _warn_without_mps(device: torch.device | None, group: dist.ProcessGroup) -> 
 
 def _tell_partial(group: dist.ProcessGroup) -> None:
     """Say once, on one rank of the group, why it takes no turns."""
-    if group not in _told_partial and group.rank() == 0:
+    if group not in _warned_partial and group.rank() == 0:
         logger.warning(
             "a model's process group has %d of the job's %d ranks: a turn is the whole job's, so this model's "
             "gradients travel inside the job's turns, and no sibling computes meanwhile",
             group.size(),
             resolve_group(None).size(),
         )
-    _told_partial.add(group)
+    _warned_partial.add(group)
 
 
 def _close(mutex: "weakref.ref[GPUMutex]") -> None:

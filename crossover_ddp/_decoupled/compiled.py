@@ -24,7 +24,7 @@ def uncompiled(function: Function) -> Function:
 
 def called_by_compiled_code() -> bool:
     """Tell whether some caller was called by torch.compile, so that what the caller calls next may be compiled."""
-    # Whoever keeps dynamo out, as we do, is in dynamo's modules too.
+    # Code that keeps dynamo out, as ours does, is in dynamo's modules too.
     disabling = _code_that_disables()
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:

@@ -1,7 +1,7 @@
 """Checks of the first steps: has anybody changed, past version counters, what waits for its update?
 
 [Note: changes that no counter sees] A change through ``.data`` counts no version. So in a few steps the exchange is
-awaited at the end of backward, when nobody of ours writes any more, and sums of what is pending are compared whenever
+awaited at the end of backward, when this package writes no more, and sums of what is pending are compared whenever
 it is used. Code that changes gradients or parameters mostly does so in every step. ``CROSSOVER_CHECK=1`` checks always.
 """
 

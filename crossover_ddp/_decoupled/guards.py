@@ -211,7 +211,7 @@ class Region:
             self._wrap(call)
 
     def enter(self, *_: Any) -> None:
-        """Compiled code is about to run; inside of a larger graph, whoever entered that has seen to it."""
+        """Compiled code is about to run; inside of a larger graph the entry of that graph has done this already."""
         if not torch.compiler.is_compiling():
             self._enter()
 

@@ -1,7 +1,7 @@
 """Our ``step`` and ``zero_grad`` in the place of the optimizer's, and parameters up to date in its groups.
 
-[Note: groups] Whoever goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a Lookahead around the
-optimizer) reads parameters or gradients. The list in the group tells so; hyper-parameters are read as ever, by
+[Note: groups] Code that goes through ``group["params"]`` (GradScaler, clipping, weight clamping, a Lookahead around the
+optimizer) reads parameters or gradients. The list in the group reports it; hyper-parameters are read as ever, by
 schedulers in every step.
 """
 

@@ -154,7 +154,7 @@ def _bare(step: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def _is_wrapper_of_torch(function: Any) -> bool:
-    # By its code: whoever uses functools.wraps copies names and marks.
+    # By its code: functools.wraps copies names and marks.
     code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__")
     return code is not None and code.co_name == "wrapper" and module in _WRAPPING_MODULES
 

@@ -32,7 +32,7 @@ class Round:
         return self.is_whole and any([share.is_written for share in self.shares])
 
     def begins_with(self, bucket: dist.GradBucket) -> bool:
-        """Note the next bucket; tell whether a new backward begins with it."""
+        """Note the next bucket; return whether a new backward begins with it."""
         # DDP goes through its buckets in order; the backward before may have ended at any of them.
         begins = not self.is_open or bucket.index() <= self._last_index
         self._last_index, self.is_open = bucket.index(), not bucket.is_last()

@@ -148,7 +148,7 @@ class Share:
         self._parameter_bits = [fingerprint(parameter) for parameter in self.parameters]
 
     def note_parameters(self) -> None:
-        """Note the parameters at the end of backward: whoever writes them before ``step()`` may have read gradients."""
+        """Note the parameters at the end of backward: code that writes them before ``step()`` may read gradients."""
         self._parameter_versions = [parameter._version for parameter in self.parameters]
 
     @property

@@ -1,7 +1,7 @@
 """Decoupled training: gradients are gathered, and parameters updated, while the next forward runs.
 
 After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward. Our design: the
-order of the gathers, updates by the user's own optimizer, and that nobody reads a parameter before its update.
+order of the gathers, updates by the user's own optimizer, and guards against reading a parameter before its update.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -41,7 +41,7 @@ class DecoupledState(Pausable):
     parameters are those of plain DDP, to the last bit with one or two ranks, and up to the order of
     additions with more.
 
-    What nobody can see is a tensor taken earlier (``p = model.weight``) and read directly after ``step()``, and its
+    What cannot be seen is a tensor taken earlier (``p = model.weight``) and read directly after ``step()``, and its
     ``p.grad`` between ``backward()`` and the next forward, which holds the mean only in parts. Call `flush` before.
     What is changed through them is refused, see docs/decoupled.md; ``CROSSOVER_CHECK=1`` looks harder, in every step.
 
@@ -51,10 +51,10 @@ class DecoupledState(Pausable):
         mutex: take turns with sibling jobs: the turn is given away when backward's compute is done, and taken before
             the next forward's. Default: no turns.
         defer: "auto": try in some of the first thirty steps whether deferring is worth it, and keep what is faster for
-            this model on this link; `deferring` tells. "always": do not try. The results are the same either way.
+            this model on this link; see `deferring`. "always": do not try. The results are the same either way.
 
     On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from the first
-    ``backward()`` or ``step()``. When a peer dies, whoever waits for its gradients gets ``ExchangeError``, in bounded
+    ``backward()`` or ``step()``. When a peer dies, code that waits for its gradients gets ``ExchangeError``, in bounded
     time.
 
     **Collective**: every rank registers the hook. ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
@@ -113,7 +113,7 @@ class DecoupledState(Pausable):
     def flush(self) -> None:
         """Finish what is under way: parameters and gradients are those of plain DDP afterwards. Not collective.
 
-        Between ``backward()`` and ``step()`` it makes ``p.grad`` whole, for whoever wants to read or change
+        Between ``backward()`` and ``step()`` it makes ``p.grad`` whole, for code that reads or changes
         gradients; after ``step()`` it applies the update.
         """
         self._training.flush()
@@ -168,7 +168,7 @@ class DecoupledState(Pausable):
         return {"forward_order": self._training.forward_order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; optional, since the first forward tells the same."""
+        """Take over what `state_dict` returned; optional, since the first forward shows the same."""
         unknown = set(state) - {"forward_order"}
         if unknown or not isinstance(state.get("forward_order"), list):
             raise ValueError(

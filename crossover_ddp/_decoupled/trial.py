@@ -49,7 +49,7 @@ class Trial:
 
         Args:
             agree: exchanges some numbers, and returns those of every rank by rank. **Collective**; called once.
-            settle: makes the device finish what it was given, so that the host's clock tells something.
+            settle: makes the device finish what it was given, so that the host's clock shows how long it took.
         """
         if self.is_over:
             return

@@ -39,7 +39,7 @@ class Updates:
         self.guards: Guards | None = None
         self.in_forward = False
         self.recorded = False
-        self._told_of_unseen = False
+        self._warned_of_unseen = False
         self._steps = 0
         self._partial = partial
         self._early_reads = _Often(
@@ -107,7 +107,7 @@ class Updates:
             )
             for parameter in share.parameters:
                 self.stale[id(parameter)] = share
-        if self.recorded and not self._told_of_unseen:
+        if self.recorded and not self._warned_of_unseen:
             self._tell_of_unseen()
         self.checks.deferred()
         self.round.shares = []
@@ -118,7 +118,7 @@ class Updates:
         shares = [share for share in self.round.shares if share.unseen]
         if not shares or self.guards is None:
             return
-        self._told_of_unseen = True
+        self._warned_of_unseen = True
         unseen = {id(update.parameter) for share in shares for update in share.updates} - self.watch.seen
         names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
         waiting, everything = (
@@ -159,7 +159,7 @@ class Updates:
             shares = [*self.round.shares]
             for share in shares:
                 share.deferred.wait()
-            # Not before all are: whoever catches the error may let the next backward write into any of the buckets.
+            # Not before all are: code that catches the error may let the next backward write into any of the buckets.
             for share in shares:
                 share.check_gradients()
                 with as_in_step(share.buffer.device.type):

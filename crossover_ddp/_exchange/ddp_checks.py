@@ -1,4 +1,4 @@
-"""What DDP hands to a hook, looked at before it is used: what cannot work is refused in clear words.
+"""Checks of what DDP hands to a hook: what cannot work is refused with an error that says why.
 
 [Note: finding the model]
 A bucket does not know its model, and DDP tells a hook nothing of itself. But every object refers to its class, so
@@ -106,7 +106,7 @@ def check_copyable(model: DistributedDataParallel) -> None:
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
-    It would average over the wrong ranks without a word.
+    Otherwise it would silently average over the wrong ranks.
     """
     got = dist.get_process_group_ranks(process_group)
     models: list[DistributedDataParallel] = []

@@ -317,7 +317,7 @@ class Exchange:
         shared = transfer.turn is not None and transfer.turn.shared
         if shared:
             whole_way()
-        # Somebody else's hook: nobody knows for whose data it waited.
+        # Another library's hook: it is unknown whose data it waited for.
         self.engine.complete(transfer, ahead=not shared, meets=False)
 
 

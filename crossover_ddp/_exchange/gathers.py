@@ -2,9 +2,9 @@
 
 [Note: order of gathers] On a ring every rank passes on what it receives, so all ranks must gather the same
 bucket at the same time. Which one is best depends on the moment: during backward whatever is ready, if no
-reduce-scatter wants the wire; afterwards what the next forward needs first. So rank 0 decides, and its word
+reduce-scatter wants the wire; afterwards what the next forward needs first. So rank 0 decides, and its choice
 travels around the ring ahead of the data: one bucket at a time during backward; the whole rest of a step, in one
-word, once its last bucket is reduced and nothing can come between. A rank waits for a word only while rank 0 still
+message, once its last bucket is reduced and nothing can come between. A rank waits for a choice only while rank 0 still
 has one to send: rank 0 names each bucket once, and each rank calls ``next`` once for every reduce-scatter that it
 has completed.
 
@@ -24,12 +24,12 @@ from .step import Step
 from .transfer import Transfer
 
 _LEADER: Final = 0
-_WORD_NUMEL: Final = 256
+_MESSAGE_NUMEL: Final = 256
 _NOTHING: Final = -1
 
 
 class GatherOrder:
-    """The next bucket to gather: rank 0 of the ring chooses, the others are told.
+    """The next bucket to gather: rank 0 of the ring chooses, and passes its choice on.
 
     Args:
         ring: whose ranks gather.
@@ -40,7 +40,7 @@ class GatherOrder:
         self._changed = threading.Condition()
         self._scattering: Counter[Step] = Counter()
         self._ready: dict[int, Transfer] = {}
-        self._told: deque[int] = deque()
+        self._chosen: deque[int] = deque()
         self._abandoned = False
         self._under_way = 0
         self._sent: tuple[torch.Tensor, dist.Work] | None = None
@@ -70,7 +70,7 @@ class GatherOrder:
 
     @property
     def busy(self) -> bool:
-        """Whether buckets are under way that nobody here may wait for, but other ranks may."""
+        """Whether buckets are under way; other ranks may wait for them even if this one does not."""
         with self._changed:
             return self._under_way > 0 and not self._abandoned
 
@@ -82,11 +82,11 @@ class GatherOrder:
 
     def next(self) -> Transfer:
         """Return the bucket to gather now, the same on all ranks. Called on the gatherer, once per bucket."""
-        if not self._told:
-            word = self._word(self._choose()) if self._ring.rank == _LEADER else self._hear()
-            self._told.extend(sequence for sequence in word.tolist() if sequence != _NOTHING)
-            self._tell(word)
-        return self._await(self._told.popleft())
+        if not self._chosen:
+            message = self._message(self._choose()) if self._ring.rank == _LEADER else self._receive()
+            self._chosen.extend(sequence for sequence in message.tolist() if sequence != _NOTHING)
+            self._pass_on(message)
+        return self._await(self._chosen.popleft())
 
     def _choose(self) -> list[Transfer]:
         """Return what is gathered next, in this order."""
@@ -119,18 +119,18 @@ class GatherOrder:
         if self._abandoned:
             raise RuntimeError("the exchange was ended")
 
-    def _word(self, transfers: list[Transfer]) -> torch.Tensor:
-        sequences = [transfer.sequence for transfer in transfers[:_WORD_NUMEL]]
-        return torch.tensor(sequences + [_NOTHING] * (_WORD_NUMEL - len(sequences)))
+    def _message(self, transfers: list[Transfer]) -> torch.Tensor:
+        sequences = [transfer.sequence for transfer in transfers[:_MESSAGE_NUMEL]]
+        return torch.tensor(sequences + [_NOTHING] * (_MESSAGE_NUMEL - len(sequences)))
 
-    def _hear(self) -> torch.Tensor:
-        word = torch.empty(_WORD_NUMEL, dtype=torch.int64)
-        self._ring.receive(word, self._tag).wait()
-        return word
+    def _receive(self) -> torch.Tensor:
+        message = torch.empty(_MESSAGE_NUMEL, dtype=torch.int64)
+        self._ring.receive(message, self._tag).wait()
+        return message
 
-    def _tell(self, word: torch.Tensor) -> None:
+    def _pass_on(self, message: torch.Tensor) -> None:
         if (self._ring.rank + 1) % self._ring.size == _LEADER:
             return
         if self._sent is not None:
             self._sent[1].wait()
-        self._sent = word, self._ring.send(word, self._tag)
+        self._sent = message, self._ring.send(message, self._tag)

@@ -75,7 +75,7 @@ class BufferCopy:
             self.flat[stop - tensor.nbytes : stop].view(tensor.dtype).view(tensor.shape)
             for tensor, stop in zip(self._tensors, stops, strict=True)
         ]
-        # Autograd may have saved buffers, and is not told of new values, as DDP does not tell it.
+        # Autograd may have saved buffers, and must not see a new version, as with DDP's own broadcast.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._tensors)):
             torch._foreach_copy_(self._tensors, values)
 

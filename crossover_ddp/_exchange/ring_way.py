@@ -54,7 +54,7 @@ class RingWay:
             transfer.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         at_once = gather is not None and transfer.owner_step is None and not transfer.deferred
-        on_owned = gather.offer if gather is not None and at_once else self._teller(engine, transfer)
+        on_owned = gather.offer if gather is not None and at_once else self._reporter(engine, transfer)
         scatter = self._ring.reduce_scatter(buffer, transfer.layout, transfer.sequence, on_owned)
         transfer.halves = halves = RingHalves(buffer, scatter, gather)
         engine.end_compute(transfer)
@@ -87,18 +87,18 @@ class RingWay:
             functools.partial(self._gather_and_finish, engine, transfer),
         )
 
-    def _teller(self, engine: Engine, transfer: Transfer) -> Callable[[Span], None] | None:
-        """Return what tells the owner how much of its part has arrived, on the gatherer; None if it need not know."""
+    def _reporter(self, engine: Engine, transfer: Transfer) -> Callable[[Span], None] | None:
+        """Return what reports to the owner, on the gatherer, how much of its part has arrived; None if unused."""
         arriving = transfer.payload.arriving if transfer.payload is not None else None
         if arriving is None or transfer.side.copier is not None:
             return None
         start = transfer.layout.part(self._ring.rank).start
 
-        def tell(span: Span) -> None:
-            told = functools.partial(arriving, span.stop - start)
-            engine.put(self._gatherer, transfer, "owner's step", told)
+        def report(span: Span) -> None:
+            arrived = functools.partial(arriving, span.stop - start)
+            engine.put(self._gatherer, transfer, "owner's step", arrived)
 
-        return tell
+        return report
 
     def _buffer(self, transfer: Transfer, sharded: Sharded, *, own_only: bool = False) -> HostBuffer:
         copier = transfer.side.copier

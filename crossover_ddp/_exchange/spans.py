@@ -1,4 +1,4 @@
-"""What the engine tells the timeline: which job this is, and the spans of its steps and buckets."""
+"""What the engine records in the timeline: which job this is, and the spans of its steps and buckets."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ class ExchangeSpans:
         self._group = _group_detail(process_group) if timeline is not None else {}
 
     def compute(self, step: Step, begin_s: float | None) -> None:
-        """Note that ``step`` has computed since ``begin_s`` until its last hook; None: nobody knows since when."""
+        """Note that ``step`` has computed since ``begin_s`` until its last hook; None: unknown since when."""
         if self.timeline is not None and begin_s is not None:
             self.timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
 
@@ -102,7 +102,7 @@ def _group_detail(process_group: dist.ProcessGroup) -> dict[str, Any]:
 def _job_name(process_group: dist.ProcessGroup) -> str | None:
     """Agree with the other ranks on a name that no other job has: the first one to come chooses.
 
-    Waits for no other rank. None where the store cannot do that; the job's exchanges then tell nothing about clocks.
+    Waits for no other rank. None where the store cannot do that; the job's exchanges then say nothing about clocks.
     """
     try:
         store = _get_process_group_store(process_group)

@@ -1,4 +1,4 @@
-"""When the buckets of a step, and what else is asked about, are ready, as far as the host's clock can tell."""
+"""When parts of a step are ready, by the host's clock: a recorder that decoupled training and K-FAC share."""
 
 import time
 from collections import Counter, deque

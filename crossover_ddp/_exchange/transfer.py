@@ -70,12 +70,12 @@ class Payload:
         scatter: is summed into its owners, divided by the number of ranks.
         gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
             ``step``; None: nothing comes back.
-        step: the owner's work between the halves; it is handed the own part of ``scatter``, and what it may tell how
+        step: the owner's work between the halves; it gets the own part of ``scatter``, and a function to report how
             many leading elements of that part are final: where the same buffer goes both ways, they leave at once.
         unload: called when ``gather`` is whole, before the bucket's Future completes.
         keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
-        arriving: told, before ``step``, how many leading elements of the own part have arrived, on the same thread. Not
-            called with one rank, for a device's memory, or on NCCL.
+        arriving: called before ``step``, on the same thread, with the number of leading elements of the own part that
+            have arrived. Not called with one rank, for a device's memory, or on NCCL.
     """
 
     scatter: Sharded
@@ -86,7 +86,7 @@ class Payload:
     arriving: Callable[[int], None] | None = None
 
 
-def _nobody(numel: int) -> None:
+def _no_report(numel: int) -> None:
     """For buffers that leave as a whole."""
 
 
@@ -105,7 +105,7 @@ class Transfer:
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
     before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
     Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
-    ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does not tell.
+    ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does not wait for.
     ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
     """
 
@@ -137,10 +137,10 @@ class Transfer:
         """Let ``payload`` travel, and the Future hold the bucket's buffer all the same."""
         self.payload, self.result = payload, self.tensor
         self.tensor, self.layout = payload.scatter
-        self.take_owner_step(_nobody)
+        self.take_owner_step(_no_report)
 
     def take_owner_step(self, final: Callable[[int], None]) -> None:
-        """Let the payload's owner tell ``final`` what may leave."""
+        """Let the payload's owner report to ``final`` what may leave."""
         if self.payload is not None:
             step = self.payload.step
             self.owner_step = lambda part: step(part, final)
@@ -168,7 +168,7 @@ class Transfer:
 
     @property
     def deferred(self) -> bool:
-        """Whether nobody waits for this bucket at the end of backward."""
+        """Whether backward does not wait for this bucket."""
         return self.urgency is not None
 
     @property

@@ -1,6 +1,6 @@
 """How a bucket travels: what is asked of a way, and the way of a rank alone.
 
-A way is told of a transfer on the hook's thread, launches it there, and completes it from whichever thread it likes.
+The engine hands a transfer to its way on the hook's thread. The way launches it there, and completes it on any thread.
 """
 
 import functools
@@ -21,7 +21,7 @@ class Way(Protocol):
         """Launch a bucket. On the hook's thread."""
 
     def trail(self, engine: Engine, transfer: Transfer) -> None:
-        """Launch what nobody waits for, of which nothing comes back, behind the buckets so far."""
+        """Launch a transfer of which nothing comes back, behind the buckets so far; the step does not wait for it."""
 
     def spread(self, engine: Engine, transfer: Transfer) -> None:
         """Begin to copy each owner's part to all ranks, behind the buckets so far. On the hook's thread."""

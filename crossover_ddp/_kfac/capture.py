@@ -87,7 +87,7 @@ class FactorCapture:
         self._accumulated = accumulated
         chosen = range(len(self._layers)) if only is None else sorted(only)
         self._sums = {index: LayerSums() for index in chosen}
-        # Of all layers: those that are not captured tell which micro-batches count, too.
+        # Of all layers: those that are not captured also show which micro-batches count.
         self._marks = [GradientMark() for _ in self._layers]
         self._step = 0
         self._numbers = itertools.count()

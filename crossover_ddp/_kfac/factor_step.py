@@ -16,7 +16,7 @@ def factor_step_of(
 ) -> tuple[list[int], FactorStep]:
     """Return which layers could send A early, in the order of forward, and the medians of the recorded steps.
 
-    A layer that was called several times in a forward is not among them: nobody knows which call is the last.
+    A layer that was called several times in a forward is not among them, since its last call cannot be recognised.
 
     Args:
         times: of at least one step.

@@ -34,7 +34,7 @@ class Call:
         step, micro_batch: in which it was made.
         count: of A's columns.
         make_a: returns A, or its columns; None where they are more than may be sent. None: A is counted already.
-        announced: whether it was told that A of the layer can be had; a recomputed call may be for nothing.
+        announced: whether `FactorCapture.on_input` was called for it; a recomputed call may have no backward.
         ahead: whether A was taken before its backward came.
     """
 
@@ -160,7 +160,7 @@ class LayerSums:
         return found
 
     def take_input_ahead(self, room: int) -> Tensor | None:
-        """Return A of what was committed and of all calls so far, in the trust that their backward comes."""
+        """Return A of what was committed and of all calls so far, assuming that their backward will come."""
         for call in sorted(self.open, key=lambda call: call.number):
             self._ahead += 1
             call.ahead = True

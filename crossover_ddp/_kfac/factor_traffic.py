@@ -112,7 +112,7 @@ class FactorTraffic:
         self._model = _no_model if model is None else weakref.ref(model)
 
     def room(self, index: int) -> ColumnRoom:
-        """Return how many columns a layer's factors may have in this step, as all ranks have told in the last one."""
+        """Return how many columns a layer's factors may have in this step: what the ranks needed in the last one."""
         if self._rooms is None:
             counts = self.counts()
             pairs = zip(self._layers, counts[::2], counts[1::2], strict=True)
@@ -149,14 +149,14 @@ class FactorTraffic:
         self._counts, self._rooms, self._ended = list(counts), None, None
 
     def own_counts(self) -> Tensor | None:
-        """Return how many columns this rank had in this step, to be told to all; None if factors do not travel."""
+        """Return how many columns this rank had in this step, to be sent to all; None if factors do not travel."""
         if self._local or not self._layers:
             return None
         counts = [count for index in range(len(self._layers)) for count in self._capture.counts(index)]
         device = self._layers[0].weight.device
         # From pinned memory: the host need not wait for the device.
-        told = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return told.to(device, non_blocking=True)
+        sent = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return sent.to(device, non_blocking=True)
 
     def end_step(self, round: KFACRound) -> None:
         """Note that the step's last bucket is on its way; the ranks' messages arrive with it."""

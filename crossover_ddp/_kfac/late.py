@@ -1,4 +1,4 @@
-"""Factors that nobody needs yet travel behind the gradients, when the wire has nothing else to do.
+"""Factors that are not needed yet travel behind the gradients, when the wire has nothing else to do.
 
 [Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
 steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients

@@ -1,4 +1,4 @@
-"""What each rank tells all others at the end of a step, see [Note: messages] in `payload`."""
+"""What each rank sends to all others at the end of a step, see [Note: messages] in `payload`."""
 
 from typing import NamedTuple
 

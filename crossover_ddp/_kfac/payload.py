@@ -2,11 +2,11 @@
 
 [Note: a layer travels with its last bucket] DDP may put a layer's bias into one bucket and its weight into the next.
 The owner needs both, so what comes early waits in its bucket until the layer is complete, and travels with the bucket
-that completes it. All Futures of a step complete together, hence nobody looks at the early bucket before.
+that completes it. All Futures of a step complete together, hence the early bucket is not read before.
 
 [Note: messages] The KL clip scales all preconditioned gradients by one number made of sums over all layers. Each
 rank's sum over its own layers travels at the end of its part of the last bucket, as eight raw bytes; so every rank
-scales by the same bits. On steps that take factors each rank tells in the same place how many columns its mini-batch
+scales by the same bits. On steps that take factors each rank sends in the same place how many columns its mini-batch
 had of each factor, so that all ranks know what can be sent as columns the next time (see [Note: few columns]).
 
 A layer that is spread goes its own way, see [Note: spread layers].
@@ -335,7 +335,7 @@ class BucketPayload:
             self._buffer[bucket.start : bucket.stop].copy_(self._back[start : start + bucket.numel])
 
     def messages(self) -> list[Message]:
-        """Return what the ranks have told at the end of their parts, in the order of ranks."""
+        """Return the messages at the end of the ranks' parts, in the order of ranks."""
         return [
             Message.unpack(self._message(rank, self._back), self._count_numel)
             for rank in range(self._round.plan.world_size)

@@ -429,7 +429,7 @@ def choose_early(step: FactorStep, link: Link) -> FactorPlan:
 
 
 def decided(step: FactorStep, link: Link, *, early: bool) -> FactorPlan:
-    """Plan as told, whichever is better; both predictions are those of `choose_early`."""
+    """Plan as the caller decided, whichever is better; both predictions are those of `choose_early`."""
     in_buckets_s = factor_step_s(step, link)
     ready_s = [factor.ready_s for factor in step.factors]
     sizes = [factor.size_bytes for factor in step.factors]

@@ -53,7 +53,7 @@ class Preconditioner:
         """Take the hooks off the model's modules."""
         self.capture.close()
 
-    # --- in words and numbers --------------------------------------------------------------------------------
+    # --- reports ---------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[str]:
         """Describe each layer, and what each rank has to do."""

@@ -31,7 +31,7 @@ class Rounds:
     Args:
         setup: of the state.
         model: that it was made of; held weakly.
-        learning_rates: returns those of this moment by the parameters' ids; told whether there is a KL clip.
+        learning_rates: returns the present ones by the parameters' ids; its argument says whether there is a KL clip.
         state: that the hook is registered with.
     """
 
