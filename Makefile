@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test marked demo bench lint format setup clean
+.PHONY: help test marked demo bench campaign lint format setup clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,17 @@ demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, p
 bench: $(INSTALLED) ## the benchmarks in full; figures are ratios, printed as a table
 	@echo "bench: the benchmarks in full; keep the machine otherwise idle"
 	@CROSSOVER_BENCH=full $(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(PYTEST_ARGS)
+
+campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and the studies behind docs/measurements.md
+	@echo "campaign: two fault campaigns (about 15 minutes), the benchmarks in full, then the studies; keep the machine idle"
+	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000 --lanes 5
+	@$(BIN)/python -m tests.faults.campaign --events 200
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/multiprocess/test_decoupled.py -k many_steps
+	@$(MAKE) --no-print-directory bench
+	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
+	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled
+	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
+	@$(BIN)/python recipes/studies/optimizer_study.py --study autoencoder --seeds 3 --out runs/campaign/optimizers
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"

@@ -91,7 +91,7 @@ class KFACState(Pausable):
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
-    step's number, equal on all ranks.
+    step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
 
     On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError``, here or from the first ``backward()``,
     for models that cannot work; ``ExchangeError`` from ``backward()`` when a peer dies. A factor that cannot be

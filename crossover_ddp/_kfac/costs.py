@@ -21,6 +21,7 @@ TYPICAL: Final = InverseCost(cubic_s=2.5e-11, overhead_s=5e-5)
 
 logger = logging.getLogger(__name__)
 _DEFAULT_BUCKET_BYTES: Final = 25 * 1024 * 1024
+_FIRST_BUCKET_BYTES: Final = 1024 * 1024
 
 
 def layer_costs(
@@ -35,11 +36,11 @@ def layer_costs(
         model: wrapped by DDP or not; then DDP's default size of buckets is expected.
         layers: of the model.
         world_size: number of ranks.
-        inverse_steps: steps that a solver serves, None if nothing is to be spread.
+        inverse_steps: steps that a solver serves, those of the first step if that changes; None: nothing is spread.
     """
     cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
     by_default = getattr(model, "bucket_bytes_cap_default", True)
-    first = min(cap, dist._DEFAULT_FIRST_BUCKET_BYTES) if by_default else cap
+    first = min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES)) if by_default else cap
     trained = [each for each in unwrapped(model).parameters() if each.requires_grad]
     numbers = expected_buckets([each.nbytes for each in trained], cap, first)
     bucket_of = {id(each): number for each, number in zip(trained, numbers, strict=True)}

@@ -129,10 +129,10 @@ class PlacementRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Who inverts what.
+    """Who owns what.
 
     Args:
-        owners: rank of each layer (or factor), in the order in which they were given.
+        owners: rank of each layer, in the order in which they were given.
         loads_s: seconds of each rank, mean of a step.
     """
 
