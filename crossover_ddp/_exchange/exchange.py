@@ -133,7 +133,7 @@ class Exchange:
                 self.engine.finish(held, None)
         else:
             future = transfer.future
-            buffers = self._launch_with_buffers(transfer, bucket, state)
+            buffers = self._launch(transfer, bucket, state)
             if buffers is not None:
                 after_backward(buffers.claim_and_unpack)
         if _is_last(bucket):
@@ -152,7 +152,7 @@ class Exchange:
         """
         transfer = self.routes.of_tensor(payload.scatter, self._step)
         transfer.carry(payload)
-        self._launch(transfer, behind=behind)
+        self._begin(transfer, behind=behind)
         return transfer.future
 
     def defer(
@@ -185,7 +185,7 @@ class Exchange:
         else:
             deferred = Deferred(transfer, self.spans.timeline)
             future = transfer.side.future()
-            deferred.buffers = self._launch_with_buffers(transfer, bucket, state)
+            deferred.buffers = self._launch(transfer, bucket, state)
             if deferred.buffers is not None:
                 after_backward(deferred.buffers.claim)
             future.set_result(bucket.buffer())
@@ -268,31 +268,29 @@ class Exchange:
         self._step = Step(step.number + 1)
         self.engine.give_turn_away(step, turn)
 
-    def _launch(self, transfer: Transfer, *, behind: bool = False) -> None:
+    def _launch(self, transfer: Transfer, bucket: dist.GradBucket, state: object) -> BufferCopy | None:
+        """Launch a bucket, and with the step's last one the model's buffers; return these."""
+        device, buffers = transfer.tensor.device, None
+        if transfer.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
+            buffers = self._buffers.copy(bucket, state, functools.partial(self._agree, device))
+        if buffers is None:
+            self._begin(transfer)
+            return None
+        # Rank 0 owns all of it.
+        layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))
+        sharded = Sharded(buffers.flat, layout)
+        if self.routes.is_on_ring(device):
+            self._begin(transfer)
+            buffers.arrived = self._spread(sharded, transfer.step)
+        else:  # the last bucket is followed by the deferred gathers
+            buffers.arrived = self._spread(sharded, transfer.step)
+            self._begin(transfer)
+        return buffers
+
+    def _begin(self, transfer: Transfer, *, behind: bool = False) -> None:
         way = self.routes.way(transfer.tensor.device)
         begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
         self.engine.guarded(transfer, "start", begin)
-
-    def _launch_with_buffers(
-        self, transfer: Transfer, bucket: dist.GradBucket, state: object
-    ) -> BufferCopy | None:
-        """Launch a bucket, and with the step's last one the model's buffers; return these."""
-        buffers = None
-        if transfer.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
-            buffers = self._buffers.copy(
-                bucket, state, functools.partial(self._agree, transfer.tensor.device)
-            )
-        if buffers is None or self.routes.is_on_ring(transfer.tensor.device):
-            self._launch(transfer)
-        if buffers is not None:
-            # Rank 0 owns all of it.
-            layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))
-            buffers.arrived = self._spread(Sharded(buffers.flat, layout), transfer.step)
-            if not self.routes.is_on_ring(
-                transfer.tensor.device
-            ):  # deferred gathers stand behind the last bucket
-                self._launch(transfer)
-        return buffers
 
     def _agree(self, device: torch.device, number: int) -> bool:
         """Tell whether all ranks have this number, and it is not 0. Collective."""
