@@ -23,12 +23,12 @@ from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.columns import WeightSharing
+from crossover_ddp._kfac.columns import LayerShape, WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.curvature import Curvature, Start
 from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
-from crossover_ddp._kfac.layers import find_layers, group_of
-from crossover_ddp._kfac.placement import FactorPlan, Placement, place, placed
+from crossover_ddp._kfac.layers import Layer, find_layers, group_of
+from crossover_ddp._kfac.placement import FactorPlan, InverseCost, LayerCost, Placement, place, placed
 from crossover_ddp._kfac.preconditioner import Preconditioner
 from crossover_ddp._kfac.rounds import Rounds
 from crossover_ddp._kfac.settings import (
@@ -128,14 +128,8 @@ class KFACState(Pausable):
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
     ) -> None:
-        check_choices(
-            solver=solver,
-            weight_sharing=weight_sharing,
-            factors=factors,
-            inversion=inversion,
-            accumulated=accumulated,
-            costs=costs,
-        )
+        check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
+        check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
         inverse_steps = hypers.at(0).inverse_steps  # says what is wrong with them
         check_max_dim(max_factor_dim)
@@ -144,18 +138,12 @@ class KFACState(Pausable):
         self.optimizer = optimizer
         self.mutex = mutex
         group = resolve_group(self.process_group)
-        layers, self.passing = find_layers(model, skip, max_factor_dim)
-        check_parameters(layers, model)
-        inverter = Worker("crossover-invert") if inversion == "background" else None
         # New solvers that are made in the background come at another step on each rank.
-        typical = layer_costs(model, layers, group.size(), inverse_steps if inverter is None else None)
-        inverse_cost, agreed = agree(
-            typical, layers, group, measured=_SOLVERS[solver] if costs == "measured" else None
+        spread_steps = inverse_steps if inversion == "at_once" else None
+        layers, self.passing = find_layers(model, skip, max_factor_dim)
+        inverse_cost, agreed = self._agree_on(
+            model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None
         )
-        check_any(layers, self.passing)
-        if group.rank() == 0:
-            warn_of_large(self.passing)
-        start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
         scale_now = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
         self._setup = KFACSetup(
             layers=layers,
@@ -168,23 +156,35 @@ class KFACState(Pausable):
             process_group=self.process_group,
             solver=solver,
             local=factors == "local",
-            inverter=inverter,
+            inverter=Worker("crossover-invert") if inversion == "background" else None,
             keeps_turn=mutex is not None,
             loss_scale=scale_now,
-            new_curvature=functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start),
+            new_curvature=_curvatures(solver, pi, weight_sharing),
             new_capture=functools.partial(
-                FactorCapture,
-                layers,
-                model=model,
-                sharing=weight_sharing,
-                loss_scale=scale_now,
-                accumulated=accumulated,
+                FactorCapture, layers, model=model, sharing=weight_sharing, accumulated=accumulated
             ),
         )
         self._learning_rates(kl_clip is not None)
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(place(agreed, group.size(), inverse_cost, inverse_steps))
         logger.info("%s", self)
+
+    def _agree_on(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        group: dist.ProcessGroup,
+        spread_steps: int | None,
+        measured: type[Solver] | None,
+    ) -> tuple[InverseCost, Sequence[LayerCost]]:
+        """Check that all ranks have found the same layers; return what these cost, the same on all ranks."""
+        check_parameters(layers, model)
+        typical = layer_costs(model, layers, group.size(), spread_steps)
+        inverse_cost, costs = agree(typical, layers, group, measured=measured)
+        check_any(layers, self.passing)
+        if group.rank() == 0:
+            warn_of_large(self.passing)
+        return inverse_cost, costs
 
     def _own(self, placement: Placement) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
@@ -344,3 +344,10 @@ def _check_state(state: object) -> None:
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
         )
+
+
+def _curvatures(
+    solver: Literal["inverse", "eigen"], pi: bool, weight_sharing: WeightSharing
+) -> Callable[[LayerShape], Curvature]:
+    start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
+    return functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)

@@ -37,7 +37,9 @@ class Preconditioner:
             if owner == setup.rank
         }
         self.spread = SpreadLayers([index for index, cost in enumerate(setup.costs) if cost.spread])
-        self.capture = setup.new_capture(only=self.curvatures if setup.local else None)
+        self.capture = setup.new_capture(
+            loss_scale=setup.loss_scale, only=self.curvatures if setup.local else None
+        )
         self.traffic = FactorTraffic(
             setup.layers,
             placement,

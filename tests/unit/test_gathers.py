@@ -44,7 +44,7 @@ def test_what_is_ready_is_gathered_in_the_order_of_need(urgencies: list[int]) ->
 def test_the_rest_of_a_step_is_told_at_once(urgencies: list[int]) -> None:
     order = order_of_one()
     words: list[torch.Tensor] = []
-    order._tell = words.append  # type: ignore[method-assign]
+    order._pass_on = words.append  # type: ignore[method-assign]
     place = len(urgencies) - 1
     transfers = [transfer(sequence, need, last=sequence == place) for sequence, need in enumerate(urgencies)]
     for each in transfers:
@@ -160,8 +160,8 @@ def test_nobody_waits_for_a_native_gather_that_was_never_issued(
     """Gathers are issued with the step's last bucket, which an exception in backward may keep away."""
     monkeypatch.setattr(
         Exchange,
-        "_launch",
-        lambda self, each: self.guarded(each, "start", lambda: self._native.begin(self, each)),
+        "_begin",
+        lambda self, each: self.routes.native.begin(self.engine, each),
     )
     engine = Exchange(process_group)
     first, last = (FakeBucket(torch.ones(4), index=index, last=index == 1) for index in range(2))
