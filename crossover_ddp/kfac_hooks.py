@@ -144,7 +144,6 @@ class KFACState(Pausable):
         inverse_cost, agreed = self._agree_on(
             model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None
         )
-        scale_now = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
         self._setup = KFACSetup(
             layers=layers,
             costs=agreed,
@@ -158,15 +157,18 @@ class KFACState(Pausable):
             local=factors == "local",
             inverter=Worker("crossover-invert") if inversion == "background" else None,
             keeps_turn=mutex is not None,
-            loss_scale=scale_now,
+            loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
             new_curvature=_curvatures(solver, pi, weight_sharing),
             new_capture=functools.partial(
                 FactorCapture, layers, model=model, sharing=weight_sharing, accumulated=accumulated
             ),
         )
-        self._learning_rates(kl_clip is not None)
+        self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps))
+
+    def _begin(self, model: nn.Module, placement: Placement) -> None:
+        self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
-        self._own(place(agreed, group.size(), inverse_cost, inverse_steps))
+        self._own(placement)
         logger.info("%s", self)
 
     def _agree_on(
