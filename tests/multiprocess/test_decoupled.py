@@ -156,7 +156,7 @@ def walks(world_size: int) -> list[dict[tuple[str, int], dict[str, float]]]:
 def test_many_steps_are_those_of_plain_ddp(world_size: int, optimizer: str, accumulate: int) -> None:
     for of_rank in walks(world_size):
         figures = of_rank[optimizer, accumulate]
-        assert figures["deferred"] > 0.9
+        assert figures["deferred"] > 1 - 3 / (STEPS // accumulate), "all but two, before the buckets settle"
         # With more ranks DDP's all-reduce adds in another order than the split, and Adam enlarges roundings: in
         # double precision nothing is left of that.
         assert max(figures["split losses"], figures["split parameters"]) == 0.0
