@@ -93,10 +93,10 @@ def pretend(state: DecoupledState, *, deferred_s: float) -> None:
     def clock() -> float:
         return now_s
 
-    def backward_ended(agree: Any) -> None:
+    def backward_ended(agree: Any, settle: Any) -> None:
         nonlocal now_s
         now_s += deferred_s if trial.defers else 2.0
-        type(trial).backward_ended(trial, agree)
+        type(trial).backward_ended(trial, agree, settle)
 
     trial._clock = clock
     trial.backward_ended = backward_ended  # type: ignore[method-assign]
