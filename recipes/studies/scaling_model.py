@@ -1,9 +1,9 @@
 """What second-order steps cost on 64 workers, by design: a model from the constants published with SPD-KFAC.
 
-    python recipes/scaling_model.py                      the tables
-    python recipes/scaling_model.py --json               the same for programs
-    python recipes/scaling_model.py --markdown           the same for docs/scaling.md
-    python recipes/scaling_model.py --picture scaling.png
+    python recipes/studies/scaling_model.py                      the tables
+    python recipes/studies/scaling_model.py --json               the same for programs
+    python recipes/studies/scaling_model.py --markdown           the same for docs/scaling.md
+    python recipes/studies/scaling_model.py --picture scaling.png
 
 Nothing here is measured on this machine, and no constant is fitted to a total that is predicted. What is
 assumed stands in docs/scaling.md.
