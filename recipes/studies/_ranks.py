@@ -64,7 +64,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of one job, which wait for orders.
+    """All ranks of one job, started, which wait for orders.
 
     Args:
         cluster: where they run.
@@ -93,6 +93,8 @@ class Ranks:
                     text=True,
                 )
             self._ranks.append(Rank(process, f"job {job}, rank {node}", log))
+        # A rank that still starts would disturb what others measure.
+        self.hear("up")
 
     def tell(self, **order: Any) -> None:
         for rank in self._ranks:

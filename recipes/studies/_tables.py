@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 Cell = float | str | None
-Cells = dict[str, Cell]
+Cells = Mapping[str, Cell]
 
 
 def show_table(console: Console, title: str, rows: Iterable[Cells]) -> None:

@@ -108,14 +108,14 @@ def measure(
     """
     losses = [job.step() for _ in range(warm_up)]
     turn = mutex()
-    if synchronize:
+    if synchronize is not None:
         synchronize()
-    if turn:
+    if turn is not None:
         turn.release()
     dist.barrier()
     say(event="ready")
     heard()
-    if turn:
+    if turn is not None:
         turn.acquire()
     losses += [job.step() for _ in range(swing)]
     core, ends_s = pinned_core(), []
@@ -123,9 +123,9 @@ def measure(
     for _ in range(steps):
         losses.append(job.step())
         ends_s.append(time.monotonic())
-    if turn:
+    if turn is not None:
         turn.release()
-    if synchronize:
+    if synchronize is not None:
         synchronize()
         ends_s[-1] = time.monotonic()
     spent = Reading.now(core).since(before)

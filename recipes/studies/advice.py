@@ -40,7 +40,7 @@ from studies._ranks import (
     slowest_s,
     study_parser,
 )
-from studies._tables import Cells
+from studies._tables import Cell, Cells
 from studies.siblings import JOBS, WORKER, Siblings
 from studies.sleepy_job import LAYER_BYTES
 
@@ -225,7 +225,7 @@ def measure_preset(
 def cells(row: Row) -> Cells:
     """What the table says of a row, as said/measured."""
     said, measured = row["said"], row["measured"]
-    found: Cells = {"model": row["preset"], "M/C": f"{measured['m_s'] / measured['c_s']:.2f}"}
+    found: dict[str, Cell] = {"model": row["preset"], "M/C": f"{measured['m_s'] / measured['c_s']:.2f}"}
     for letter, key in (("C s", "c_s"), ("N s", "n_s"), ("M s", "m_s")):
         found[letter] = f"{said[key]:.3f}/{measured[key]:.3f}"
     for way in WAYS:

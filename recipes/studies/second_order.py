@@ -29,7 +29,7 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
 from studies._digits import Choice, Training, WireMeter, make_problem, mean_over_ranks, one_job
-from studies._tables import Cells, show_table
+from studies._tables import Cell, Cells, show_table
 
 Sheet = Mapping[str, Choice]
 
@@ -176,7 +176,7 @@ def spent(curve: Curve, target: float | None) -> dict[str, float | None]:
 def cells(curve: Curve, target: float | None) -> Cells:
     """What the table says of a curve."""
     last = max(1, len(curve.losses) - 1)
-    found: Cells = {
+    found: dict[str, Cell] = {
         "model": curve.model,
         "optimizer": curve.optimizer,
         "loss at the end": f"{curve.smoothed()[-1]:.4f}",

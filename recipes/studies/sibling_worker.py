@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,10 +33,10 @@ class Run(Job):
 
     def __init__(self, args: argparse.Namespace, hook: str, work: int) -> None:
         preset = _models.PRESETS[args.preset]
+        large = prepared(args.preset, args.seed, args.scale, args.device)
         network, batches, _ = _models.build(args.preset, args.seed)
-        self.batches = batches(dist.get_rank(), dist.get_world_size())
-        if args.scale:
-            self.batches = itertools.cycle(prepared(self.batches, args.scale, args.device))
+        own = batches(dist.get_rank(), dist.get_world_size())
+        self.batches = itertools.cycle(large) if large else own
         self.model = DistributedDataParallel(
             network.to(args.device), bucket_cap_mb=preset.bucket_cap_mb, gradient_as_bucket_view=True
         )
@@ -57,10 +56,13 @@ class Run(Job):
         return loss
 
 
-def prepared(source: Iterator[Any], scale: int, device: str) -> list[Any]:
-    """Put some large batches of the preset's own data on the device."""
+@functools.cache
+def prepared(preset: str, seed: int, scale: int, device: str) -> list[Any]:
+    """Put some large batches of the preset's own data on the device, once; none if they shall not be large."""
+    _, batches, _ = _models.build(preset, seed)
+    source = batches(dist.get_rank(), dist.get_world_size())
     found = []
-    for _ in range(PREPARED_BATCHES):
+    for _ in range(PREPARED_BATCHES if scale else 0):
         parts = [next(source) for _ in range(scale)]
         found.append(tuple(torch.cat(column).to(device) for column in zip(*parts, strict=True)))
     return found
