@@ -63,9 +63,10 @@ def leave_the_job() -> None:
 def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
     """Rise over the warm-up, then fall along a cosine: a function of the step has no state to save."""
     highest: float = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
-    if step < args.warmup_steps:
-        return highest * (step + 1) / args.warmup_steps
-    share = (step - args.warmup_steps) / max(1, total - args.warmup_steps)
+    warmup: int = args.warmup_steps
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    share = (step - warmup) / max(1, total - warmup)
     return highest * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
