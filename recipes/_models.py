@@ -6,16 +6,18 @@ second of computation per step on one CPU core, and four to eight buckets.
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DistributedSampler
 
 import _data
 
@@ -202,11 +204,28 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-def load_preset_data(preset: Preset) -> _data.Data:
-    """Load what a preset trains on: text for the GPT, digits for the others."""
-    if preset.model == GPT:
-        return _data.load_text(context=preset.context, vocabulary=preset.vocabulary)
-    return _data.load_digits(image_size=preset.image_size, channels=preset.channels)
+# train.py's arguments have the preset's names.
+Sizes = Preset | argparse.Namespace
+
+
+def load_data(sizes: Sizes, directory: Path | None = None, seed: int = 0) -> _data.Data:
+    """Load what a model trains on: text for the GPT, else the images in a directory, by default digits."""
+    if sizes.model == GPT:
+        return _data.load_text(context=sizes.context, vocabulary=sizes.vocabulary)
+    images = {"image_size": sizes.image_size, "channels": sizes.channels}
+    return _data.load_folder(directory, seed=seed, **images) if directory else _data.load_digits(**images)
+
+
+def make(sizes: Sizes, classes: int) -> nn.Module:
+    """Build an untrained model of these sizes."""
+    return make_model(
+        sizes.model,
+        classes=classes,
+        channels=sizes.channels,
+        image_size=sizes.image_size,
+        context=sizes.context,
+        options=sizes.model_options,
+    )
 
 
 def build(
@@ -222,28 +241,13 @@ def build(
     set again and again, in another order each time.
     """
     chosen = PRESETS[preset]
-    data = load_preset_data(chosen)
+    data = load_data(chosen)
     torch.manual_seed(seed)
-    model = make_model(
-        chosen.model,
-        classes=data.classes,
-        channels=chosen.channels,
-        image_size=chosen.image_size,
-        context=chosen.context,
-        options=chosen.model_options,
-    )
+    model = make(chosen, data.classes)
 
     def batches(rank: int, world: int) -> Iterator[_data.Batch]:
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            data.train,  # type: ignore[arg-type]  # a Dataset by its methods, not by inheritance
-            world,
-            rank,
-            seed=seed,
-            drop_last=True,
-        )
-        epoch = 0
-        while True:
+        sampler = _data.sampler_of(data.train, seed, (rank, world))
+        for epoch in itertools.count():
             yield from _data.epoch_batches(data.train, sampler, epoch=epoch, batch_size=chosen.batch_size)
-            epoch += 1
 
     return model, batches, loss_of

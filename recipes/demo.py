@@ -17,17 +17,14 @@ import argparse
 import json
 import os
 import platform
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from demo_figures import (
@@ -38,14 +35,13 @@ from demo_figures import (
     Outcome,
     foreign_share,
     outcome_of,
-    rate_for,
     steps_within,
     summarize,
     verdict,
 )
-from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, last_line, load_run, why_not_shaped
-from lab_analysis import JobFigures
-from timeline_picture import draw_run
+from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, draw_run, load_run, rate_for, why_not_shaped
+from lab.analysis import JobFigures
+from lab.command import progress
 
 LEARNING_RATES: Final = {"a": 0.5, "b": 0.2}
 # Small images in large batches: much computation per byte of gradients. With buckets of DDP's own size
@@ -77,11 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = "--unshaped was given" if args.unshaped else why_not_shaped()
     introduce(console, args, reason)
     try:
-        with (
-            Cluster(nodes=NODES, rate_mbit=CALIBRATION_MBIT, shaped=reason is None) as cluster,
-            Display(console) as display,
-        ):
-            runs = Runs(cluster, display, args, deadline_s=began_s + BUDGET_S - RESERVE_S)
+        with Cluster(nodes=NODES, rate_mbit=CALIBRATION_MBIT, shaped=reason is None) as cluster:
+            runs = Runs(cluster, args, console, deadline_s=began_s + BUDGET_S - RESERVE_S)
             alone, together = runs.all()
             rate_mbit = cluster.rate_mbit
         figures = report(alone, together, args, rate_mbit)
@@ -101,11 +94,11 @@ class Runs:
     """The demo's runs: one training job or two at a time; until ``deadline_s`` unless ``--steps`` is given."""
 
     def __init__(
-        self, cluster: Cluster, display: Display, args: argparse.Namespace, *, deadline_s: float
+        self, cluster: Cluster, args: argparse.Namespace, console: Console, *, deadline_s: float
     ) -> None:
         self.cluster = cluster
-        self.display = display
         self.args = args
+        self.console = console
         self.deadline_s = deadline_s
 
     def all(self) -> tuple[dict[str, Run], dict[str, Run]]:
@@ -135,7 +128,7 @@ class Runs:
             raise ValueError("expected each core's load and the bytes sent, got neither; is /proc mounted?")
         rate_mbit = rate_for(self.args.ratio, figures.busy_s, figures.wire_bytes)
         self.cluster.set_rate(rate_mbit)
-        self.display.say(
+        self.say(
             f"A step computes for {figures.busy_s:.2f} s and sends {figures.wire_bytes / 1e6:.1f} MB per node: "
             f"at {rate_mbit:.0f} Mbit/s that takes {self.args.ratio:g} times as long."
         )
@@ -153,7 +146,7 @@ class Runs:
             most=MOST_STEPS,
         )
         fit = "fit into" if self.args.steps > LEAST_STEPS else "are the fewest, even if they do not fit into"
-        self.display.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
+        self.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
 
     def train(
         self, title: str, directory: str, names: Iterable[str], hook: str, *, steps: int | None = None
@@ -162,9 +155,14 @@ class Runs:
         steps = steps or self.args.steps
         out: Path = self.args.out / directory
         jobs = [Job(name, command(name, hook, steps, self.args.training), STEADY_MEMORY) for name in names]
-        with self.display.stage(title, [out / job.name / "rank0.log" for job in jobs], steps) as watch:
+        began_s = time.monotonic()
+        with progress(jobs, out, title) as watch:
             self.cluster.run(jobs, TIMEOUT_S, out=out, watch=watch)
+        self.say(f"{title}: done after {time.monotonic() - began_s:.0f} s, start-up included")
         return load_run(out)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
 
 
 def command(name: str, hook: str, steps: int, training: Sequence[str]) -> list[str]:
@@ -185,7 +183,7 @@ def report(
         {job: cost(run, job) for job, run in alone.items()},
     )
     crossover = together[CROSSOVER]
-    picture = draw_run(crossover.directory, args.out / "timeline.png", title=PICTURE_TITLE)
+    picture = draw_run(crossover, args.out / "timeline.png", title=PICTURE_TITLE)
     figures |= {
         "meaning": verdict(figures, shaped=rate_mbit is not None),
         "rate_mbit": rate_mbit,
@@ -228,55 +226,6 @@ def cost(run: Run, job: str) -> Cost:
         )
     # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
     return Cost(figures.step_s, min(figures.busy_s, figures.step_s), figures.wire_s or 0.0)
-
-
-class Display:
-    """How far the demo is: a bar per run on a terminal, else a line per run."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        # Refreshed with the watch only: the jobs need the processor more than the bar does.
-        columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
-        news = TextColumn("{task.fields[news]}", style="dim")
-        self._progress = Progress(*columns, news, console=console, auto_refresh=False)
-
-    def __enter__(self) -> Display:
-        if self._console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    @contextmanager
-    def stage(self, title: str, logs: Sequence[Path], steps: int) -> Iterator[Callable[[], None] | None]:
-        """Show one run; gives the function that the lab calls once a second meanwhile."""
-        if not self._console.is_terminal:
-            began_s = time.monotonic()
-            yield None
-            self.say(f"{title}: done after {time.monotonic() - began_s:.0f} s, start-up included")
-            return
-        task = self._progress.add_task(title, total=steps * len(logs), news="starting")
-
-        def watch() -> None:
-            lines = [last_line(log) for log in logs]
-            done = sum(steps_done(line, steps) for line in lines)
-            news = "evaluating" if done == steps * len(logs) else "training" if done else "starting"
-            self._progress.update(task, completed=done, news=news, refresh=True)
-
-        yield watch
-        self._progress.update(task, completed=steps * len(logs), news="", refresh=True)
-        self._progress.stop_task(task)
-
-
-def steps_done(line: str, steps: int) -> int:
-    """How many steps a job has done, by the last line that its rank 0 has printed."""
-    if match := re.match(r"step (\d+) of", line):
-        return int(match[1])
-    return steps if re.match(r"epoch \d+: |\d+ steps, ", line) else 0
 
 
 def introduce(console: Console, args: argparse.Namespace, reason: str | None) -> None:

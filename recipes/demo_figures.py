@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
-from lab_analysis import bound
+from lab import bound
 
 AFTER: Final = "one after the other"
 UNMANAGED: Final = "unmanaged"
@@ -82,15 +82,6 @@ def foreign_share(logs: Sequence[Sequence[Record]], *, jobs: int = 1) -> float:
     busy_s = sum(record["core_busy_s"] or 0.0 for record in steps) / jobs
     own_s = sum(record["cpu_s"] for record in steps)
     return max(0.0, 1 - own_s * (1 + MESSAGES_SHARE) / busy_s) if busy_s else 0.0
-
-
-def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
-    """Rate in Mbit/s at which a step's gradients take ``ratio`` times as long as its computation."""
-    if ratio <= 0 or compute_s <= 0 or wire_bytes <= 0:
-        raise ValueError(
-            f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
-        )
-    return wire_bytes * 8 / (ratio * compute_s) / 1e6
 
 
 def steps_within(

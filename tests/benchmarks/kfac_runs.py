@@ -7,9 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tests.recipes  # noqa: F401  # puts the recipes' directory on sys.path
-
-# isort: split
 from lab import Cluster, Job
 from tests.benchmarks.kfac_plan import Plan
 from tests.benchmarks.pairs import MTU

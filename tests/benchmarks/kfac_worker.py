@@ -1,6 +1,6 @@
 """One rank of the measurements of K-FAC: the same model trained in several ways, step by step in turn.
 
-Run by the lab (``recipes/lab.py``). Its only argument is a `kfac_runs.Plan` in JSON. Writes ``kfac-<rank>.json``
+Run by the lab (``recipes/lab``). Its only argument is a `kfac_runs.Plan` in JSON. Writes ``kfac-<rank>.json``
 into the job's directory: for each way, time and wire bytes of its steps in order, and the owners of the layers.
 """
 

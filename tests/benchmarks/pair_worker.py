@@ -1,6 +1,6 @@
 """One rank of the benchmark: the split's pair of halves against ``dist.all_reduce`` of the same buffer.
 
-Run by the lab (``recipes/lab.py``); arguments are pairs SIZE_BYTES:REPEATS. Writes ``pair-<rank>.json`` into
+Run by the lab (``recipes/lab``); arguments are pairs SIZE_BYTES:REPEATS. Writes ``pair-<rank>.json`` into
 the job's directory: for each size, and for each way, the times in alternating order, and the wire bytes.
 """
 

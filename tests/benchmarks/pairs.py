@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tests.recipes  # noqa: F401  # puts the recipes' directory on sys.path
-
-# isort: split
 from lab import Cluster, Job, why_not_shaped
 
 __all__ = ["MTU", "Pair", "measure_pairs", "why_not_shaped"]

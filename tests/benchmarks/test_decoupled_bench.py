@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-import tests.recipes  # noqa: F401  (puts the recipes on the path)
+from lab import why_not_shaped
+from studies import decoupled
 from tests.benchmarks.conftest import BenchForm
-
-import decoupled  # isort: skip
-from lab_network import why_not_shaped  # isort: skip
 
 REASON = why_not_shaped()
 pytestmark = [

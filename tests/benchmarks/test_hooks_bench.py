@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-import tests.recipes  # noqa: F401  (puts the recipes on the path)
+from lab import Cluster, why_not_shaped
+from studies import siblings
 from tests.benchmarks.conftest import BenchForm
-
-import siblings  # isort: skip
-from lab_cluster import Cluster  # isort: skip
-from lab_network import why_not_shaped  # isort: skip
 
 REASON = why_not_shaped()
 pytestmark = [
@@ -37,12 +34,12 @@ def step_ratio(
 ) -> dict[str, Any]:
     """Alternate a lone job under two hooks; return how the second one's steps compare with the first one's."""
     steps = 12 if form == "full" else 1
-    pair = siblings.Siblings(cluster, PRESET[form], out, {"a": 1, "b": 1})
+    pair = siblings.Siblings(cluster, PRESET[form], out)
     ratios, wires, results = [], [], set()
     for repeat in range(repeats if form == "full" else 1):
         runs = {hook: pair.run(hook, steps, ["a"]) for hook in (hooks if repeat % 2 else hooks[::-1])}
-        ratios.append(runs[hooks[1]].step_s / runs[hooks[0]].step_s)
-        wires.append(runs[hooks[1]].wire_bytes / runs[hooks[0]].wire_bytes)
+        ratios.append(runs[hooks[1]].mean("step_s") / runs[hooks[0]].mean("step_s"))
+        wires.append(runs[hooks[1]].mean("wire_bytes") / runs[hooks[0]].mean("wire_bytes"))
         results |= {str(run.results("a")) for run in runs.values()}
     pair.close()
     assert len(results) == 1, "both hooks must give the same losses and parameters"

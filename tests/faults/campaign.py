@@ -29,8 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-from lab_cluster import Cluster
-from lab_network import why_not_shaped
+from lab import Cluster, why_not_shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 5.0  # the default: what a user gets

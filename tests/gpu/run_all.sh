@@ -51,7 +51,7 @@ deaths() { # name of the log
 benchmark() { # name, seconds, arguments
     local name=$1 limit_s=$2
     shift 2
-    limited "$limit_s" "$PYTHON" recipes/siblings_gpu.py --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
+    limited "$limit_s" "$PYTHON" recipes/studies/siblings_gpu.py --out "$work/$name" "$@" 2>&1 | tee "$OUT/$name.log"
     local status=${PIPESTATUS[0]}
     # A rank that ended early says why in its own log.
     tail -n 20 "$work/$name"/*/*/*/rank*.log >"$OUT/$name.ranks.log" 2>/dev/null

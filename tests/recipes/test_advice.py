@@ -18,7 +18,7 @@ from lab import Cluster, Job
 
 from . import RECIPES
 
-SCRIPT = str(RECIPES / "sleepy_job.py")
+SCRIPT = str(RECIPES / "studies" / "sleepy_job.py")
 _REASON = lab.why_not_shaped()
 LAYERS, FORWARD_S, BACKWARD_S = 6, 0.02, 0.04
 GRADIENT_BYTES = LAYERS * 256 * 256 * 4

@@ -23,7 +23,6 @@ from demo_figures import (
     foreign_share,
     makespan_s,
     outcome_of,
-    rate_for,
     steps_within,
     summarize,
     verdict,
@@ -93,13 +92,6 @@ def test_losses_that_are_no_numbers_are_compared_too() -> None:
     assert differences(diverged, {"a": outcome(0, 1, (2.0, 1.0))})
 
 
-def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
-    rate_mbit = rate_for(0.5, compute_s=0.2, wire_bytes=1e6)
-    assert 1e6 * 8 / (rate_mbit * 1e6) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match=r"expected a ratio, computation and traffic > 0, got ratio=0\.5"):
-        rate_for(0.5, compute_s=0.0, wire_bytes=1e6)
-
-
 def length_of_demo(steps: int, *, overhead_s: float, compute_s: float, ratio: float) -> float:
     """What the four runs take if sharing brings as much as was measured wherever the demo was tried."""
     one_after_the_other_s = 2 * (1 + ratio) * compute_s * steps
@@ -145,10 +137,13 @@ class FakeRuns(demo.Runs):
         self.said: list[str] = []
         self.trained: dict[str, int] = {}
         self._compute_s = compute_s
-        cluster, display = SimpleNamespace(rate_mbit=rate_mbit), SimpleNamespace(say=self.said.append)
+        cluster = SimpleNamespace(rate_mbit=rate_mbit)
         cluster.set_rate = lambda rate_mbit: setattr(cluster, "rate_mbit", rate_mbit)
         args = demo.parse_arguments([] if steps is None else ["--steps", str(steps)])
-        super().__init__(cluster, display, args, deadline_s=time.monotonic() + left_s)  # type: ignore[arg-type]
+        super().__init__(cluster, args, Console(), deadline_s=time.monotonic() + left_s)  # type: ignore[arg-type]
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     def train(self, title: str, directory: str, names: Any, hook: str, *, steps: int | None = None) -> Any:
         self.trained[directory] = steps or self.args.steps
@@ -258,20 +253,6 @@ def test_table_shows_every_variant_and_the_bound() -> None:
         "at best (bound S)",
     ]
     assert "1.25×" in lines[2] and "90.0%, 90.0%" in lines[2] and "identical" in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("line", "done"),
-    [
-        ("", 0),
-        ("Traceback", 0),
-        ("step 35 of 100: loss 0.5", 35),
-        ("epoch 19: accuracy 0.98, loss 0.1", 100),
-        ("100 steps, 30.1 s, parameters sha256 d", 100),
-    ],
-)
-def test_progress_reads_the_last_line_of_a_job(line: str, done: int) -> None:
-    assert demo.steps_done(line, 100) == done
 
 
 def run_demo(out: Path, *arguments: str) -> dict[str, Any]:

@@ -77,30 +77,27 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "CROSSOVER_TIMELINE=": Elsewhere(RECORDED),
     "tests/gpu/run_all.sh": Needs("a GPU"),
     "python -m pytest tests/gpu": Needs("a GPU"),
-    "PYTHONPATH=. python recipes/siblings_gpu.py": Needs("a GPU"),
-    "python recipes/optimizer_study.py": Elsewhere(
+    "PYTHONPATH=. python recipes/studies/siblings_gpu.py": Needs("a GPU"),
+    "python recipes/studies/optimizer_study.py": Elsewhere(
         f"{STUDY}::test_every_optimizer_gets_the_same_number_of_configurations"
     ),
-    "torchrun --nproc-per-node 2 recipes/optimizer_study.py": Elsewhere(
+    "torchrun --nproc-per-node 2 recipes/studies/optimizer_study.py": Elsewhere(
         f"{STUDY}::test_the_study_of_the_classifier_counts_in_quarters_of_epochs"
     ),
-    "torchrun --nproc-per-node 2 recipes/second_order.py": Elsewhere(
+    "torchrun --nproc-per-node 2 recipes/studies/second_order.py": Elsewhere(
         f"{STUDY}::test_second_order_draws_all_curves_at_full_length"
     ),
-    "python recipes/lab.py run --nodes 2 --rate 60mbit": Elsewhere(
+    "python recipes/lab run --nodes 2 --rate 60mbit": Elsewhere(
         f"{STUDY}::test_the_best_of_a_study_can_be_run_again"
     ),
-    "python recipes/lab.py run": Elsewhere(
+    "python recipes/lab run": Elsewhere(
         "tests/recipes/test_lab_analysis.py::test_command_line_from_job_to_result"
     ),
-    "python recipes/lab.py link": Elsewhere(
+    "python recipes/lab link": Elsewhere(
         "tests/recipes/test_lab.py::test_goodput_is_the_rate_and_small_messages_wait_little"
     ),
-    "python recipes/lab.py clean": Elsewhere(
+    "python recipes/lab clean": Elsewhere(
         "tests/recipes/test_lab.py::test_what_a_killed_lab_leaves_is_cleaned"
-    ),
-    "python recipes/timeline_picture.py": Elsewhere(
-        "tests/recipes/test_lab_analysis.py::test_a_picture_is_drawn"
     ),
     "CROSSOVER_BENCH=full python -m pytest tests/benchmarks/test_grants_bench.py": Elsewhere(
         "tests/benchmarks/test_grants_bench.py::test_a_grant_reaches_the_other_ranks_in_time"
@@ -114,14 +111,16 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "CROSSOVER_BENCH=full python -m pytest tests/benchmarks/test_hooks_bench.py -k lone": Elsewhere(
         f"{BENCH}::test_lone_job_with_crossover_hook_against_split_hook"
     ),
-    "python recipes/advice.py": Needs(
+    "python recipes/studies/advice.py": Needs(
         "eight minutes with links of its own; tests/recipes/test_advice.py is its short form"
     ),
-    "python recipes/siblings.py": Elsewhere(f"{BENCH}::test_two_siblings_against_one_after_the_other"),
-    "python recipes/decoupled.py": Elsewhere(
+    "python recipes/studies/siblings.py": Elsewhere(
+        f"{BENCH}::test_two_siblings_against_one_after_the_other"
+    ),
+    "python recipes/studies/decoupled.py": Elsewhere(
         "tests/benchmarks/test_decoupled_bench.py::test_decoupled_against_the_others"
     ),
-    "python recipes/kfac_comparison.py": Needs("a checkout of kfac-pytorch"),
+    "python recipes/studies/kfac_comparison.py": Needs("a checkout of kfac-pytorch"),
     "python -m tests.faults.campaign": Elsewhere(
         "tests/faults/test_campaign.py::test_a_steady_job_survives_guests_that_come_go_die_and_stop"
     ),
@@ -134,7 +133,7 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     ),
     "torchrun --nproc-per-node 2 recipes/train.py --preset gpt": Short("--steps 2"),
     "torchrun --nproc-per-node 2 recipes/train.py --hook kfac": Short("--model timm:resnet10t " + TINY),
-    "python recipes/scaling_model.py": Elsewhere(
+    "python recipes/studies/scaling_model.py": Elsewhere(
         "tests/recipes/test_scaling_model.py::test_the_script_prints_what_the_docs_say"
     ),
 }

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 
-import tests.recipes  # noqa: F401  (puts the recipes on the path)
-
-import kfac_comparison  # isort: skip
-import kfac_comparison_worker  # isort: skip
+from studies import kfac_comparison, kfac_comparison_worker
 
 
 def answers(*, kfac_s: float, losses: list[float]) -> dict[str, list[dict[str, Any]]]:

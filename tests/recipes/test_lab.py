@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 
 import lab
-import lab_cluster
-import lab_jobs
-import lab_network
-import lab_processes
-from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError
-from lab_network import NAMESPACE_DIRECTORY, LabId
+from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError, command, network, nodes, processes
+from lab.cluster import RUN_FILE
+from lab.network import NAMESPACE_DIRECTORY, LabId
 from tests.harness.waiting import eventually, gone
 
 from . import RECIPES
@@ -76,7 +73,7 @@ time.sleep(300)
 @pytest.fixture(autouse=True)
 def _no_namespaces_left() -> Iterator[None]:
     yield
-    mine = [name for owner, name in lab_network.lab_namespaces() if owner.pid == os.getpid()]
+    mine = [name for owner, name in network.lab_namespaces() if owner.pid == os.getpid()]
     assert mine == []
 
 
@@ -111,7 +108,7 @@ def test_ranks_find_their_place(on_links: bool, tmp_path: Path) -> None:
     assert (seen["a", 0]["OMP_NUM_THREADS"], seen["b", 0]["OMP_NUM_THREADS"]) == ("1", "2")
     assert len({v["net"] for v in seen.values()}) == (2 if on_links else 1)
     assert set(result.job_end_s) == {"a", "b"}
-    assert json.loads((tmp_path / lab_jobs.RUN_FILE).read_text())["nodes"] == 2
+    assert json.loads((tmp_path / RUN_FILE).read_text())["nodes"] == 2
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 3, 4)])
@@ -132,20 +129,20 @@ def test_goodput_is_the_rate_and_small_messages_wait_little(rate_mbit: float) ->
     # The machine may be busy with other things: low is no failure of the link, high is.
     assert 0.85 < figures["goodput_per_rate"] < 1.02
     assert figures["dropped_packets"] == 0
-    packet_ms = 8 * lab_network.packet_bytes(rate_mbit) / (rate_mbit * 1e3)
-    assert figures["round_halves_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
+    packet_ms = 8 * network.packet_bytes(rate_mbit) / (rate_mbit * 1e3)
+    assert figures["round_trip_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 4)])
 def test_nodes_are_set_up_for_short_queues_without_drops(nodes: int, tmp_path: Path) -> None:
-    names = [f"/proc/sys/net/ipv4/{name}" for name in lab_network._SYSCTLS]
+    names = [f"/proc/sys/net/ipv4/{name}" for name in network._SYSCTLS]
     names += ["/sys/class/net/eth0/mtu", "/sys/class/net/eth0/queues/rx-0/rps_cpus"]
     with Cluster(nodes, mtu=4000) as cluster:
         cluster.run([Job("show", ["cat", *names])], 30, out=tmp_path)
         cores = cluster.cores
     for node, core in enumerate(cores):
         *values, mtu, mask = (tmp_path / "show" / f"rank{node}.log").read_text().split()
-        assert values == list(lab_network._SYSCTLS.values())
+        assert values == list(network._SYSCTLS.values())
         assert mtu == "4000"
         assert core is not None
         assert int(mask.replace(",", ""), 16) == 1 << core
@@ -153,7 +150,7 @@ def test_nodes_are_set_up_for_short_queues_without_drops(nodes: int, tmp_path: P
 
 @pytest.mark.parametrize(("core", "mask"), [(0, "00000001"), (5, "00000020"), (33, "00000002,00000000")])
 def test_masks_of_cores_as_the_kernel_reads_them(core: int, mask: str) -> None:
-    assert lab_network._cpu_mask(core) == mask
+    assert network._cpu_mask(core) == mask
 
 
 @pytest.mark.parametrize("faster_mbit", [pytest.param(800, marks=needs_root)])
@@ -188,8 +185,8 @@ time.sleep(300)
             cluster.run(jobs, 60, out=tmp_path)
         assert time.monotonic() - began_s < 20
         assert "rank 0" not in str(caught.value)
-        assert list(lab_processes.marked_processes()) == [] or all(
-            owner != cluster.lab for owner, _ in lab_processes.marked_processes()
+        assert list(processes.marked_processes()) == [] or all(
+            owner != cluster.lab for owner, _ in processes.marked_processes()
         )
 
 
@@ -242,11 +239,11 @@ def test_one_rank_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
         process = cluster.popen(1, python(script), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "tick\n"
-        lab_processes.signal_session(process, signal.SIGSTOP)
+        processes.signal_session(process, signal.SIGSTOP)
         assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
-        lab_processes.signal_session(process, signal.SIGCONT)
+        processes.signal_session(process, signal.SIGCONT)
         assert process.stdout.readline() == "tick\n"
-        lab_processes.signal_session(process, signal.SIGSTOP)
+        processes.signal_session(process, signal.SIGSTOP)
         process.stdout.close()
     assert process.returncode is not None
 
@@ -259,7 +256,7 @@ def hear_interrupts() -> None:
 def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
     """Start the command line with two stubborn ranks, and return when both are ready."""
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
-    words = [sys.executable, str(RECIPES / "lab.py"), "run", "--out", str(tmp_path / "out"), "--job", command]
+    words = [sys.executable, str(RECIPES / "lab"), "run", "--out", str(tmp_path / "out"), "--job", command]
     process = subprocess.Popen(
         preexec_fn=hear_interrupts,
         args=words + ([] if on_links else ["--unshaped"]),
@@ -276,7 +273,7 @@ def pids(tmp_path: Path) -> list[int]:
 
 
 def namespaces_of(pid: int) -> list[str]:
-    return [name for owner, name in lab_network.lab_namespaces() if owner.pid == pid]
+    return [name for owner, name in network.lab_namespaces() if owner.pid == pid]
 
 
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
@@ -306,7 +303,7 @@ def test_what_a_killed_lab_leaves_is_cleaned(how: str, on_links: bool, tmp_path:
     assert not any(gone(child) for child in children)
     assert bool(namespaces_of(process.pid)) == on_links
     if how == "command":
-        words = [sys.executable, str(RECIPES / "lab.py"), "clean"]
+        words = [sys.executable, str(RECIPES / "lab"), "clean"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
         assert done.stdout.count("removed process") >= 2
         assert ("removed namespace" in done.stdout) == on_links
@@ -340,7 +337,7 @@ def test_only_names_of_labs_are_recognised() -> None:
     for name in ("", "crossover-lab", "crossover-lab-1-2-3-node0x", "crossover-lab--1-2-node0", "ns1"):
         assert LabId.parse(name) is None or name == ""
     with pytest.raises(ValueError, match="expected a lab's namespace, got name='default'"):
-        lab_network.delete_namespace("default")
+        network.delete_namespace("default")
 
 
 def test_an_exception_in_the_block_cleans_up() -> None:
@@ -351,13 +348,13 @@ def test_an_exception_in_the_block_cleans_up() -> None:
 
 
 def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab_network, "_has_network_admin", lambda: False)
+    monkeypatch.setattr(network, "_has_network_admin", lambda: False)
     with (
         pytest.raises(LabError, match=r"(?s)no network can be emulated here: .*need root.*shaped=False"),
         Cluster(),
     ):
         pass
-    assert lab.main(["link"]) == 1
+    assert command.main(["link"]) == 1
 
 
 def test_an_unshaped_cluster_has_no_rate() -> None:
@@ -409,4 +406,4 @@ def test_signal_handlers_of_others_are_kept() -> None:
     with Cluster(1, shaped=False):
         assert before is not signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
-    assert lab_cluster._serials is not None
+    assert nodes._serials is not None

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lab
-import lab_records
-import timeline_picture
 from crossover_ddp._timeline.spans import Span
-from lab_analysis import Step, bound, job_figures
+from lab import command
+from lab.analysis import Step, bound, job_figures, rate_for
+from lab.cluster import RUN_FILE
 from tests.unit.made_up_spans import siblings, span
 
 
@@ -59,6 +59,13 @@ def test_bound_of_different_jobs_is_that_of_their_sums() -> None:
 def test_bound_refuses_what_it_cannot_mean(alone: list[tuple[float, float, float]]) -> None:
     with pytest.raises(ValueError, match=r"expected \(C, T1, M\) with T1 > 0"):
         bound(alone)
+
+
+def test_rate_makes_the_wire_take_the_share_of_the_computation_asked_for() -> None:
+    rate_mbit = rate_for(0.5, compute_s=0.2, wire_bytes=1e6)
+    assert 1e6 * 8 / (rate_mbit * 1e6) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match=r"expected a ratio, computation and traffic > 0, got ratio=0\.5"):
+        rate_for(0.5, compute_s=0.0, wire_bytes=1e6)
 
 
 def test_figures_of_a_job_alone() -> None:
@@ -144,13 +151,13 @@ def write_run(directory: Path, spans: Sequence[Span]) -> Path:
             (directory / job / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, log)))
     description = {"nodes": 2, "rate_mbit": 200.0, "mtu": 9000, "devices": ["device0", "device1"]}
     description |= {"jobs": {"a": {}, "b": {}}, "begin_s": 0.0, "end_s": 20.0, "sent_bytes": [250_000_000, 0]}
-    (directory / lab_records.RUN_FILE).write_text(json.dumps(description | {"dropped": 0}))
+    (directory / RUN_FILE).write_text(json.dumps(description | {"dropped": 0}))
     return directory
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:
     spans = siblings()
-    run = lab_records.load_run(write_run(tmp_path, spans))
+    run = lab.load_run(write_run(tmp_path, spans))
     assert len(run.spans) == len(spans)
     assert {s.detail["bucket"] for s in run.spans} == {1}
     result = run.as_json()
@@ -163,12 +170,12 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected a run of the lab with lab.json"):
-        lab_records.load_run(tmp_path)
+        lab.load_run(tmp_path)
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, siblings())
-    path = timeline_picture.draw_run(tmp_path, window_s=(2.0, 9.0))
+    path = lab.draw_run(lab.load_run(tmp_path), window_s=(2.0, 9.0))
     assert path == tmp_path / "timeline.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -193,36 +200,36 @@ def test_command_line_from_job_to_result(tmp_path: Path, capsys: pytest.CaptureF
         f"b: {job}",
         "--json",
     ]
-    assert lab.main([*arguments, "--sequential"]) == 0
+    assert command.main([*arguments, "--sequential"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert [list(run["jobs"]) for run in result["runs"]] == [["a"], ["b"]]
     assert result["runs"][0]["jobs"]["a"]["C_s"] == 0.5
     assert result["one_after_the_other"] == {"makespan_s": 18.0, "bound": 2.0}
-    assert lab.main([argument for argument in arguments if argument != "--json"]) == 0
+    assert command.main([argument for argument in arguments if argument != "--json"]) == 0
     assert "a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "fast", "200 mbyte", "-5mbit"])
 def test_a_rate_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(SystemExit):
-        lab.parse_arguments(["link", "--rate", text])
+        command.parse_arguments(["link", "--rate", text])
 
 
 @pytest.mark.parametrize(
     ("text", "mbit"), [("200mbit", 200), ("1gbit", 1000), ("2.5", 2.5), ("500 Kbit", 0.5)]
 )
 def test_rates(text: str, mbit: float) -> None:
-    assert lab.parse_rate(text) == mbit
+    assert command.parse_rate(text) == mbit
 
 
 def test_a_job_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lab.main(["run", "--unshaped", "--job", "python train.py"]) == 1
+    assert command.main(["run", "--unshaped", "--job", "python train.py"]) == 1
     assert "expected a job as 'name: command'" in capsys.readouterr().err
 
 
 def test_last_line_of_a_growing_log(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
-    assert lab.last_line(log) == ""
+    assert command.last_line(log) == ""
     log.write_text("x" * 9000 + "\nstep 1\rstep 2\r\n\n")
-    assert lab.last_line(log) == "step 2"
+    assert command.last_line(log) == "step 2"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import scaling_model
-from scaling_model import OURS, OURS_HIDDEN, Phases
+from studies import scaling_model
+from studies.scaling_model import OURS, OURS_HIDDEN, Phases
 from tests.recipes import RECIPES
 
 DOCS = RECIPES.parent / "docs" / "scaling.md"

@@ -4,11 +4,7 @@ import math
 
 import pytest
 
-from tests.recipes import RECIPES
-
-assert RECIPES.is_dir()  # the recipes' directory is on sys.path
-
-from _search import Log, OneOf, Result, Trial, best_of, draw, late_loss  # noqa: E402
+from studies._search import Log, OneOf, Result, Trial, best_of, draw, late_loss
 
 SPACE = {"lr": Log(1e-3, 1.0), "clip": OneOf((None, 1e-3, 1e-2))}
 

@@ -1,9 +1,9 @@
 """The recipes that compare optimizers on digits: real ranks, a few steps, and whether their figures are real."""
 
+import importlib
 import json
 import math
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks, single_process_group
-from tests.recipes import RECIPES
 
 WORLD = 2
 Found = dict[str, Any]
@@ -21,9 +20,7 @@ Found = dict[str, Any]
 
 def call_main(rank: int, world_size: int, script: str, arguments: Sequence[str]) -> None:
     """Run a script's own main in a rank of the harness, which has torch imported already."""
-    if str(RECIPES) not in sys.path:
-        sys.path.insert(0, str(RECIPES))
-    __import__(script).main(arguments)
+    importlib.import_module(f"studies.{script}").main(arguments)
 
 
 def call(script: str, *arguments: str, world_size: int = 1) -> None:
@@ -79,7 +76,7 @@ def test_the_file_holds_twelve_configurations_and_their_seeds(tmp_path: Path) ->
 
 @pytest.mark.parametrize("study", ["autoencoder", "cnn"])
 def test_all_variants_of_kfac_try_the_same_twelve_configurations(study: str) -> None:
-    from optimizer_study import contenders
+    from studies.optimizer_study import contenders
 
     found = {each.name: each.choices for each in contenders(study, 12, peer=True)}
     assert {len(choices) for choices in found.values()} == {12}
@@ -163,7 +160,7 @@ def test_the_best_of_a_study_can_be_run_again(autoencoder: Path, tmp_path: Path)
 
 
 def test_ranks_divide_the_images_among_them() -> None:
-    from _digits import Choice, Training, make_problem
+    from studies._digits import Choice, Training, make_problem
 
     with single_process_group():
         training = Training(make_problem("cnn"), Choice("sgd", {"lr": 0.1}), seed=0)
@@ -177,7 +174,7 @@ def test_ranks_divide_the_images_among_them() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_computed_bytes_are_those_of_the_split(world_size: int) -> None:
-    from _digits import computed_bytes
+    from studies._digits import computed_bytes
 
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Conv2d(2, 5, 3, bias=False)
@@ -188,7 +185,7 @@ def test_computed_bytes_are_those_of_the_split(world_size: int) -> None:
 
 
 def test_a_named_interface_counts_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from _digits import WireMeter
+    from studies._digits import WireMeter
 
     counter = tmp_path / "link0" / "statistics" / "tx_bytes"
     counter.parent.mkdir(parents=True)
@@ -200,14 +197,14 @@ def test_a_named_interface_counts_the_bytes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_running_mean_forgets_and_is_not_biased() -> None:
-    from second_order import smooth
+    from studies.second_order import smooth
 
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert smooth([0.0, 1.0], share=0.5) == pytest.approx([0.0, 1 / 1.5])
 
 
 def test_a_study_of_another_model_is_refused(autoencoder: Path) -> None:
-    from second_order import main
+    from studies.second_order import main
 
     with pytest.raises(ValueError, match="expected --model autoencoder"):
         main(["--model", "cnn", "--from-study", str(autoencoder)])

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import _data
-import _meter
 import _models
 import train
+from _options import parse_arguments
 from crossover_ddp.comm_hooks import CrossoverState
+from lab import meter as meters
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_presets_are_deterministic_and_ranks_share_the_data() -> None:
 def test_batches_never_end() -> None:
     _, batches, _ = _models.build("gpt", 0)
     endless = batches(0, 8)
-    per_epoch = len(_models.load_preset_data(_models.PRESETS["gpt"]).train) // 8 // 40
+    per_epoch = len(_models.load_data(_models.PRESETS["gpt"]).train) // 8 // 40
     seen = [next(endless)[0] for _ in range(2 * per_epoch)]
     assert not torch.equal(seen[0], seen[per_epoch])
 
@@ -134,7 +135,7 @@ def test_missing_image_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_learning_rate_rises_then_falls() -> None:
-    args = train.parse_arguments(["--lr", "0.4", "--warmup-steps", "4"])
+    args = parse_arguments(["--lr", "0.4", "--warmup-steps", "4"], train.HOOKS)
     rates = [train.learning_rate(args, step, 20) for step in range(20)]
     assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert rates[4] == pytest.approx(0.4)
@@ -143,7 +144,7 @@ def test_learning_rate_rises_then_falls() -> None:
 
 
 def test_explicit_arguments_win_over_the_preset() -> None:
-    args = train.parse_arguments(["--preset", "gpt", "--batch-size", "3", "--model-option", "depth=1"])
+    args = parse_arguments(["--preset", "gpt", "--batch-size", "3", "--model-option", "depth=1"], train.HOOKS)
     assert (args.model, args.batch_size, args.vocabulary) == ("gpt", 3, 3072)
     assert args.model_options == {"dim": 96, "depth": 1, "heads": 3}
 
@@ -161,14 +162,14 @@ def test_bad_arguments_are_named(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        train.parse_arguments(arguments)
+        parse_arguments(arguments, train.HOOKS)
     assert message in capsys.readouterr().err
 
 
 def test_batch_beyond_the_data_is_refused() -> None:
-    args = train.parse_arguments(["--batch-size", "500", "--accumulate", "2"])
+    args = parse_arguments(["--batch-size", "500", "--accumulate", "2"], train.HOOKS)
     with pytest.raises(ValueError, match=r"the 718 samples.*accumulate=2; lower one of them"):
-        train.count_steps(args, range(718))
+        train.count_steps(args, 718)
 
 
 def test_turn_is_given_away_only_where_there_is_one() -> None:
@@ -189,7 +190,7 @@ def test_turn_is_given_away_only_where_there_is_one() -> None:
 
 def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
     path = tmp_path / "new" / "log.jsonl"
-    meter = _meter.StepMeter(path, core=0)
+    meter = meters.StepMeter(path, core=0)
     meter.start(model="gpt")
     for step in range(3):
         meter.begin_step()
@@ -197,7 +198,7 @@ def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
         meter.end_step(step, torch.tensor(0.5), 0.1)
     meter.event("eval", epoch=1, accuracy=0.9)
     assert len(path.read_text().splitlines()) == 1  # the rest waits: writing would disturb the steps
-    meter.close()
+    meter.flush()
     start, *steps, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
     assert (start["event"], start["model"]) == ("start", "gpt")
     assert [(each["step"], each["loss"], each["lr"]) for each in steps] == [(n, 0.5, 0.1) for n in range(3)]
@@ -208,27 +209,27 @@ def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
 
 def test_meter_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    meter = _meter.StepMeter(None)
+    meter = meters.StepMeter(None)
     meter.start()
     meter.begin_step()
     meter.end_step(0, 1.0, 0.1)
-    meter.close()
+    meter.flush()
     assert not list(tmp_path.iterdir())
 
 
 def test_meter_writes_when_many_records_wait(tmp_path: Path) -> None:
-    meter = _meter.StepMeter(tmp_path / "log")
-    for step in range(_meter.RECORDS_PER_WRITE):
+    meter = meters.StepMeter(tmp_path / "log")
+    for step in range(meters.RECORDS_PER_WRITE):
         meter.event("note", step=step)
-    assert len((tmp_path / "log").read_text().splitlines()) == _meter.RECORDS_PER_WRITE
+    assert len((tmp_path / "log").read_text().splitlines()) == meters.RECORDS_PER_WRITE
 
 
 def test_core_busy_time_counts_all_but_idle(tmp_path: Path) -> None:
     table = tmp_path / "stat"
     table.write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 100 1 50 1000 70 3 4 2 0 0\ncpu11 7 7 7 7 7 7 7 7 0 0\n")
-    assert _meter.core_busy_s(1, table) == pytest.approx(160 / os.sysconf("SC_CLK_TCK"))
-    assert _meter.core_busy_s(2, table) is None
-    assert _meter.core_busy_s(None, table) is None
+    assert meters.core_busy_s(1, table) == pytest.approx(160 / os.sysconf("SC_CLK_TCK"))
+    assert meters.core_busy_s(2, table) is None
+    assert meters.core_busy_s(None, table) is None
 
 
 def test_wire_bytes_leave_loopback_out(tmp_path: Path) -> None:
@@ -240,5 +241,5 @@ def test_wire_bytes_leave_loopback_out(tmp_path: Path) -> None:
         "  eth0: 21 1 0 0 0 0 0 0 3000 1 0 0 0 0 0 0\n"
         " veth1:31 1 0 0 0 0 0 0 40 1 0 0 0 0 0 0\n"
     )
-    assert _meter.wire_bytes(table) == 3040
-    assert _meter.wire_bytes(tmp_path / "none") is None
+    assert meters.wire_bytes(table) == 3040
+    assert meters.wire_bytes(tmp_path / "none") is None

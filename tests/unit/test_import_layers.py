@@ -1,7 +1,7 @@
 """The house keeps its rules: who may import whom by path, pure rooms stay pure, nothing grows too long."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"_turns.view", "_turns.slots", "_timeline", "_planning", "_system", "errors"},
     "__init__": {"comm_hooks", "kfac_hooks", "gpu_mutex", "errors"},
 }
-# What people copy shows public names only; the tools around it may also read timelines and watch over processes.
+# What people copy shows public names only; the lab and the studies may also read timelines and watch over processes.
 PUBLIC = {"", "comm_hooks", "kfac_hooks", "gpu_mutex", "errors"}
 TOOLS_MAY = {*PUBLIC, "_timeline", "_system"}
-STUDIES_MAY = {"scaling_model": {"_kfac.placement"}, "advice": {"cli.advise"}}  # of these very functions
+STUDIES_MAY = {
+    "studies.scaling_model": {"_kfac.placement"},
+    "studies.advice": {"cli.advise"},
+}  # of these functions
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
@@ -98,9 +101,9 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
-def _module(path: Path) -> str:
+def _module(path: Path, package: str = PACKAGE) -> str:
     """Name a module inside the package; a wing's own file has the wing's name."""
-    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    parts = path.relative_to(ROOT / package).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
@@ -108,9 +111,9 @@ def _is_in(module: str, place: str) -> bool:
     return module == place or module.startswith(f"{place}.")
 
 
-def _imports(source: str, module: str, is_wing: bool) -> Iterator[str]:
+def _imports(source: str, module: str, is_wing: bool, package: str = PACKAGE) -> Iterator[str]:
     """List the dotted names that are imported anywhere, absolute."""
-    inside = [PACKAGE, *module.split(".")] if module != "__init__" else [PACKAGE, ""]
+    inside = [package, *module.split(".")] if module != "__init__" else [package, ""]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -171,36 +174,67 @@ def test_module_imports_only_what_its_row_allows(path: Path) -> None:
     assert _violations(_module(path), path.read_text(), path.name == "__init__.py") == []
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def _recipe(path: Path) -> str:
+    return _module(path, "recipes")
+
+
+def _imports_of_recipe(path: Path) -> list[str]:
+    return list(_imports(path.read_text(), _recipe(path), path.name == "__init__.py", "recipes"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=_recipe)
 def test_recipes_import_public_names(path: Path) -> None:
-    is_shown = path.stem.startswith("minimal_") or path.stem == "train"
-    may = PUBLIC if is_shown else {*TOOLS_MAY, *STUDIES_MAY.get(path.stem, ())}
-    names = [name for name in _imports(path.read_text(), "__init__", False) if _is_in(name, PACKAGE)]
+    is_shown = path.parent == ROOT / "recipes"
+    may = PUBLIC if is_shown else {*TOOLS_MAY, *STUDIES_MAY.get(_recipe(path), ())}
+    names = [name for name in _imports_of_recipe(path) if _is_in(name, PACKAGE)]
     modules = [name.removeprefix(PACKAGE).removeprefix(".").rpartition(".")[0] for name in names]
     assert [each for each in modules if not any(_is_in(each, place) for place in may)] == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    below = {}
-    for path in SOURCES:
-        names = _imports(path.read_text(), _module(path), path.name == "__init__.py")
-        inside = [name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")]
-        known = [{name, name.rpartition(".")[0]} & {_module(each) for each in SOURCES} for name in inside]
-        below[_module(path)] = {max(each, key=len) for each in known if each} - {_module(path)}
+def _below(paths: Sequence[Path], package: str, inside: Callable[[str], str]) -> dict[str, set[str]]:
+    """Return for each module the others of these paths that it imports; ``inside`` drops the package's name."""
+    modules, below = {_module(path, package) for path in paths}, {}
+    for path in paths:
+        module = _module(path, package)
+        names = map(inside, _imports(path.read_text(), module, path.name == "__init__.py", package))
+        known = [{name, name.rpartition(".")[0]} & modules for name in names]
+        below[module] = {max(each, key=len) for each in known if each} - {module}
+    return below
+
+
+def _circle(below: Mapping[str, set[str]]) -> list[str]:
+    """Return those that are in a circle, or above one."""
     seen: set[str] = set()
-    while len(seen) < len(below):
-        ready = {module for module, names in below.items() if names <= seen} - seen
-        assert ready, f"a circle among {sorted(below.keys() - seen)}"
+    while ready := {module for module, names in below.items() if names <= seen} - seen:
         seen |= ready
+    return sorted(below.keys() - seen)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    prefix = f"{PACKAGE}."
+    below = _below(
+        SOURCES, PACKAGE, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else ""
+    )
+    assert sum(map(len, below.values())) > len(below)
+    assert _circle(below) == []
+
+
+def test_recipes_stand_in_a_straight_line() -> None:
+    """The lab knows nobody, the training recipe knows the lab, and nobody knows a study but other studies."""
+    below = _below(RECIPES, "recipes", lambda name: name.removeprefix("recipes."))
+    assert below["lab.records"] == {"lab.analysis", "lab.cluster"}
+    assert {"lab", "studies._ranks", "studies.siblings"} <= below["studies.siblings_gpu"]
+    assert _circle(below) == []
+    for module, names in below.items():
+        wing = module.partition(".")[0]
+        known = {name.partition(".")[0] for name in names} - {wing}
+        assert wing != "lab" or known == set(), module
+        assert wing == "studies" or "studies" not in known, module
 
 
 def test_the_table_has_no_circle() -> None:
-    rows = {row: {_row(place) for place in may} - {row} for row, may in ALLOWED.items()}
-    seen: set[str] = set()
-    while len(seen) < len(rows):
-        ready = {row for row, below in rows.items() if below <= seen} - seen
-        assert ready, f"a circle among {sorted(rows.keys() - seen)}"
-        seen |= ready
+    assert _circle({row: {_row(place) for place in may} - {row} for row, may in ALLOWED.items()}) == []
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
 def test_the_house_has_few_doors() -> None:

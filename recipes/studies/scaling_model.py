@@ -1,9 +1,9 @@
 """What second-order steps cost on 64 workers, by design: a model from the constants published with SPD-KFAC.
 
-    python recipes/scaling_model.py                      the tables
-    python recipes/scaling_model.py --json               the same for programs
-    python recipes/scaling_model.py --markdown           the same for docs/scaling.md
-    python recipes/scaling_model.py --picture scaling.png
+    python recipes/studies/scaling_model.py                      the tables
+    python recipes/studies/scaling_model.py --json               the same for programs
+    python recipes/studies/scaling_model.py --markdown           the same for docs/scaling.md
+    python recipes/studies/scaling_model.py --picture scaling.png
 
 Nothing here is measured on this machine, and no constant is fitted to a total that is predicted. What is
 assumed stands in docs/scaling.md.
@@ -14,18 +14,21 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torchvision
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
 from crossover_ddp._kfac.placement import InverseCost, LayerCost
+from studies._tables import show_table
 
 WORKERS: Final = 64
 # Published with SPD-KFAC (arXiv 2107.06533, and its code): ResNet-50, batch 32, 64 workers, seconds.
@@ -122,14 +125,25 @@ def _triangle(dim: int) -> int:
     return dim * (dim + 1) // 2
 
 
-def dims_of(layers: Sequence[Layer]) -> list[int]:
-    """List the sizes of all factors."""
-    return [
-        dim
-        for layer in layers
-        for dim in (layer.cost.a_dim, layer.cost.g_dim)
-        for _ in range(layer.cost.groups)
-    ]
+class Network:
+    """What the designs need to know of a torchvision model."""
+
+    def __init__(self, model: str) -> None:
+        self.layers = layers_of(model)
+        costs = [layer.cost for layer in self.layers]
+        self.dims = [dim for cost in costs for dim in (cost.a_dim, cost.g_dim) for _ in range(cost.groups)]
+        self.gradient_bytes = sum(cost.gradient_bytes for cost in costs)
+        self.factor_bytes = sum(cost.factor_bytes for cost in costs)
+
+    def inverse_bytes(self, from_dim: int = 0) -> int:
+        """Bytes of the inverses of all factors of at least that size, as triangles."""
+        return sum(_triangle(dim) for dim in self.dims if dim >= from_dim) * _BYTES
+
+    def inversion_s(self, cost: InverseCost) -> tuple[float, float, float]:
+        """Seconds of the busiest worker: if all invert everything, share factors, or share layers."""
+        by_factor = [cost.seconds(dim) for dim in self.dims]
+        by_layer = [layer.cost.inverse_s(cost) for layer in self.layers]
+        return sum(by_factor), max(shared_out(by_factor, WORKERS)[1]), max(shared_out(by_layer, WORKERS)[1])
 
 
 @dataclass(frozen=True)
@@ -170,16 +184,14 @@ def device_of_constants(overhead_s: float = 0.0) -> Device:
     Args:
         overhead_s: of each inversion; not published.
     """
-    layers = layers_of("resnet50")
-    dims = dims_of(layers)
-    factors, cubes = busiest_worker(dims, WORKERS)
+    net = Network("resnet50")
+    factors, cubes = busiest_worker(net.dims, WORKERS)
     cubic_s = (INVERSION_S - overhead_s * factors) / cubes
-    sent_bytes = sum(_triangle(dim) for dim in dims if dim >= SENT_FROM_DIM) * _BYTES
     return Device(
         InverseCost(cubic_s, overhead_s),
-        INVERSE_EXCHANGE_S / sent_bytes,
-        _rate_gbit(sum(layer.cost.gradient_bytes for layer in layers), GRADIENT_EXCHANGE_S),
-        _rate_gbit(sum(layer.cost.factor_bytes for layer in layers), FACTORS_IN_TURN_S - FACTOR_COMPUTE_S),
+        INVERSE_EXCHANGE_S / net.inverse_bytes(SENT_FROM_DIM),
+        _rate_gbit(net.gradient_bytes, GRADIENT_EXCHANGE_S),
+        _rate_gbit(net.factor_bytes, FACTORS_IN_TURN_S - FACTOR_COMPUTE_S),
     )
 
 
@@ -194,50 +206,43 @@ def designs(overhead_s: float = 0.0, rate_gbit: float | None = None) -> list[Pha
         overhead_s: of each inversion.
         rate_gbit: what an all-reduce of the gradients gets out of the network; default: as published.
     """
-    layers, device = layers_of("resnet50"), device_of_constants(overhead_s)
+    net, device = Network("resnet50"), device_of_constants(overhead_s)
     slower = device.gradient_gbit / rate_gbit if rate_gbit else 1.0
-    gradient_s = GRADIENT_EXCHANGE_S * slower
     raw_s = (FACTORS_IN_TURN_S - FACTOR_COMPUTE_S) * slower
     hidden_s = FACTORS_IN_TURN_S - FACTOR_COMPUTE_S - FACTOR_EXCHANGE_EXPOSED_S
-    inversion = _Inversions(layers, device.inverse)
-    by_layer_s = inversion.by_layer_s
+    all_s, by_factor_s, by_layer_s = net.inversion_s(device.inverse)
     sent_s = device.sent_s_per_byte * slower
-    all_inverses = sum(_triangle(dim) for dim in dims_of(layers)) * _BYTES
-    directions = sum(layer.cost.gradient_bytes for layer in layers)
-    busiest = max(layer.factor_work for layer in layers) / sum(layer.factor_work for layer in layers)
-    base = Phases("", FORWARD_BACKWARD_S, gradient_s, 0.0, FACTOR_COMPUTE_S, raw_s, 0.0, 0.0)
-    spd = replace(base, name="SPD-KFAC", factor_exchange_s=max(0.0, raw_s - hidden_s))
-    ours = replace(base, name=OURS, factor_exchange_s=raw_s / 2, inversion_s=by_layer_s)
+    work = [layer.factor_work for layer in net.layers]
+    base = Phases(
+        "D-KFAC", FORWARD_BACKWARD_S, GRADIENT_EXCHANGE_S * slower, 0.0, FACTOR_COMPUTE_S, raw_s, all_s, 0.0
+    )
+    owners = replace(base, inversion_s=by_layer_s)
+    ours = replace(owners, name=OURS, factor_exchange_s=raw_s / 2)
     return [
-        replace(base, name="D-KFAC", inversion_s=inversion.all_s),
+        base,
         replace(
             base,
             name="MPD-KFAC",
-            inversion_s=inversion.by_factor_s,
-            inverse_exchange_s=all_inverses * sent_s,
+            inversion_s=by_factor_s,
+            inverse_exchange_s=net.inverse_bytes() * sent_s,
         ),
-        replace(spd, inversion_s=INVERSION_S, inverse_exchange_s=INVERSE_EXCHANGE_S * slower),
         replace(
             base,
+            name="SPD-KFAC",
+            factor_exchange_s=max(0.0, raw_s - hidden_s),
+            inversion_s=INVERSION_S,
+            inverse_exchange_s=INVERSE_EXCHANGE_S * slower,
+        ),
+        replace(
+            owners,
             name="DP-KFAC",
-            direction_s=directions * sent_s,
-            factors_s=FACTOR_COMPUTE_S * busiest,
+            direction_s=net.gradient_bytes * sent_s,
+            factors_s=FACTOR_COMPUTE_S * max(work) / sum(work),
             factor_exchange_s=0.0,
-            inversion_s=by_layer_s,
         ),
         ours,
         replace(ours, name=OURS_HIDDEN, factor_exchange_s=max(0.0, raw_s / 2 - hidden_s)),
     ]
-
-
-class _Inversions:
-    """Seconds of the busiest worker, by how inversions are shared out."""
-
-    def __init__(self, layers: Sequence[Layer], cost: InverseCost) -> None:
-        dims = dims_of(layers)
-        self.all_s = sum(cost.seconds(dim) for dim in dims)
-        self.by_factor_s = max(shared_out([cost.seconds(dim) for dim in dims], WORKERS)[1])
-        self.by_layer_s = max(shared_out([layer.cost.inverse_s(cost) for layer in layers], WORKERS)[1])
 
 
 def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:
@@ -245,14 +250,13 @@ def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:
     device = device_of_constants(overhead_s)
     rows = []
     for model, published in PUBLISHED_S.items():
-        layers = layers_of(model)
-        inversion = _Inversions(layers, device.inverse)
-        sent_s = sum(_triangle(dim) for dim in dims_of(layers)) * _BYTES * device.sent_s_per_byte
+        net = Network(model)
+        all_s, by_factor_s, _ = net.inversion_s(device.inverse)
         rows.append(
             {
                 "network": model,
-                "factors": len(dims_of(layers)),
-                "model_s": inversion.all_s - inversion.by_factor_s - sent_s,
+                "factors": len(net.dims),
+                "model_s": all_s - by_factor_s - net.inverse_bytes() * device.sent_s_per_byte,
                 "published_s": published["D-KFAC"] - published["MPD-KFAC"],
             }
         )
@@ -261,15 +265,12 @@ def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:
 
 def traffic_bytes() -> dict[str, float]:
     """Return what each worker sends in a step that renews everything, by design, for ResNet-50."""
-    layers = layers_of("resnet50")
-    share = (WORKERS - 1) / WORKERS
-    gradient = share * sum(layer.cost.gradient_bytes for layer in layers)
-    factors = share * sum(layer.cost.factor_bytes for layer in layers)
-    sent = share * sum(_triangle(dim) for dim in dims_of(layers) if dim >= SENT_FROM_DIM) * _BYTES
+    net, share = Network("resnet50"), (WORKERS - 1) / WORKERS
+    gradient, factors = share * net.gradient_bytes, share * net.factor_bytes
     return {
         "D-KFAC": 2 * gradient + 2 * factors,
         "MPD-KFAC": 2 * gradient + 3 * factors,
-        "SPD-KFAC": 2 * gradient + 2 * factors + sent,
+        "SPD-KFAC": 2 * gradient + 2 * factors + share * net.inverse_bytes(SENT_FROM_DIM),
         "DP-KFAC": 3 * gradient,
         OURS: 2 * gradient + factors,
         OURS_HIDDEN: 2 * gradient + factors,
@@ -278,31 +279,26 @@ def traffic_bytes() -> dict[str, float]:
 
 def less_than_spd(found: Sequence[Phases]) -> list[dict[str, Any]]:
     """Compare DP-KFAC's savings, which were published as ranges, with the model's."""
-    by_name, traffic = {phases.name: phases for phases in found}, traffic_bytes()
-    compute_s = {
-        name: phases.forward_backward_s + phases.factors_s + phases.inversion_s
-        for name, phases in by_name.items()
-    }
+    traffic = traffic_bytes()
+    compute_s = {each.name: each.forward_backward_s + each.factors_s + each.inversion_s for each in found}
     return [
-        {
-            "of": "compute",
-            "model": compute_s["SPD-KFAC"] / compute_s["DP-KFAC"],
-            "published": DP_LESS_COMPUTE,
-        },
-        {"of": "traffic", "model": traffic["SPD-KFAC"] / traffic["DP-KFAC"], "published": DP_LESS_TRAFFIC},
+        {"of": of, "model": spent["SPD-KFAC"] / spent["DP-KFAC"], "published": published}
+        for of, spent, published in (
+            ("compute", compute_s, DP_LESS_COMPUTE),
+            ("traffic", traffic, DP_LESS_TRAFFIC),
+        )
     ]
 
 
 def report(overhead_s: float = 0.0) -> dict[str, Any]:
     """Collect all that the tables show."""
-    layers, device = layers_of("resnet50"), device_of_constants(overhead_s)
-    traffic = traffic_bytes()
+    net, traffic, found = Network("resnet50"), traffic_bytes(), designs(overhead_s)
     return {
         "workers": WORKERS,
-        "layers": len(layers),
-        "gradient_bytes": sum(layer.cost.gradient_bytes for layer in layers),
-        "factor_bytes": sum(layer.cost.factor_bytes for layer in layers),
-        "device": asdict(device),
+        "layers": len(net.layers),
+        "gradient_bytes": net.gradient_bytes,
+        "factor_bytes": net.factor_bytes,
+        "device": asdict(device_of_constants(overhead_s)),
         "designs": [
             {
                 **asdict(phases),
@@ -310,108 +306,92 @@ def report(overhead_s: float = 0.0) -> dict[str, Any]:
                 "published_s": PUBLISHED_S["resnet50"].get(phases.name),
                 "traffic_bytes": traffic[phases.name],
             }
-            for phases in designs(overhead_s)
+            for phases in found
         ],
         "rates": {
             str(rate): {phases.name: phases.step_s() for phases in designs(overhead_s, rate)}
             for rate in RATES_GBIT
         },
         "differences": published_differences(overhead_s),
-        "less_than_spd": less_than_spd(designs(overhead_s)),
+        "less_than_spd": less_than_spd(found),
     }
 
 
-Cells = tuple[str, list[str], list[list[str]]]
+Row = dict[str, str]
 
 
-def tables(found: Mapping[str, Any]) -> Iterator[Cells]:
-    """Turn a report into titles, headings and rows."""
+def tables(found: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
+    """Turn a report into titles and rows of cells by their headings."""
+    every = {str(n): f"every {n}" if n > 1 else "every step" for n in INTERVALS}
     yield (
         "Seconds per step, ResNet-50, 64 workers",
         [
-            "design",
-            *(f"every {n}" if n > 1 else "every step" for n in INTERVALS),
-            "published",
-            "error",
-            "MB sent",
-        ],
-        [
-            [
-                each["name"],
-                *(f"{seconds:.3f}" for seconds in each["step_s"].values()),
-                *_against(each["step_s"]["1"], each["published_s"]),
-                f"{each['traffic_bytes'] / 1e6:.0f}",
-            ]
+            {
+                "design": each["name"],
+                **{every[interval]: f"{seconds:.3f}" for interval, seconds in each["step_s"].items()},
+                **_against(each["step_s"]["1"], each["published_s"]),
+                "MB sent": f"{each['traffic_bytes'] / 1e6:.0f}",
+            }
             for each in found["designs"]
         ],
     )
-    phases = (
-        "forward_backward_s",
-        "gradient_s",
-        "direction_s",
-        "factors_s",
-        "factor_exchange_s",
-        "inversion_s",
-        "inverse_exchange_s",
-    )
+    phases = [field.name for field in fields(Phases)][1:]
+    names = {phase: phase.removesuffix("_s").replace("_", " ") for phase in phases}
     yield (
         "Phases of a step that renews everything, seconds",
-        ["design", *(phase.removesuffix("_s").replace("_", " ") for phase in phases)],
-        [[each["name"], *(f"{each[phase]:.3f}" for phase in phases)] for each in found["designs"]],
+        [
+            {"design": each["name"], **{names[phase]: f"{each[phase]:.3f}" for phase in phases}}
+            for each in found["designs"]
+        ],
     )
     yield (
         "Seconds per step by the rate of an all-reduce, renewing in every step",
-        ["design", *(f"{rate} Gb/s" for rate in found["rates"])],
         [
-            [each["name"], *(f"{steps[each['name']]:.3f}" for steps in found["rates"].values())]
-            for each in found["designs"]
+            {
+                "design": name,
+                **{f"{rate} Gb/s": f"{steps[name]:.3f}" for rate, steps in found["rates"].items()},
+            }
+            for name in (each["name"] for each in found["designs"])
         ],
     )
-    yield from _checks(found)
-
-
-def _checks(found: Mapping[str, Any]) -> Iterator[Cells]:
     yield (
         "D-KFAC less MPD-KFAC, seconds per step",
-        ["network", "factors", "model", "published"],
         [
-            [each["network"], str(each["factors"]), f"{each['model_s']:+.3f}", f"{each['published_s']:+.3f}"]
+            {
+                "network": each["network"],
+                "factors": str(each["factors"]),
+                "model": f"{each['model_s']:+.3f}",
+                "published": f"{each['published_s']:+.3f}",
+            }
             for each in found["differences"]
         ],
     )
     yield (
         "DP-KFAC: how many times less than SPD-KFAC (published: than designs that exchange factors)",
-        ["of", "model", "published"],
         [
-            [each["of"], f"{each['model']:.2f}", " to ".join(f"{bound:.2f}" for bound in each["published"])]
+            {
+                "of": each["of"],
+                "model": f"{each['model']:.2f}",
+                "published": " to ".join(f"{bound:.2f}" for bound in each["published"]),
+            }
             for each in found["less_than_spd"]
         ],
     )
 
 
-def _against(predicted_s: float, published_s: float | None) -> tuple[str, str]:
+def _against(predicted_s: float, published_s: float | None) -> Row:
     if published_s is None:
-        return "–", "–"
-    return f"{published_s:.4f}", f"{predicted_s / published_s - 1:+.1%}"
+        return {"published": "–", "error": "–"}
+    return {"published": f"{published_s:.4f}", "error": f"{predicted_s / published_s - 1:+.1%}"}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """Write the tables as docs/scaling.md has them."""
     parts = []
-    for title, heading, rows in tables(found):
-        lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+    for title, rows in tables(found):
+        lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
         parts.append("\n".join([f"**{title}**", "", *("| " + " | ".join(line) + " |" for line in lines)]))
     return "\n\n".join(parts)
-
-
-def show(found: Mapping[str, Any], console: Console) -> None:
-    for title, heading, rows in tables(found):
-        table = Table(title=title)
-        for number, column in enumerate(heading):
-            table.add_column(column, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
 
 
 def draw(path: Path, overhead_s: float = 0.0) -> None:
@@ -467,7 +447,8 @@ def main() -> None:
     elif args.markdown:
         print(markdown(found))
     else:
-        show(found, Console())
+        for title, rows in tables(found):
+            show_table(Console(), title, rows)
 
 
 if __name__ == "__main__":

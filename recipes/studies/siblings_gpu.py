@@ -1,6 +1,6 @@
 """Two sibling jobs that share one GPU: one after the other, side by side, and taking turns.
 
-    PYTHONPATH=. python recipes/siblings_gpu.py --out runs/siblings_gpu
+    PYTHONPATH=. python recipes/studies/siblings_gpu.py --out runs/siblings_gpu
 
 Two set-ups, each alternating its variants in processes that stay alive:
 
@@ -23,8 +23,6 @@ import datetime
 import itertools
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,15 +32,16 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from lab_cluster import Cluster
-from lab_network import why_not_shaped
-from siblings import CALIBRATION_MBIT, JOBS, Outcome, Siblings
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
-WORKER = Path(__file__).with_name("sibling_gpu_worker.py")
-# Of the variants that run both jobs at once. Who compares needs both unmanaged ones: turns come with the split.
-HOOKS = {"unmanaged": "none", "unmanaged, split": "rsag", "crossover": "crossover"}
+from lab import Cluster, rate_for, why_not_shaped
+from studies._ranks import CALIBRATION_MBIT, Row
+from studies._tables import Cells, show_table
+from studies.siblings import JOBS, Siblings, figures, measure_once, summarize
+
+# Who compares needs both unmanaged ones: turns come with the split.
+VARIANTS = {"unmanaged": "none", "split": "rsag", "crossover": "crossover"}
 MIN_MBIT, MAX_MBIT = 50.0, 8000.0  # what the emulated link can do
 MPS_TIMEOUT_S = 20.0
 
@@ -84,122 +83,49 @@ def _control(arguments: Sequence[str], orders: str) -> str | None:
     return None if ended.returncode == 0 else f"nvidia-cuda-mps-control ended with {ended.returncode}"
 
 
-def measure_once(siblings: Siblings, steps: int, order: Sequence[str]) -> dict[str, Any]:
-    """Run every variant once, in ``order``; return their figures."""
-    outcomes: dict[str, Outcome] = {}
-    for variant in order:
-        if variant == "alone":
-            outcomes |= {f"alone {job}": siblings.run("none", steps, [job]) for job in JOBS}
-            outcomes["compute"] = siblings.run("compute", steps, JOBS[:1])
-        else:
-            outcomes[variant] = siblings.run(HOOKS[variant], steps)
-    alone = [outcomes[f"alone {job}"] for job in JOBS]
-    after_s = sum(outcome.makespan_s for outcome in alone)
-    crossover = outcomes["crossover"]
-    stats = [answer["stats"] for answers in crossover.answers.values() for answer in answers]
-    medians = [one["handover_median_s"] for one in stats if one["handover_median_s"] is not None]
-    return {
-        "t1_s": statistics.mean(outcome.step_s for outcome in alone),
-        "c_s": outcomes["compute"].step_s,
-        "wire_bytes": statistics.mean(outcome.wire_bytes for outcome in alone),
-        "after_s": after_s,
-        "unmanaged_s": outcomes["unmanaged"].makespan_s,
-        "crossover_s": crossover.makespan_s,
-        "split_s": outcomes["unmanaged, split"].makespan_s,
-        "crossover": after_s / crossover.makespan_s,
-        "unmanaged": after_s / outcomes["unmanaged"].makespan_s,
-        "split": after_s / outcomes["unmanaged, split"].makespan_s,
-        "same_results": all(crossover.results(job) == outcomes[f"alone {job}"].results(job) for job in JOBS),
-        "turns": [one["turns"] for one in stats],
-        "handovers": sum(one["handovers"] for one in stats),
-        "handover_median_s": statistics.median(medians) if medians else None,
-        "leases_expired": sum(one["leases_expired"] for one in stats),
-        "disabled": [one["disabled_because"] for one in stats if one["disabled_because"]],
-        "ordered_by": sorted({str(one["ordered_by"]) for one in stats}),
-        "devices": sorted({one["device"] for one in stats}),
-    }
-
-
-def measure(args: argparse.Namespace, setup: Setup, preset: str, scale: int) -> dict[str, Any]:
-    """Measure one preset in one set-up."""
+def measure(args: argparse.Namespace, setup: Setup, preset: str, scale: int) -> Row:
+    """Measure one preset in one set-up; C is that of steps without any exchange."""
     shaped = setup == "gloo" and why_not_shaped() is None
     nodes = 2 if setup == "gloo" else 1
     arguments = ["--scale", str(scale), "--device", args.device, "--backend", setup]
     with Cluster(nodes=nodes, rate_mbit=CALIBRATION_MBIT, pin="none", shaped=shaped) as cluster:
-        siblings = Siblings(
-            cluster,
-            preset,
-            args.out / f"{setup}-{scale}",
-            dict.fromkeys(JOBS, 1),
-            script=WORKER,
-            arguments=arguments,
-        )
+        siblings = Siblings(cluster, preset, args.out / f"{setup}-{scale}", arguments=arguments)
         first = siblings.run("none", args.calibration_steps, JOBS[:1])
-        c_s = siblings.run("compute", args.calibration_steps, JOBS[:1]).step_s
-        rate_mbit = first.wire_bytes * 8 / (args.ratio * c_s) / 1e6
+        c_s = siblings.run("compute", args.calibration_steps, JOBS[:1]).mean("step_s")
+        rate_mbit = None
         if shaped:
-            rate_mbit = min(max(rate_mbit, MIN_MBIT), MAX_MBIT)
+            rate_mbit = min(max(rate_for(args.ratio, c_s, first.mean("wire_bytes")), MIN_MBIT), MAX_MBIT)
             cluster.set_rate(rate_mbit)
         runs = []
         for repeat in range(args.repeats):
-            order = ["alone", *HOOKS]
-            random.Random(repeat).shuffle(order)
-            runs.append(measure_once(siblings, args.steps, order))
+            outcomes = measure_once(siblings, args.steps, VARIANTS, repeat)
+            c_s = siblings.run("compute", args.steps, JOBS[:1]).mean("step_s")
+            runs.append({**figures(outcomes, args.steps), "c_s": c_s})
         siblings.close()
-    return {"scale": scale, **summarize(setup, preset, rate_mbit if shaped else None, runs)}
+    return {"setup": setup, "scale": scale, **summarize(preset, rate_mbit, runs)}
 
 
-def summarize(setup: str, preset: str, rate_mbit: float | None, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the repeats, and the bound from the same runs' C, N and M."""
-    keys = [key for key, value in runs[0].items() if isinstance(value, float) and key != "handover_median_s"]
-    middle = {key: statistics.median(run[key] for run in runs) for key in keys}
-    m_s = middle["wire_bytes"] * 8 / (rate_mbit * 1e6) if rate_mbit else 0.0
-    bound = 2 * middle["t1_s"] / max(2 * middle["c_s"], middle["t1_s"], 2 * m_s)
-    return {
-        "setup": setup,
-        "preset": preset,
-        "rate_mbit": rate_mbit,
-        "m_s": m_s,
-        "n_s": middle["t1_s"] - middle["c_s"],
-        "bound": bound,
-        "of_bound": middle["crossover"] / bound,
-        "same_results": all(run["same_results"] for run in runs),
-        "ordered_by": sorted({way for run in runs for way in run["ordered_by"]}),
-        **middle,
-        "runs": runs,
+def cells(row: Row) -> Cells:
+    """What the table says of a row."""
+    name = f"{row['setup']}{', MPS' if row['mps'] else ''}"
+    found: Cells = {"set-up": name, "model": row["preset"], "batch ×": str(row["scale"])}
+    if "error" in row:
+        return {**found, "Mbit/s": row["error"][:60]}
+    rate = None if row["rate_mbit"] is None else f"{row['rate_mbit']:.0f}"
+    times = {
+        letter: f"{row[key] * 1e3:.1f}" for letter, key in (("C ms", "c_s"), ("N ms", "n_s"), ("M ms", "m_s"))
     }
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    title = f"Two siblings on one {report['device']}, {report['date']}: speed-up against one after the other"
-    table = Table(title=title)
-    for column in (
-        "set-up",
-        "model",
-        "batch ×",
-        "Mbit/s",
-        "C ms",
-        "N ms",
-        "M ms",
-        "bound",
-        "crossover",
-        "unmanaged",
-        "with split",
-        "same",
-        "ordered by",
-    ):
-        table.add_column(column, justify="right")
-    for row in report["rows"]:
-        name = f"{row['setup']}{', MPS' if row['mps'] else ''}"
-        if "error" in row:
-            table.add_row(name, row["preset"], str(row["scale"]), row["error"][:60])
-            continue
-        rate = "–" if row["rate_mbit"] is None else f"{row['rate_mbit']:.0f}"
-        times = [f"{row[key] * 1e3:.1f}" for key in ("c_s", "n_s", "m_s")]
-        ratios = [f"{row[key]:.3f}" for key in ("bound", "crossover", "unmanaged", "split")]
-        same, ordered = "yes" if row["same_results"] else "NO", ", ".join(row["ordered_by"])
-        table.add_row(name, row["preset"], str(row["scale"]), rate, *times, *ratios, same, ordered)
-    console.print(table)
+    return {
+        **found,
+        "Mbit/s": rate,
+        **times,
+        "bound": row["bound"],
+        "crossover": row["crossover"],
+        "unmanaged": row["unmanaged"],
+        "with split": row["split"],
+        "same": "yes" if row["same_results"] else "NO",
+        "ordered by": ", ".join(row["ordered_by"]),
+    }
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -230,7 +156,10 @@ def measure_all(args: argparse.Namespace, report: dict[str, Any], *, under_mps: 
             }
         report["rows"].append({"mps": under_mps, **row})
         (args.out / "siblings_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-        show(report, Console(file=sys.stdout, width=160))
+        title = (
+            f"Two siblings on one {report['device']}, {report['date']}: speed-up against one after the other"
+        )
+        show_table(Console(width=160), title, map(cells, report["rows"]))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

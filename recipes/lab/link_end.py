@@ -1,79 +1,21 @@
-"""Measure an emulated link: goodput, processor time, and how long a small message takes.
+"""One end of a link that is measured: ``link_end.py <node> <ports> <payload bytes>`` prints its figures as JSON.
 
-``measure(cluster)`` runs two processes on nodes 0 and 1 (this file, as a script), which send each
-other a bulk of data at the same time, as the two halves of an all-reduce do; beside it, on a
-connection of its own, one byte goes back and forth.
+It imports nothing of the lab, so that it starts fast and runs as a plain script.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
-
-from lab_network import LabError
-
-if TYPE_CHECKING:
-    from lab_cluster import Cluster
+from typing import Any, Final
 
 _CHUNK_BYTES: Final = 1 << 20
 _PING_EVERY_S: Final = 0.01
 _TIMEOUT_S: Final = 30.0
-
-
-def measure(cluster: Cluster, *, duration_s: float = 3.0) -> dict[str, Any]:
-    """Measure the link between nodes 0 and 1, in both directions at once.
-
-    Args:
-        cluster: shaped, with at least two nodes.
-        duration_s: about how long the bulk transfer takes.
-    """
-    if cluster.network is None or cluster.rate_mbit is None or cluster.nodes < 2:
-        raise ValueError("expected a shaped cluster of at least 2 nodes, got one without links")
-    payload_bytes = int(cluster.rate_mbit * 1e6 / 8 * duration_s)
-    dropped, wire_bytes = cluster.dropped(), cluster.sent_bytes()[0]
-    ends = _run_ends(cluster, payload_bytes, timeout_s=_TIMEOUT_S + 4 * duration_s)
-    goodput_mbit = min(end["goodput_mbit"] for end in ends)
-    return {
-        "rate_mbit": cluster.rate_mbit,
-        "mtu": cluster.mtu,
-        "payload_bytes": payload_bytes,
-        "goodput_mbit": goodput_mbit,
-        "goodput_per_rate": goodput_mbit / cluster.rate_mbit,
-        "wire_bytes_per_payload_byte": (cluster.sent_bytes()[0] - wire_bytes) / payload_bytes,
-        "process_cpu_ms_per_mb": max(end["process_cpu_ms_per_mb"] for end in ends),
-        "interrupt_cpu_ms_per_mb": _largest(end["interrupt_cpu_ms_per_mb"] for end in ends),
-        "round_trip_idle_ms": ends[0]["idle_ms"],
-        "round_trip_loaded_ms": ends[0]["loaded_ms"],
-        "dropped_packets": cluster.dropped() - dropped,
-    }
-
-
-def _largest(values: Any) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _run_ends(cluster: Cluster, payload_bytes: int, *, timeout_s: float) -> list[dict[str, Any]]:
-    ports = f"{cluster.port()},{cluster.port()}"
-    processes = []
-    for node in range(2):
-        command = ["python", str(Path(__file__).resolve()), str(node), ports, str(payload_bytes)]
-        environment = cluster.environment(node)
-        processes.append(cluster.popen(node, command, environment, stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    finally:
-        cluster.end(*processes)
-    if any(process.returncode for process in processes):
-        raise LabError("expected both ends of the link to measure it, got one that failed; see above")
-    return [json.loads(output) for output in outputs]
 
 
 class _End:

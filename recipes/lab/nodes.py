@@ -1,42 +1,31 @@
-"""A cluster of two to four nodes on one machine, and jobs that run on it.
-
-    with Cluster(nodes=2, rate_mbit=200) as cluster:
-        cluster.run([Job("a", "python train.py"), Job("b", "python train.py")], timeout_s=600)
+"""The nodes of an emulated cluster on one machine, and processes that run on them.
 
 Node i is a network namespace with a shaped link, and core i, which all jobs' rank i share:
-that core is "device i". The pieces are in lab_network.py and lab_processes.py.
+that core is "device i". The pieces are in network.py and processes.py.
 """
 
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
-import lab_jobs
-import lab_processes
 from crossover_ddp._system.signals import endings_raise, undisturbed
-from lab_jobs import Job, RunResult
-from lab_network import (
-    INTERFACE,
-    LabError,
-    LabId,
-    Network,
-    delete_namespace,
-    lab_namespaces,
-    why_not_shaped,
-)
+
+from . import processes
+from .network import INTERFACE, LabError, LabId, Network, delete_namespace, lab_namespaces, why_not_shaped
 
 _serials = count()
 _FIRST_PORT: Final = 29500
+_NodesOrMore = TypeVar("_NodesOrMore", bound="Nodes")
 
 
-class Cluster:
+class Nodes:
     """Emulate ``nodes`` machines behind links of ``rate_mbit``.
 
     Args:
@@ -49,7 +38,7 @@ class Cluster:
 
     On failure: ``LabError`` says what is missing. Whatever was made is taken away again at
     the end of the ``with`` block, also after Ctrl-C, SIGTERM and exceptions; what a killed
-    lab left behind, the next one (or ``lab.py clean``) removes.
+    lab left behind, the next one (or ``python recipes/lab clean``) removes.
     Use it from the main thread: ranks die with the *thread* that started them.
     """
 
@@ -74,7 +63,7 @@ class Cluster:
         self._exits = ExitStack()
         self.lab = LabId.of_this_process(next(_serials))
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self: _NodesOrMore) -> _NodesOrMore:
         with ExitStack() as undo:
             undo.enter_context(endings_raise())
             clean()
@@ -97,7 +86,11 @@ class Cluster:
 
     def set_rate(self, rate_mbit: float) -> None:
         """Change the rate of all links, also while jobs run."""
-        self._need_network("a rate").set_rate(rate_mbit)
+        if self.network is None:
+            raise LabError(
+                "an unshaped cluster has no links and so cannot have a rate; use shaped=True as root"
+            )
+        self.network.set_rate(rate_mbit)
         self.rate_mbit = rate_mbit
 
     def sent_bytes(self) -> list[int]:
@@ -123,7 +116,7 @@ class Cluster:
 
         Args:
             node: number of the node, which is also the rank.
-            port: the job's rendezvous port (``Cluster.port``); None leaves it out.
+            port: the job's rendezvous port (``Nodes.port``); None leaves it out.
             directory: where the job's step logs and timeline go; None: nowhere.
         """
         variables = {
@@ -155,16 +148,16 @@ class Cluster:
         Args:
             node: number of the node.
             command: the words; ``python`` is the interpreter that runs the lab.
-            env: variables on top of the caller's and of ``Cluster.environment(node)``.
+            env: variables on top of the caller's and of ``Nodes.environment(node)``.
             options: further ones of ``subprocess.Popen`` (stdout, cwd, text, …).
         """
         if not 0 <= node < self.nodes:
             raise ValueError(f"expected a node from 0 to {self.nodes - 1}, got node={node}")
         variables = {**os.environ, **self.environment(node), **(env or {})}
-        variables[lab_processes.LAB_VARIABLE] = str(self.lab)
+        variables[processes.LAB_VARIABLE] = str(self.lab)
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        process = lab_processes.start(
+        process = processes.start(
             words,
             enter=self.network.enter(node) if self.network else [],
             core=self.cores[node],
@@ -174,32 +167,11 @@ class Cluster:
         self._processes.append(process)
         return process
 
-    def run(
-        self,
-        jobs: Sequence[Job],
-        timeout_s: float,
-        *,
-        out: str | os.PathLike[str],
-        watch: Callable[[], None] | None = None,
-    ) -> RunResult:
-        """Run the jobs side by side, one rank of each on every node, until all are done.
-
-        Args:
-            jobs: what to run; their names must differ.
-            timeout_s: longest time for all of it.
-            out: directory for ``<job>/rank<r>.log``, the ranks' own logs and timelines.
-            watch: called about once a second while they run; None lets the lab sleep.
-
-        On failure: ``JobFailedError`` with the failing ranks' last lines, or
-        ``RunTimeoutError``; the other ranks have been ended.
-        """
-        return lab_jobs.run(self, jobs, timeout_s=timeout_s, directory=Path(out).resolve(), watch=watch)
-
-    def end(self, *processes: "subprocess.Popen[Any]") -> None:
+    def end(self, *started: "subprocess.Popen[Any]") -> None:
         """End processes of ``popen`` and their sessions, and forget them; Ctrl-C waits meanwhile."""
         with undisturbed():
-            lab_processes.end(processes)
-            for process in processes:
+            processes.end(started)
+            for process in started:
                 with suppress(ValueError):
                     self._processes.remove(process)
 
@@ -207,18 +179,11 @@ class Cluster:
         """Packets that the links dropped so far; more than 0 spoils timings."""
         return self.network.dropped() if self.network else 0
 
-    def _need_network(self, what: str) -> Network:
-        if self.network is None:
-            raise LabError(
-                f"an unshaped cluster has no links and so cannot have {what}; use shaped=True as root"
-            )
-        return self.network
-
     def _clear(self) -> None:
         with undisturbed():
-            lab_processes.end(self._processes)
+            processes.end(self._processes)
             self._processes.clear()
-            lab_processes.kill_all_of(self.lab)
+            processes.kill_all_of(self.lab)
             if self.network:
                 self.network.close()
                 self.network = None
@@ -230,9 +195,9 @@ def clean() -> list[str]:
     Running labs, this one included, and everything that is not a lab's are left alone.
     """
     done = []
-    stale = {lab for lab, _ in lab_processes.marked_processes() if not lab.alive()}
+    stale = {lab for lab, _ in processes.marked_processes() if not lab.alive()}
     for lab in sorted(stale, key=str):
-        done += [f"process {pid} of {lab}" for pid in lab_processes.kill_all_of(lab)]
+        done += [f"process {pid} of {lab}" for pid in processes.kill_all_of(lab)]
     for lab, namespace in list(lab_namespaces()):
         if not lab.alive():
             # Another lab that starts now may be cleaning as well.

@@ -1,7 +1,7 @@
 """Tune SGD with momentum, Adam and K-FAC with the same budget each, and count what they need to a target.
 
-    python recipes/optimizer_study.py --study autoencoder --seeds 3
-    torchrun --nproc-per-node 2 recipes/optimizer_study.py --study cnn --seeds 2
+    python recipes/studies/optimizer_study.py --study autoencoder --seeds 3
+    torchrun --nproc-per-node 2 recipes/studies/optimizer_study.py --study cnn --seeds 2
 
 ``autoencoder``: a deep autoencoder of digits, all images in each step; steps to the training loss that tuned Adam
 reaches after nine tenths of the budget. ``cnn``: a convolutional net; epochs to 97 % test accuracy, measured four
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,11 +26,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import Progress
 
-from _digits import PEER, Choice, Training, make_problem, mean_over_ranks, one_job
-from _search import Log, OneOf, Result, Space, Trial, best_of, draw, late_loss
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+from studies._digits import PEER, Choice, Training, make_problem, mean_over_ranks, one_job
+from studies._search import Log, OneOf, Result, Space, Trial, best_of, draw, late_loss
+from studies._tables import Cells, show_table
 
 SMOKE_CONFIGS: Final = 2
 SMOKE_SEEDS: Final = 1
@@ -215,22 +218,18 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
-    unit = found["unit"]
-    goal = f"loss {found['target']:.3f}" if unit == "steps" else f"{found['target']:.0%} test accuracy"
-    table = Table(title=f"{found['study']}: {unit} to {goal}, best of each optimizer's configurations")
-    for column in ("optimizer", f"{unit}, median", "each seed", "met by", "CPU ms/step", "CPU s", "best one"):
-        table.add_column(column)
-    for result in found["results"]:
-        each = ", ".join(number(value, unit) for value in result["each"])
-        spent = (
-            f"{1e3 * result['step_s']:.1f}",
-            "–" if result["cpu_s"] is None else f"{result['cpu_s']:.2f}",
-        )
-        options = ", ".join(f"{name} {value}" for name, value in result["choice"]["options"].items())
-        met = f"{result['met']} of {result['configs']}"
-        table.add_row(result["optimizer"], number(result["median"], unit), each, met, *spent, options)
-    console.print(table)
+def cells(result: Mapping[str, Any], unit: str) -> Cells:
+    """What the table says of a result."""
+    options = ", ".join(f"{name} {value}" for name, value in result["choice"]["options"].items())
+    return {
+        "optimizer": result["optimizer"],
+        f"{unit}, median": number(result["median"], unit),
+        "each seed": ", ".join(number(value, unit) for value in result["each"]),
+        "met by": f"{result['met']} of {result['configs']}",
+        "CPU ms/step": f"{1e3 * result['step_s']:.1f}",
+        "CPU s": None if result["cpu_s"] is None else f"{result['cpu_s']:.2f}",
+        "best one": options,
+    }
 
 
 def number(value: float | None, unit: str) -> str:
@@ -298,11 +297,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
-
-
 def save(found: Mapping[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "study.json").write_text(json.dumps(found) + "\n")
@@ -310,7 +304,10 @@ def save(found: Mapping[str, Any], out: Path) -> None:
 
 def report(found: Mapping[str, Any], out: Path, console: Console) -> None:
     draw_picture(found, out / "study.png")
-    show(found, console)
+    unit = found["unit"]
+    goal = f"loss {found['target']:.3f}" if unit == "steps" else f"{found['target']:.0%} test accuracy"
+    title = f"{found['study']}: {unit} to {goal}, best of each optimizer's configurations"
+    show_table(console, title, (cells(result, unit) for result in found["results"]))
     console.print(f"{out / 'study.json'}, {out / 'study.png'}")
 
 
@@ -324,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             * args.configs
             * args.seeds
         )
-        with bar(console) as progress:
+        with Progress(console=console) as progress:
             task = progress.add_task("", total=count)
             study = Study(args, lambda what: progress.update(task, advance=1, description=what))
             for _ in study.run():

@@ -1,12 +1,12 @@
 """What `crossover-ddp advise` predicts, beside what the emulated cluster then measures.
 
-    python recipes/advice.py --ratio 0.5 0.75 1.0 1.5                      compute that only sleeps
-    python recipes/advice.py --preset convnet vit --repeats 3              real models: on an idle machine only
+    python recipes/studies/advice.py --ratio 0.5 0.75 1.0 1.5                      compute that only sleeps
+    python recipes/studies/advice.py --preset convnet vit --repeats 3              real models: on an idle machine only
 
 For each ratio M/C (wire time of a step's gradients to its compute), as often as wanted, it records a short run with the
 split hook and asks for advice, then measures two siblings and decoupled training as predicted, and what they are
 compared to. Medians are shown; "off" is what was said over what was measured right after it. The job that sleeps
-(recipes/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
+(recipes/studies/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
 Needs root (see docs/lab.md).
 """
 
@@ -16,24 +16,35 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
-import _models
+from _models import PRESETS
 from crossover_ddp.cli.advise.advice import CROSSOVER, DECOUPLED_TRAINING, advise
 from crossover_ddp.cli.advise.command import read_spans
 from crossover_ddp.cli.advise.step_figures import Figures, figures
-from decoupled import Ranks
-from lab_cluster import Cluster
-from lab_jobs import Job
-from siblings import CALIBRATION_MBIT, CALIBRATION_STEPS, JOBS, Siblings, Worker, measure_all
-from sleepy_job import LAYER_BYTES
+from lab import Cluster, Job, rate_for
+from lab.analysis import wire_s
+from studies import decoupled
+from studies._ranks import (
+    CALIBRATION_MBIT,
+    CALIBRATION_STEPS,
+    Ranks,
+    Row,
+    measure_all,
+    slowest_s,
+    study_parser,
+)
+from studies._tables import Cell, Cells
+from studies.siblings import JOBS, WORKER, Siblings
+from studies.sleepy_job import LAYER_BYTES
 
+TITLE = "Advice beside measurement (said/measured)"
 SLEEP = "sleep"
 SLEEPY_JOB = Path(__file__).with_name("sleepy_job.py")
 LAYERS, FORWARD_S, BACKWARD_S = 8, 0.2, 0.4
@@ -117,10 +128,10 @@ def shared_step_s(jobs: Sequence[Sequence[Sequence[float]]]) -> float:
     return (end_s - begin_s) / sum(begin_s < at_s <= end_s for ends_s in first for at_s in ends_s)
 
 
-def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Any) -> Iterable[dict[str, Any]]:
+def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Callable[[], None]) -> Iterable[Row]:
     compute_s = FORWARD_S + BACKWARD_S
     for ratio in args.ratio:
-        rate_mbit = LAYERS * LAYER_BYTES * 8 / (ratio * compute_s) / 1e6
+        rate_mbit = rate_for(ratio, compute_s, LAYERS * LAYER_BYTES)
         cluster.set_rate(rate_mbit)
         runs = []
         for repeat in range(args.repeats):
@@ -147,20 +158,9 @@ def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Any) -> I
 
 def record(cluster: Cluster, preset: str, out: Path, steps: int) -> Figures:
     """Run the job alone with the split hook for a short while; return what its timeline says."""
-    port = cluster.port()
-    workers = [
-        Worker(cluster, "recorded", node, port, ["--preset", preset], out) for node in range(cluster.nodes)
-    ]
-    for worker in workers:
-        worker.hear("up")
-        worker.tell(do="run", hook="rsag", steps=steps)
-    for event, order in (("ready", "go"), ("done", "quit")):
-        for worker in workers:
-            worker.hear(event)
-        for worker in workers:
-            worker.tell(do=order)
-    for worker in workers:
-        worker.process.wait(timeout=30)
+    ranks = Ranks(cluster, "recorded", WORKER, ["--preset", preset], out)
+    ranks.run(hook="rsag", steps=steps)
+    ranks.close()
     return figures(read_spans(out / "recorded" / "timeline"))
 
 
@@ -171,37 +171,44 @@ def measure_siblings(siblings: Siblings, steps: int, rate_mbit: float) -> dict[s
     alone = dict(zip(JOBS, (first, siblings.run("none", steps, JOBS[1:])), strict=True))
     if any(together.results(job) != alone[job].results(job) for job in JOBS):
         raise RuntimeError("a job has other losses or parameters with a sibling than alone")
-    c_s = statistics.mean(outcome.busy_s for outcome in alone.values())
+    step_s, c_s, wire_bytes = (
+        statistics.mean(outcome.mean(figure) for outcome in alone.values())
+        for figure in ("step_s", "core_busy_s", "wire_bytes")
+    )
     return {
         "c_s": c_s,
-        "n_s": statistics.mean(outcome.step_s for outcome in alone.values()) - c_s,
-        "m_s": statistics.mean(outcome.wire_bytes for outcome in alone.values()) * 8 / (rate_mbit * 1e6),
+        "n_s": step_s - c_s,
+        "m_s": wire_s(wire_bytes, rate_mbit),
         "crossover": sum(outcome.makespan_s for outcome in alone.values()) / together.makespan_s,
     }
 
 
 def measure_decoupled(ranks: Ranks, preset: str, cap_mb: float | None, steps: int) -> dict[str, float]:
     """Plain DDP with its own buckets, before and after, over decoupled training with the advised ones."""
-    present = {"bucket_cap_mb": _models.PRESETS[preset].bucket_cap_mb}
-    before_s = ranks.run("ddp", steps, present).step_s
-    decoupled_s = ranks.run("decoupled", steps, {"bucket_cap_mb": cap_mb}).step_s
-    after_s = ranks.run("ddp", steps, present).step_s
+    ways = (
+        ("ddp", PRESETS[preset].bucket_cap_mb),
+        ("decoupled", cap_mb),
+        ("ddp", PRESETS[preset].bucket_cap_mb),
+    )
+    before_s, decoupled_s, after_s = (
+        slowest_s(decoupled.train(ranks, way, steps, {"bucket_cap_mb": size_mb})) for way, size_mb in ways
+    )
     return {"decoupled": (before_s + after_s) / 2 / decoupled_s}
 
 
 def measure_preset(
     cluster: Cluster, preset: str, args: argparse.Namespace, advance: Callable[[], None]
-) -> Iterable[dict[str, Any]]:
+) -> Iterable[Row]:
     """All ratios of one preset; the link's rate follows from the compute time measured first."""
     if preset == SLEEP:
         yield from measure_sleep(cluster, args, advance)
         return
-    siblings = Siblings(cluster, preset, args.out, dict.fromkeys(JOBS, 1))
-    ranks = Ranks(cluster, preset, args.out / "decoupled")
+    siblings = Siblings(cluster, preset, args.out)
+    ranks = decoupled.start(cluster, preset, args.out / "decoupled")
     cluster.set_rate(CALIBRATION_MBIT)
     first = siblings.run("none", CALIBRATION_STEPS, JOBS[:1])
     for ratio in args.ratio:
-        rate_mbit = first.wire_bytes * 8 / (ratio * first.busy_s) / 1e6
+        rate_mbit = rate_for(ratio, first.mean("core_busy_s"), first.mean("wire_bytes"))
         cluster.set_rate(rate_mbit)
         runs = []
         for repeat in range(args.repeats):
@@ -215,32 +222,25 @@ def measure_preset(
     ranks.close()
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Advice beside measurement (said/measured)")
-    for column in ("model", "M/C", "C s", "N s", "M s", "crossover", "off", "decoupled", "off"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        pairs = [f"{row['said'][key]:.3f}/{row['measured'][key]:.3f}" for key in ("c_s", "n_s", "m_s")]
-        for way in WAYS:
-            pairs += [f"{row['said'][way]:.2f}/{row['measured'][way]:.2f}", f"{row['off'][way]:+.0%}"]
-        table.add_row(row["preset"], f"{row['measured']['m_s'] / row['measured']['c_s']:.2f}", *pairs)
-    console.print(table, soft_wrap=True)
+def cells(row: Row) -> Cells:
+    """What the table says of a row, as said/measured."""
+    said, measured = row["said"], row["measured"]
+    found: dict[str, Cell] = {"model": row["preset"], "M/C": f"{measured['m_s'] / measured['c_s']:.2f}"}
+    for letter, key in (("C s", "c_s"), ("N s", "n_s"), ("M s", "m_s")):
+        found[letter] = f"{said[key]:.3f}/{measured[key]:.3f}"
+    for way in WAYS:
+        found[way] = f"{said[way]:.2f}/{measured[way]:.2f} ({row['off'][way]:+.0%})"
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    choices = [SLEEP, *sorted(_models.PRESETS)]
-    parser.add_argument("--preset", nargs="+", choices=choices, default=[SLEEP])
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    parser = study_parser(__doc__, [SLEEP], "advice", choices=[SLEEP, *PRESETS])
     parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.75, 1.0, 1.5], help="M/C")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--recorded-steps", type=int, default=20, help="of real models")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("runs/advice"))
     args = parser.parse_args(argv)
-    return measure_all(args, measure_preset, show, "advice.json")
+    return measure_all(args, measure_preset, TITLE, cells, "advice.json")
 
 
 if __name__ == "__main__":

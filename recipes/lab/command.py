@@ -1,16 +1,14 @@
 r"""Run jobs on an emulated cluster: nodes, shaped links and pinned cores on one machine.
 
-    python recipes/lab.py run --nodes 2 --rate 200mbit --out runs/x \
+    python recipes/lab run --nodes 2 --rate 200mbit --out runs/x \
         --job 'a: python recipes/train.py --hook crossover --lr 0.1' \
         --job 'b: python recipes/train.py --hook crossover --lr 0.05'
-    python recipes/lab.py link --rate 200mbit      measure a link
-    python recipes/lab.py clean                    remove what killed labs left behind
+    python recipes/lab link --rate 200mbit      measure a link
+    python recipes/lab clean                    remove what killed labs left behind
 
-Namespaces and shaping need root; ``--unshaped`` does without them. From Python:
-``from lab import Cluster, Job``. How it works and what the figures mean: docs/lab.md.
+Namespaces and shaping need root; ``--unshaped`` does without them. How it works and what the figures
+mean: docs/lab.md.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -23,30 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lab_analysis import bound
-from lab_cluster import Cluster, clean
-from lab_jobs import STEADY_MEMORY, Job, JobFailedError, RunResult, RunTimeoutError
-from lab_link import measure
-from lab_network import LabError, why_not_shaped
-from lab_records import Run, load_run
-from timeline_picture import draw_run
-
-__all__ = [
-    "STEADY_MEMORY",
-    "Cluster",
-    "Job",
-    "JobFailedError",
-    "LabError",
-    "Run",
-    "RunResult",
-    "RunTimeoutError",
-    "bound",
-    "clean",
-    "load_run",
-    "main",
-    "measure",
-    "why_not_shaped",
-]
+from .analysis import bound
+from .cluster import Cluster
+from .jobs import Job
+from .link import measure
+from .network import LabError
+from .nodes import clean
+from .records import Run, draw_run, load_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +55,7 @@ def run_jobs(args: argparse.Namespace) -> int:
     if args.sequential:
         result["one_after_the_other"] = one_after_the_other(runs)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    pictures = [draw_run(run.directory) for run in runs if run.spans]
+    pictures = [draw_run(run) for run in runs if run.spans]
     if args.json:
         print(json.dumps(result))
     else:
@@ -152,7 +133,7 @@ def parse_rate(text: str) -> float:
 
 
 @contextmanager
-def progress(jobs: Sequence[Job], out: Path) -> Iterator[Callable[[], None] | None]:
+def progress(jobs: Sequence[Job], out: Path, title: str = "running") -> Iterator[Callable[[], None] | None]:
     """Show each job's last line on a terminal; elsewhere the lab sleeps while they run."""
     if not sys.stderr.isatty():
         yield None
@@ -167,7 +148,9 @@ def progress(jobs: Sequence[Job], out: Path) -> Iterator[Callable[[], None] | No
 
         def watch() -> None:
             lines = [f"{job.name}: {last_line(out / job.name / 'rank0.log')}" for job in jobs]
-            live.update(Text("\n".join([f"{time.monotonic() - began_s:.0f} s", *lines])), refresh=True)
+            live.update(
+                Text("\n".join([f"{title}: {time.monotonic() - began_s:.0f} s", *lines])), refresh=True
+            )
 
         yield watch
 
@@ -222,7 +205,7 @@ def number(value: float | None, factor: float, digits: int) -> str:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python recipes/lab", description=(__doc__ or "").split("\n")[0])
     actions = parser.add_subparsers(required=True)
     run = actions.add_parser("run", help="run jobs side by side, or one after the other")
     run.add_argument(
@@ -248,7 +231,3 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     actions.add_parser("clean", help="remove what killed labs left behind").set_defaults(action=clean_up)
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

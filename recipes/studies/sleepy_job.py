@@ -1,6 +1,6 @@
 """A training script whose compute is sleep: how long it takes hardly depends on who else uses the machine.
 
-    torchrun --nproc-per-node 2 recipes/sleepy_job.py --hook split
+    torchrun --nproc-per-node 2 recipes/studies/sleepy_job.py --hook split
 
 Each layer has a quarter of a megabyte of gradients in a bucket of its own, and computes as long as the arguments say.
 """

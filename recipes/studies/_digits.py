@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,6 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import _models
+from _job import join_ranks, leave_the_job
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 SIZES: Final = (64, 128, 64, 32, 12, 32, 64, 128, 64)
@@ -262,15 +262,11 @@ def mean_over_ranks(values: Tensor) -> list[float]:
 def one_job() -> Iterator[None]:
     """Join the ranks that torchrun has started, or be a job of one; leave them at the end."""
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join_ranks("gloo")
     try:
         yield
     finally:
-        time.sleep(0.1)  # gloo's threads let go of the last backward a moment later; see train.py
-        dist.destroy_process_group()
+        leave_the_job()
 
 
 class WireMeter:

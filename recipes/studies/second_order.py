@@ -1,8 +1,8 @@
 """Train small nets on digits with SGD, AdamW and K-FAC and draw the loss over steps, seconds and bytes sent.
 
-    torchrun --nproc-per-node 2 recipes/second_order.py --model cnn vit
-    python recipes/lab.py run --rate 20mbit --job 'digits: python recipes/second_order.py --out runs/second-order'
-    python recipes/second_order.py --model autoencoder --from-study runs/study-autoencoder/study.json
+    torchrun --nproc-per-node 2 recipes/studies/second_order.py --model cnn vit
+    python recipes/lab run --rate 20mbit --job 'digits: python recipes/studies/second_order.py --out runs/second-order'
+    python recipes/studies/second_order.py --model autoencoder --from-study runs/study-autoencoder/study.json
 
 The trainings follow each other in one process group, with the same weights and the same order of images. K-FAC is
 plain SGD with momentum whose gradients arrive preconditioned. Bytes are counted by the network interface in the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,9 +25,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from _digits import Choice, Training, WireMeter, make_problem, mean_over_ranks, one_job
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+from studies._digits import Choice, Training, WireMeter, make_problem, mean_over_ranks, one_job
+from studies._tables import Cell, Cells, show_table
 
 Sheet = Mapping[str, Choice]
 
@@ -170,21 +173,21 @@ def spent(curve: Curve, target: float | None) -> dict[str, float | None]:
     return {"steps": step, "seconds": curve.seconds[step], "megabytes": curve.megabytes[step]}
 
 
-def show(curves: Sequence[Curve], target: float | None, console: Console) -> None:
-    table = Table(title="Digits: what each optimizer spent" + (f" to loss {target:.3f}" if target else ""))
-    for column in ("model", "optimizer", "loss at the end", "test accuracy", "ms per step", "MB per step"):
-        table.add_column(column, justify="right")
-    for name in ("steps", "seconds", "MB") if target else ():
-        table.add_column(f"{name} to target", justify="right")
-    for curve in curves:
-        last = max(1, len(curve.losses) - 1)
-        figures = [f"{1e3 * curve.seconds[-1] / last:.1f}", f"{curve.megabytes[-1] / last:.3f}"]
-        accuracy = "–" if curve.accuracy is None else f"{curve.accuracy:.1%}"
-        to_target = spent(curve, target).values() if target else ()
-        cells = ["–" if value is None else f"{value:.4g}" for value in to_target]
-        loss = f"{curve.smoothed()[-1]:.4f}"
-        table.add_row(curve.model, curve.optimizer, loss, accuracy, *figures, *cells)
-    console.print(table)
+def cells(curve: Curve, target: float | None) -> Cells:
+    """What the table says of a curve."""
+    last = max(1, len(curve.losses) - 1)
+    found: dict[str, Cell] = {
+        "model": curve.model,
+        "optimizer": curve.optimizer,
+        "loss at the end": f"{curve.smoothed()[-1]:.4f}",
+        "test accuracy": None if curve.accuracy is None else f"{curve.accuracy:.1%}",
+        "ms per step": f"{1e3 * curve.seconds[-1] / last:.1f}",
+        "MB per step": curve.megabytes[-1] / last,
+    }
+    to_target = spent(curve, target) if target else {}
+    for name, value in to_target.items():
+        found[f"{name} to target"] = None if value is None else f"{value:.4g}"
+    return found
 
 
 def draw_picture(curves: Sequence[Curve], target: float | None, source: str, path: Path) -> None:
@@ -219,7 +222,8 @@ def report(curves: Sequence[Curve], args: argparse.Namespace, console: Console) 
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "second_order.json").write_text(json.dumps(found, default=list) + "\n")
     draw_picture(curves, args.target, source, args.out / "second_order.png")
-    show(curves, args.target, console)
+    title = "Digits: what each optimizer spent" + (f" to loss {args.target:.3f}" if args.target else "")
+    show_table(console, title, (cells(curve, args.target) for curve in curves))
     console.print(f"{args.out / 'second_order.json'}, {args.out / 'second_order.png'}; bytes are {source}")
     return found
 

@@ -1,6 +1,6 @@
 """What a run says: C, N, M, turns, waits and hand-overs from step logs and timelines.
 
-Pure: functions of records; lab_records.py reads them from a run's directory.
+Pure: functions of records; records.py reads them from a run's directory.
 
 The letters are those of docs/lab.md. For one job *alone* on its devices:
 C  busy time of the rank's core per step (communication's processor time counts as compute);
@@ -84,6 +84,20 @@ def bound(alone: Sequence[tuple[float, float, float]]) -> float:
     return float(sum(steps_s) / max(sum(busy_s), max(steps_s), sum(wire_s)))
 
 
+def rate_for(ratio: float, compute_s: float, wire_bytes: float) -> float:
+    """Rate in Mbit/s at which a step's gradients take ``ratio`` times as long as its computation."""
+    if ratio <= 0 or compute_s <= 0 or wire_bytes <= 0:
+        raise ValueError(
+            f"expected a ratio, computation and traffic > 0, got {ratio=}, {compute_s=}, {wire_bytes=}"
+        )
+    return wire_bytes * 8 / (ratio * compute_s) / 1e6
+
+
+def wire_s(wire_bytes: float, rate_mbit: float | None) -> float:
+    """M: how long the bytes are on a link of that rate; 0 without one."""
+    return wire_bytes * 8 / (rate_mbit * 1e6) if rate_mbit else 0.0
+
+
 def job_figures(
     job: str,
     steps: Mapping[int, Sequence[Step]],
@@ -116,7 +130,7 @@ def job_figures(
         step_s=_over_ranks(settled, "length_s"),
         busy_s=(_mean_busy_s(settled) if alone else None) or _median_of(computes),
         exposed_s=_median_of(exchanges),
-        wire_s=wire_bytes * 8 / (rate_mbit * 1e6) if wire_bytes is not None and rate_mbit else None,
+        wire_s=None if wire_bytes is None else wire_s(wire_bytes, rate_mbit),
         wire_bytes=wire_bytes,
         turns=sum(span.kind == "compute" and span.rank == 0 for span in own),
         makespan_s=makespan_s(steps.values()),

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from crossover_ddp._timeline.files import Reading, read_file
+from crossover_ddp._timeline.picture import Window, draw
 from crossover_ddp._timeline.spans import Span, occupancy
-from lab_analysis import JobFigures, Step, job_figures, makespan_s
-from lab_jobs import RUN_FILE
+
+from .analysis import JobFigures, Step, job_figures, makespan_s
+from .cluster import RUN_FILE
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,20 @@ def load_run(directory: Path) -> Run:
         steps={job: load_steps(directory / job) for job in jobs},
         spans=sorted(spans, key=lambda span: span.begin_s),
         lab=lab,
+    )
+
+
+def draw_run(
+    run: Run, path: Path | None = None, *, title: str | None = None, window_s: Window = (None, None)
+) -> Path:
+    """Draw who computed and who communicated when into ``timeline.png`` in the run's directory, or into ``path``."""
+    rate = f", {run.rate_mbit:g} Mbit/s" if run.rate_mbit else ""
+    return draw(
+        run.spans,
+        path or run.directory / "timeline.png",
+        title=f"{run.directory.name}: {run.nodes} nodes{rate}" if title is None else title,
+        window_s=window_s,
+        jobs=run.jobs,
     )
 
 

@@ -1,4 +1,4 @@
-"""What each training step took: time, processor, wire; one JSON object per line.
+"""What each training step took: time, processor, wire; one JSON object per line, which the lab reads.
 
 Records wait in memory and are written some hundreds at a time, so that measuring a step does not
 disturb it. A loss may be given as a tensor: it is read when the record is written, so that on a GPU
@@ -7,6 +7,7 @@ the host need not wait for the step (``begin_s`` and ``end_s`` are then the host
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -14,18 +15,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 RECORDS_PER_WRITE = 256
 _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal: all but idle and iowait
 
 
-class _Reading(NamedTuple):
-    """The counters at one moment."""
+class Reading(NamedTuple):
+    """The counters at one moment; what cannot be counted here is None."""
 
     at_s: float
     cpu_s: float
     core_busy_s: float | None
     wire_bytes: int | None
+
+    @classmethod
+    def now(cls, core: int | None) -> Reading:
+        """Read the clock, this process's processor time, the core's load and the bytes sent."""
+        return cls(time.monotonic(), time.process_time(), core_busy_s(core), wire_bytes())
+
+    def since(self, before: Reading) -> dict[str, float | None]:
+        """What has been spent since an earlier reading."""
+        return {
+            name: None if then is None or now is None else round(now - then, 6)
+            for name, now, then in zip(self._fields[1:], self[1:], before[1:], strict=True)
+        }
 
 
 class StepMeter:
@@ -41,49 +56,34 @@ class StepMeter:
         self._path = path
         self._core = core if core is not None else pinned_core()
         self._waiting: list[dict[str, Any]] = []
-        self._began: _Reading | None = None
+        self._began: Reading | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
 
     def start(self, **configuration: Any) -> None:
         """Record what runs here; written at once, so that even a run that dies has left it."""
-        self._add({"event": "start", "at_s": time.monotonic(), "core": self._core, **configuration})
+        self.event("start", core=self._core, **configuration)
         self.flush()
 
     def begin_step(self) -> None:
         """Read the counters before a step."""
         if self._path is not None:
-            self._began = self._read()
+            self._began = Reading.now(self._core)
 
     def end_step(self, step: int, loss: float | torch.Tensor, lr: float) -> None:
         """Read the counters after a step and record the difference."""
         if self._path is None or self._began is None:
             return
-        began, ended = self._began, self._read()
+        began, ended = self._began, Reading.now(self._core)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
-        self._add(
-            {
-                "event": "step",
-                "step": step,
-                "loss": loss,
-                "lr": lr,
-                "begin_s": began.at_s,
-                "end_s": ended.at_s,
-                "cpu_s": round(ended.cpu_s - began.cpu_s, 6),
-                "core_busy_s": _difference(began.core_busy_s, ended.core_busy_s),
-                "wire_bytes": _difference(began.wire_bytes, ended.wire_bytes),
-            }
-        )
+        times = {"begin_s": began.at_s, "end_s": ended.at_s}
+        self._add({"event": "step", "step": step, "loss": loss, "lr": lr, **times, **ended.since(began)})
 
     def event(self, name: str, **fields: Any) -> None:
         """Record anything else: ``event("eval", epoch=3, accuracy=0.97, loss=0.1)``."""
         self._add({"event": name, "at_s": time.monotonic(), **fields})
-
-    def close(self) -> None:
-        """Write what still waits."""
-        self.flush()
 
     def flush(self) -> None:
         """Append the waiting records to the file."""
@@ -101,14 +101,43 @@ class StepMeter:
         if len(self._waiting) >= RECORDS_PER_WRITE:
             self.flush()
 
-    def _read(self) -> _Reading:
-        return _Reading(time.monotonic(), time.process_time(), core_busy_s(self._core), wire_bytes())
+
+def log_path(wanted: str | None, rank: int) -> Path | None:
+    """Where a rank logs: one file each if the path has a place for it (``log{rank}.jsonl``), else rank 0 alone.
+
+    If nobody says, it is the directory that the emulated cluster gives its job, and nowhere without one.
+    """
+    if wanted is None:
+        directory = os.environ.get("CROSSOVER_LAB_DIR")
+        return Path(directory) / f"rank{rank}.jsonl" if directory else None
+    if "{rank}" in wanted:
+        return Path(wanted.format(rank=rank))
+    return Path(wanted) if rank == 0 else None
 
 
-def default_log_path(rank: int) -> Path | None:
-    """Where a rank logs if nobody says: in the directory that the emulated cluster gives its job."""
-    directory = os.environ.get("CROSSOVER_LAB_DIR")
-    return Path(directory) / f"rank{rank}.jsonl" if directory else None
+def configuration(model: nn.Module, arguments: object) -> dict[str, Any]:
+    """What a start record says of a job."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    return {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "device": str(parameters[0].device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "parameters_numel": sum(each.numel() for each in parameters),
+        "gradient_bytes": sum(each.numel() * each.element_size() for each in parameters),
+        "arguments": vars(arguments),
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash the parameters: two runs did the same if and only if theirs are equal."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def pinned_core() -> int | None:
@@ -145,10 +174,6 @@ def wire_bytes(table: Path = Path("/proc/self/net/dev")) -> int | None:
         if name.strip() != "lo":
             sent += int(columns.split()[8])
     return sent
-
-
-def _difference(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else round(after - before, 6)
 
 
 def _as_json(value: object) -> object:

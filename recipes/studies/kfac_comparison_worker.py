@@ -1,16 +1,15 @@
-"""One rank of the comparison with kfac-pytorch, told over stdin what to run next; `kfac_comparison.py` starts it."""
+"""One rank of the comparison with kfac-pytorch; `kfac_comparison.py` starts it and tells it what to run."""
 
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import importlib
 import importlib.metadata
 import itertools
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _data
 import _models
-from _meter import core_busy_s, pinned_core, wire_bytes
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from sibling_worker import heard, say
+from studies._worker import Job, Order, measure, say, serve
 
 BATCH_SIZE = 16  # per rank
 IMAGE_SIZE = 64
@@ -57,15 +55,7 @@ def build(name: str) -> tuple[nn.Module, Iterator[Any]]:
     if name == "cnn":
         network = make_cnn(data.classes)
     else:
-        preset = _models.PRESETS[name]
-        network = _models.make_model(
-            preset.model,
-            classes=data.classes,
-            channels=1,
-            image_size=image_size,
-            context=preset.context,
-            options=preset.model_options,
-        )
+        network = _models.make(replace(_models.PRESETS[name], image_size=image_size), data.classes)
     return network, batches(data)
 
 
@@ -87,21 +77,19 @@ def peer(path: Path) -> Any:
         return importlib.import_module("kfac.preconditioner").KFACPreconditioner
 
 
-class Run:
+class Run(Job):
     """A fresh copy of the job, trained one way."""
 
     def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path, bucket_mb: float) -> None:
         network, self.batches = build(name)
         self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
-        self.precondition: Callable[[], object] = int
-        self.state: KFACState | None = None
         factor_steps, inverse_steps = periods
         shared = {**SHARED, "factor_update_steps": factor_steps, "inv_update_steps": inverse_steps}
         if way == "kfac-pytorch":
             # Its best ways as measured: one owner where factors come in every step, else every rank.
             fraction = 1.0 if inverse_steps > 1 else 1.0 / dist.get_world_size()
-            self.precondition = peer(path)(
+            self.precondition = peer(path)(  # type: ignore[method-assign]
                 self.model,
                 lr=LR,
                 damping=DAMPING,
@@ -122,44 +110,12 @@ class Run:
             )
             self.model.register_comm_hook(self.state, kfac_hook)
 
-    def step(self) -> float:
-        inputs, labels = next(self.batches)
-        self.optimizer.zero_grad()
-        loss: torch.Tensor = nn.functional.cross_entropy(self.model(inputs), labels)
-        loss.backward()
-        self.precondition()
-        self.optimizer.step()
-        return float(loss.detach())
 
-    def close(self) -> None:
-        if self.state is not None:
-            self.state.close()
-
-
-def run(order: dict[str, Any], name: str, path: Path, bucket_mb: float) -> None:
-    """Warm up, wait for the start signal, run the steps, report."""
-    job = Run(name, order["way"], tuple(order["periods"]), path, bucket_mb)
+def run(args: argparse.Namespace, order: Order) -> None:
     # A whole number of periods is measured, wherever it begins.
-    losses = [job.step() for _ in range(WARM_UP_STEPS)]
-    dist.barrier()
-    say(event="ready")
-    heard()
-    core = pinned_core()
-    begin_s, busy_s, sent = time.monotonic(), core_busy_s(core), wire_bytes()
-    for _ in range(order["steps"]):
-        losses.append(job.step())
-    end_s, busy_end_s, sent_end = time.monotonic(), core_busy_s(core), wire_bytes()
-    steps = order["steps"]
-    say(
-        event="done",
-        step_s=(end_s - begin_s) / steps,
-        core_busy_s=None if busy_s is None or busy_end_s is None else (busy_end_s - busy_s) / steps,
-        wire_bytes=None if sent is None or sent_end is None else (sent_end - sent) / steps,
-        losses=losses,
-    )
+    job = Run(args.model, order["way"], tuple(order["periods"]), args.peer, args.bucket_mb)
+    say(event="done", **measure(job, order["steps"], warm_up=WARM_UP_STEPS))
     job.close()
-    del job
-    gc.collect()
 
 
 def main() -> None:
@@ -167,13 +123,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--bucket-mb", type=float, required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo")
-    say(event="up", pid=os.getpid())
-    while (order := heard())["do"] != "quit":
-        run(order, args.model, args.peer, args.bucket_mb)
-    dist.destroy_process_group()
+    serve({"run": functools.partial(run, parser.parse_args())})
 
 
 if __name__ == "__main__":

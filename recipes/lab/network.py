@@ -107,7 +107,7 @@ def why_not_shaped() -> str | None:
             "network namespaces and traffic shaping need root (CAP_NET_ADMIN and CAP_SYS_ADMIN); "
             "run it as root, in a container started with --privileged, or, where unprivileged user "
             "namespaces are allowed, through: unshare --user --map-root-user --net --mount "
-            "sh -c 'mount -t tmpfs tmpfs /run && exec python recipes/lab.py …'"
+            "sh -c 'mount -t tmpfs tmpfs /run && exec python recipes/lab …'"
         )
     return None
 

@@ -1,7 +1,5 @@
 """Run jobs on a cluster until all are done, one fails, or the time is over."""
 
-import json
-import os
 import shlex
 import shutil
 import signal
@@ -10,18 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import lab_processes
-from lab_network import LabError
-
-if TYPE_CHECKING:
-    from lab_cluster import Cluster
+from .network import LabError
+from .nodes import Nodes
+from .processes import wait_any
 
 # Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
 # chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
 STEADY_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-RUN_FILE: Final = "lab.json"
 _TAIL_LINES: Final = 20
 _AFTERMATH_S: Final = 1.0
 _WATCH_S: Final = 1.0
@@ -107,10 +102,10 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
 
 
-class _Run:
+class Attempt:
     """One run: which jobs are still to start, which ranks run, which jobs are done."""
 
-    def __init__(self, cluster: "Cluster", jobs: Sequence[Job], directory: Path) -> None:
+    def __init__(self, cluster: Nodes, jobs: Sequence[Job], directory: Path) -> None:
         self._cluster = cluster
         self._directory = directory
         self._to_start = sorted(jobs, key=lambda job: job.delay_s, reverse=True)
@@ -123,7 +118,7 @@ class _Run:
         while self._start_due() or self._note_ends():
             if watch:
                 watch()
-            lab_processes.wait_any(
+            wait_any(
                 [rank.process for rank in self.ranks if rank.running()],
                 min(deadline_s, self._next_start_s(), time.monotonic() + (_WATCH_S if watch else timeout_s))
                 - time.monotonic(),
@@ -177,42 +172,12 @@ class _Run:
             running = [rank.process for rank in self.ranks if rank.running()]
             if not running:
                 break
-            lab_processes.wait_any(running, left_s)
+            wait_any(running, left_s)
         raise JobFailedError("\n".join(rank.describe() for rank in self.ranks if rank.failed()))
 
     def _late(self, timeout_s: float) -> str:
         late = "\n".join(rank.describe() for rank in self.ranks if rank.running())
         return f"expected the jobs to end within {timeout_s:.0f} s, got ranks that still run\n{late}"
-
-
-def run(
-    cluster: "Cluster",
-    jobs: Sequence[Job],
-    *,
-    timeout_s: float,
-    directory: Path,
-    watch: Callable[[], None] | None,
-) -> RunResult:
-    """Do what ``Cluster.run`` says."""
-    if not jobs or len({job.name for job in jobs}) != len(jobs):
-        raise ValueError(f"expected jobs with different names, got {[job.name for job in jobs]}")
-    sent_before, dropped_before = cluster.sent_bytes(), cluster.dropped()
-    attempt = _Run(cluster, jobs, directory)
-    try:
-        attempt.until_done(timeout_s, watch)
-    finally:
-        end_s = time.monotonic()
-        cluster.end(*[rank.process for rank in attempt.ranks])
-    result = RunResult(
-        directory=directory,
-        begin_s=attempt.begin_s,
-        end_s=end_s,
-        job_end_s=attempt.job_end_s,
-        sent_bytes=[now - then for now, then in zip(cluster.sent_bytes(), sent_before, strict=True)],
-        dropped=cluster.dropped() - dropped_before,
-    )
-    _write_run(cluster, jobs, result)
-    return result
 
 
 def _make_room(directory: Path) -> None:
@@ -221,22 +186,3 @@ def _make_room(directory: Path) -> None:
     for old in (*directory.glob("rank*.log"), *directory.glob("rank*.jsonl")):
         old.unlink()
     shutil.rmtree(directory / "timeline", ignore_errors=True)
-
-
-def _write_run(cluster: "Cluster", jobs: Sequence[Job], result: RunResult) -> None:
-    description = {
-        "nodes": cluster.nodes,
-        "rate_mbit": cluster.rate_mbit,
-        "mtu": cluster.mtu,
-        "cores": cluster.cores,
-        "devices": [cluster.device(node) for node in range(cluster.nodes)],
-        "jobs": {job.name: {"command": job.words, "delay_s": job.delay_s} for job in jobs},
-        "begin_s": result.begin_s,
-        "end_s": result.end_s,
-        "job_end_s": dict(result.job_end_s),
-        "sent_bytes": list(result.sent_bytes),
-        "dropped": result.dropped,
-    }
-    temporary = result.directory / f"{RUN_FILE}.new"
-    temporary.write_text(json.dumps(description, indent=2) + "\n")
-    os.replace(temporary, result.directory / RUN_FILE)

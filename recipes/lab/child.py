@@ -1,6 +1,6 @@
 """Turn into a rank: die with the lab, run on one core, then become the command.
 
-``lab_processes.start`` runs it as ``python -I -S lab_child.py <lab's pid> <core or -> command …``.
+``processes.start`` runs it as ``python -I -S child.py <lab's pid> <core or -> command …``.
 It imports next to nothing, so that a rank starts fast; and being a program of its own it
 needs no code between fork and exec in a lab that may have threads.
 """

@@ -4,7 +4,7 @@
 Three nets, one below the other. A rank's own process gets ``PR_SET_PDEATHSIG``, so it dies
 even with a lab that was killed. Each rank leads a session, so that what it started goes with
 it. And every process inherits ``CROSSOVER_LAB``, by which whatever slipped through is found:
-by the lab as it closes, by the next lab as it starts, and by ``lab.py clean``.
+by the lab as it closes, by the next lab as it starts, and by ``python recipes/lab clean``.
 """
 
 import os
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from crossover_ddp._system.marked_processes import processes_with
-from lab_network import LabId
+
+from .network import LabId
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"
-_CHILD: Final = Path(__file__).resolve().with_name("lab_child.py")
+_CHILD: Final = Path(__file__).resolve().with_name("child.py")
 _GRACE_S: Final = 2.0
 
 

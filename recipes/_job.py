@@ -1,0 +1,88 @@
+"""What every training job does: join the other ranks and leave them, make an optimizer, follow a learning rate."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
+WEIGHT_DECAY = 1e-4
+
+
+def join_the_job(args: argparse.Namespace) -> torch.device:
+    """Set threads and determinism, choose the device, and join the other ranks."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it by this name
+        torch.use_deterministic_algorithms(True)
+    device, backend = torch.device("cpu"), "gloo"
+    if args.device != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        torch.cuda.set_device(device)
+        # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+    join_ranks(backend)
+    return device
+
+
+def join_ranks(backend: str) -> None:
+    """Join the ranks that torchrun has started, or be a job of one rank."""
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def leave_the_job() -> None:
+    """Leave the other ranks, without the abort at exit that gloo is prone to.
+
+    Gloo's threads let go of the last backward's context a moment after the exchange is done. They need
+    the interpreter for that, outlive the process group, and abort the process if Python is ending by
+    then (https://github.com/pytorch/pytorch/pull/179291): so give them that moment.
+    """
+    if "gloo" in dist.get_backend():
+        time.sleep(0.1)
+    dist.destroy_process_group()
+
+
+def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
+    """Rise over the warm-up, then fall along a cosine: a function of the step has no state to save."""
+    highest: float = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
+    warmup: int = args.warmup_steps
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    share = (step - warmup) / max(1, total - warmup)
+    return highest * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": learning_rate(args, 0, 1), "weight_decay": WEIGHT_DECAY}
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+def count_steps(args: argparse.Namespace, samples: int) -> int:
+    """Return the optimizer steps of an epoch; ``samples`` is what each rank has."""
+    steps: int = samples // (args.batch_size * args.accumulate)
+    if steps == 0:
+        raise ValueError(
+            f"expected batch_size * accumulate <= the {samples} samples that each rank has, got "
+            f"batch_size={args.batch_size}, accumulate={args.accumulate}; lower one of them"
+        )
+    return steps

@@ -1,0 +1,120 @@
+"""The command line of train.py."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _models import PRESETS
+
+
+def parse_arguments(
+    argv: Sequence[str] | None, hooks: Iterable[str], description: str | None = None
+) -> argparse.Namespace:
+    """Read train.py's arguments; the sizes of ``--preset`` are defaults, and what is also given wins."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_arguments(parser.add_argument_group("model and data"))
+    add_training_arguments(parser.add_argument_group("training"))
+    add_kfac_arguments(parser.add_argument_group("K-FAC, for --hook kfac"))
+    add_run_arguments(parser.add_argument_group("devices, communication, files"), hooks)
+    if preset := parser.parse_known_args(argv)[0].preset:
+        parser.set_defaults(**vars(PRESETS[preset]))
+    args = parser.parse_args(argv)
+    args.model_options = {**args.model_options, **dict(args.model_option)}
+    for name in ("batch_size", "accumulate", "log_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"expected {name} >= 1, got {name}={getattr(args, name)}")
+    if args.resume and args.checkpoint is None:
+        parser.error("expected --checkpoint PATH with --resume, got none; say where to resume from")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device, got none; leave --device out to train on the CPU")
+    return args
+
+
+def add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--preset", choices=sorted(PRESETS), help="defaults for measuring: see _models.py")
+    group.add_argument("--model", default="timm:resnet18", help="timm:NAME, torchvision:NAME, NAME, or gpt")
+    group.add_argument(
+        "--model-option",
+        action="append",
+        default=[],
+        type=key_and_value,
+        metavar="KEY=VALUE",
+        help="given to the model's constructor, e.g. depth=6; may be repeated",
+    )
+    group.set_defaults(model_options={})
+    group.add_argument("--data-dir", type=Path, help="images in train/CLASS and val/CLASS; default: digits")
+    group.add_argument("--image-size", type=int, default=64, help="height and width in pixels (default 64)")
+    group.add_argument("--channels", type=int, default=3, help="1 for grey images (default 3)")
+    group.add_argument("--context", type=int, default=128, help="words per sample of the GPT (default 128)")
+    group.add_argument("--vocabulary", type=int, default=2048, help="words the GPT knows (default 2048)")
+    group.add_argument("--workers", type=int, default=0, help="processes that load data (default 0)")
+
+
+def add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--epochs", type=int, default=5, help="(default 5)")
+    group.add_argument("--steps", type=int, help="optimizer steps in all, instead of --epochs")
+    group.add_argument("--batch-size", type=int, default=32, help="per rank and backward (default 32)")
+    group.add_argument("--accumulate", type=int, default=1, help="backwards per optimizer step (default 1)")
+    group.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default sgd)")
+    group.add_argument("--lr", type=float, help="the highest (default 0.05 for sgd, 0.001 for adamw)")
+    group.add_argument("--warmup-steps", type=int, default=10, help="(default 10)")
+    group.add_argument("--eval-every", type=int, default=1, help="epochs; 0 for never (default 1)")
+    group.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
+    group.add_argument("--seed", type=int, default=0, help="of weights, samples, dropout (default 0)")
+    group.add_argument("--deterministic", action="store_true", help="refuse operations that are not (GPU)")
+
+
+def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--damping", type=float, default=0.001, help="of the factors (default 0.001)")
+    group.add_argument(
+        "--kl-clip", type=float, default=0.001, help="bound of a step; 0: none (default 0.001)"
+    )
+    group.add_argument("--factor-update-steps", type=int, default=1, help="steps between factors (default 1)")
+    group.add_argument("--inv-update-steps", type=int, default=10, help="steps between solvers (default 10)")
+    group.add_argument(
+        "--factors",
+        choices=("global", "local"),
+        default="global",
+        help="of all ranks' data, or of the layer owner's alone, which costs no traffic (default global)",
+    )
+
+
+def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> None:
+    group.add_argument("--hook", choices=("none", *hooks), default="none", help="how gradients are exchanged")
+    group.add_argument(
+        "--bucket-cap-mb",
+        type=cap_or_auto,
+        help="size of DDP's buckets, or auto: measure and choose, for decoupled (default: DDP's own)",
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    group.add_argument("--threads", type=int, help="of torch on the CPU (default: torch's choice)")
+    group.add_argument("--checkpoint", type=Path, help="file to save to, after every epoch and at the end")
+    group.add_argument("--checkpoint-every", type=int, help="steps between checkpoints, instead of an epoch")
+    group.add_argument("--resume", action="store_true", help="go on from --checkpoint if it is there")
+    group.add_argument("--stop-after", type=int, help="stop after so many steps of this run, to be resumed")
+    group.add_argument("--log-json", help="file for one JSON object per line; {rank} stands for the rank")
+    group.add_argument("--log-every", type=int, default=10, help="steps per line of output (default 10)")
+
+
+def cap_or_auto(text: str) -> float | str:
+    """Read a size in megabytes, or ``auto``."""
+    return text if text == "auto" else float(text)
+
+
+def key_and_value(text: str) -> tuple[str, Any]:
+    """Read ``depth=6`` or ``channels=(24,48)``; a value that is no Python literal is a string."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,27 @@
+"""The emulated cluster: ``python recipes/lab``, and from Python ``from lab import Cluster, Job``; see docs/lab.md."""
+
+from .analysis import bound, rate_for
+from .cluster import Cluster
+from .jobs import STEADY_MEMORY, Job, JobFailedError, RunResult, RunTimeoutError
+from .link import measure
+from .network import LabError, why_not_shaped
+from .nodes import clean
+from .records import Run, draw_run, load_run
+
+__all__ = [
+    "STEADY_MEMORY",
+    "Cluster",
+    "Job",
+    "JobFailedError",
+    "LabError",
+    "Run",
+    "RunResult",
+    "RunTimeoutError",
+    "bound",
+    "clean",
+    "draw_run",
+    "load_run",
+    "measure",
+    "rate_for",
+    "why_not_shaped",
+]
