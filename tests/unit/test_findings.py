@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns.view import Liveness, Look, Place, Problem, Segment
+from crossover_ddp._turns.view import Liveness, Look, Place, Segment, SegmentProblem
 from crossover_ddp.cli.doctor import findings
 from crossover_ddp.cli.doctor.findings import (
     Directory,
@@ -150,9 +150,9 @@ SEGMENT = Segment("g", "dev0", "/x/g.turns", (PLACE,), None, True)
 
 def test_segments_in_use_left_behind_and_broken_are_told_apart() -> None:
     problems = (
-        Problem("/x/a.turns", "cut short"),
-        Problem("/x/b.turns", "to be private, got mode 0644; chmod 0600 it or remove it while no job runs"),
-        Problem("/x", "the directory itself"),
+        SegmentProblem("/x/a.turns", "cut short"),
+        SegmentProblem("/x/b.turns", "to be private, got mode 0644; chmod 0600 it or remove it while no job runs"),
+        SegmentProblem("/x", "the directory itself"),
     )
     seen = Look(0, "/x", (SEGMENT, SEGMENT._replace(group="old", held=False)), problems)
     found = findings.segments(seen, ["/x/swept.turns"])
