@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from crossover_ddp._system.environment import DEVICE_ORDERS
 from crossover_ddp.cli.doctor import gpu_findings
-from crossover_ddp.cli.doctor.findings import Finding, Mps, State
+from crossover_ddp.cli.doctor.findings import Finding, Mps, Severity
 from crossover_ddp.cli.doctor.gpu_findings import Ordering
 
-OK, NOTE, PROBLEM = State
+OK, NOTE, PROBLEM = Severity
 NEW = (2, 30, 7)
 NO_MPS, MPS = Mps("/tmp/nvidia-mps", False, False), Mps("/tmp/nvidia-mps", True, True)
 QUIET = {"NCCL_CTA_POLICY": "EFFICIENCY"}
@@ -57,7 +57,7 @@ def worth_saying(found: list[Finding]) -> list[Finding]:
     ],
 )
 def test_options_of_nccl(
-    variables: dict[str, str], version: tuple[int, ...], state: State, words: str
+    variables: dict[str, str], version: tuple[int, ...], state: Severity, words: str
 ) -> None:
     found = gpu_findings.nccl(variables, version, 2)
     assert [each.state for each in worth_saying(found)] == [state] * (state is not OK)
@@ -94,7 +94,7 @@ def test_one_gpu_has_no_peer_of_its_own_machine() -> None:
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, NOTE, "hangs"),
     ],
 )
-def test_settings_of_cuda(variables: dict[str, str], state: State, words: str) -> None:
+def test_settings_of_cuda(variables: dict[str, str], state: Severity, words: str) -> None:
     (found,) = gpu_findings.cuda(variables, 1)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
@@ -118,7 +118,7 @@ def test_settings_of_cuda(variables: dict[str, str], state: State, words: str) -
         ("0", MPS, NOTE, "GPU-<uuid>"),
     ],
 )
-def test_forms_of_visible_devices(value: str, mps: Mps, state: State, words: str) -> None:
+def test_forms_of_visible_devices(value: str, mps: Mps, state: Severity, words: str) -> None:
     (found,) = gpu_findings.visible_devices(value, mps, 2)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
@@ -147,7 +147,7 @@ def test_torch_without_what_turns_need_is_a_problem() -> None:
         (Ordering("GPU-1", True, True), "event", PROBLEM, "unset CROSSOVER_DEVICE_ORDER"),
     ],
 )
-def test_how_turns_are_ordered(gpu: Ordering, wanted: str | None, state: State, words: str) -> None:
+def test_how_turns_are_ordered(gpu: Ordering, wanted: str | None, state: Severity, words: str) -> None:
     (found,) = gpu_findings.ordering([gpu], wanted, DEVICE_ORDERS)
     assert found.state is state
     assert words in f"{found.what} | {found.mend}"
