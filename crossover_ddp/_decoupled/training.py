@@ -174,9 +174,8 @@ class DecoupledTraining:
         self, exchange: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of a step that is not deferred, to the same bits."""
-        if (
-            self._turn is None and exchange.world_size <= 2
-        ):  # two addends have one sum, and DDP's way costs least
+        # Two addends have one sum, and DDP's way costs least.
+        if self._turn is None and exchange.world_size <= 2:
             return allreduce_hook(process_group, bucket)
         self._has_turn = self._turn is not None
         return exchange.submit(bucket, turn=self._turn, state=state)

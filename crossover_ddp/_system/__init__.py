@@ -1,1 +1,1 @@
-"""What the rest asks of Python, the kernel and the driver: threads, processes, shared memory, devices, environment."""
+"""Services of Python, the kernel and the driver for the other wings: threads, processes, shared memory, devices."""

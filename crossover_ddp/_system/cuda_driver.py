@@ -1,6 +1,6 @@
 """The few calls of the CUDA driver that torch does not offer, through ctypes on ``libcuda.so.1``.
 
-Names, numbers and meanings are those of ``cuda.h`` (13.1). Nothing is loaded at import, nothing here makes a
+Names, numbers and meanings are those of ``cuda.h`` (13.1). Importing loads no library, and no call makes a CUDA
 context.
 """
 
@@ -50,7 +50,7 @@ _UUID_BYTES: Final = 16
 
 
 class CudaDriver:
-    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own name of what went wrong.
+    """The driver's calls as methods; each raises ``RuntimeError`` with the driver's own name of the error.
 
     Args:
         library: a loaded ``libcuda``.
@@ -83,7 +83,7 @@ class CudaDriver:
         return device.value
 
     def initialize(self) -> None:
-        """Make the other calls possible; does nothing if torch has done it. Makes no context."""
+        """Initialize the driver; does nothing if torch has done it. Makes no context."""
         self._call("cuInit", 0)
 
     def attribute(self, index: int, attribute: int) -> int:
@@ -120,7 +120,7 @@ class CudaDriver:
         self._call("cuMemHostUnregister", address)
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Let the stream write a 64-bit word once it has done, and written, what it was given so far."""
+        """Let the stream write a 64-bit word behind all work that it was given so far."""
         self._call("cuStreamWriteValue64_v2", stream, address, value, _WRITE_IN_ORDER)
 
     def wait(self, stream: int, address: int, value: int) -> None:
@@ -134,7 +134,7 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """Return the driver of this process. Raises ``OSError`` where none is, ``RuntimeError`` where it sees no GPU."""
+    """Return the driver. Raises ``OSError`` if there is none, ``RuntimeError`` if it sees no GPU."""
     driver = CudaDriver(ctypes.CDLL(_LIBRARY))
     driver.initialize()
     return driver
@@ -144,7 +144,7 @@ _threads = threading.local()
 
 
 def adopt_thread() -> None:
-    """Make a thread of ours harmless to captures of CUDA graphs on the user's threads, as far as the driver can.
+    """Keep a thread of this package from breaking captures of CUDA graphs on the user's threads, if the driver can.
 
     While a graph is captured in torch's default mode, a query or a wait for an event on *any* thread would
     invalidate the capture.

@@ -1,4 +1,4 @@
-"""Which device a process uses, and a name for it that all processes of a machine share."""
+"""Find the device that a process uses, and a name for it that all processes of a machine share."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ def device_name(device: torch.device) -> str:
     try:
         return cuda_driver().name(device.index or 0)
     except (OSError, RuntimeError) as error:
-        logger.debug("asks torch for the UUID of %s: %s", device, error)
+        logger.debug("the driver does not name %s, torch does: %s", device, error)
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 

@@ -25,5 +25,5 @@ FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, TIMEL
 
 
 def is_set(name: str, variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a switch is on: set, and neither empty nor ``0``."""
+    """Return whether a switch is on: set, and neither empty nor ``0``."""
     return variables.get(name, "") not in ("", "0")

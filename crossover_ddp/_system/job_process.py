@@ -1,9 +1,9 @@
-"""A command that ``crossover-ddp`` starts: its processes, their output, and that none is left behind.
+"""A command that ``crossover-ddp`` starts: its processes and their output.
 
 [Note: no process is left behind]
-A command leads a session of its own, so one signal reaches all of its group. torchrun starts each rank in yet another
-session: whatever the command has started is found by the variable that it inherits, too; what clears its environment is
-not. And a command whose starter is killed gets SIGTERM from the kernel. Our design.
+A command leads a session of its own, so one signal reaches its whole group. torchrun starts each rank in yet another
+session; such processes are found by a variable that they inherit. A process that clears its environment is not found.
+If the starter is killed, the kernel sends SIGTERM to the command. Our design.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class JobProcess:
     def poll(self) -> int | None:
         """Return the command's exit code as shells number it; None while it runs.
 
-        It stays a zombie until `close`, so that its number, and its group's, are nobody else's meanwhile.
+        It stays a zombie until `close`, so that no other process gets its number, or its group's number, meanwhile.
         """
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
@@ -84,7 +84,7 @@ class JobProcess:
         ended.poll(timeout_s * 1000)
 
     def survivors(self) -> list[int]:
-        """Return the living processes: what the command has started and left, once it has ended."""
+        """Return the living processes of the job; after the command has ended, those that it has left."""
         return [pid for pid, value in processes_with(self._variable) if value == self._value]
 
     def signal_group(self, number: int) -> None:
@@ -94,26 +94,26 @@ class JobProcess:
                 os.killpg(self.pid, number)
 
     def terminate(self, number: int) -> None:
-        """Ask the command and its group to end; a stopped process hears nothing before it goes on."""
+        """Ask the command and its group to end; SIGCONT, since a stopped process takes no signal before it goes on."""
         self.signal_group(number)
         self.signal_group(signal.SIGCONT)
 
     def pause(self) -> None:
-        """Stop whatever belongs to the job; twice, since one may fork between the look and the stop."""
+        """Stop all processes of the job; twice, since one may fork between the look and the stop."""
         for _ in range(2):
             send(self.survivors(), signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let all go on that `pause` has stopped."""
+        """Let all processes that `pause` has stopped go on."""
         send(self.survivors(), signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill whatever belongs to the job. Again, later: one may fork between the look and the kill."""
+        """Kill all processes of the job. Call it again later: one may fork between the look and the kill."""
         self.signal_group(signal.SIGKILL)
         send(self.survivors(), signal.SIGKILL)
 
     def close(self) -> None:
-        """Give back what the runner holds of the job, once the command has ended."""
+        """Close what this process holds open of the job, once the command has ended."""
         self.signal_group(signal.SIGKILL)
         self._process.wait()
         os.close(self.end_fd)

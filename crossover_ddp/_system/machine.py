@@ -1,4 +1,4 @@
-"""What all containers of one machine have in common."""
+"""A name for this machine that all its containers share."""
 
 import socket
 from pathlib import Path
@@ -8,7 +8,7 @@ _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 
 def machine() -> str:
-    """Return what all containers of one machine have in common until it boots again, or else the host's name."""
+    """Return the machine's boot id, which all its containers share, or else the host's name."""
     try:
         return Path(_BOOT_ID).read_text().strip()
     except OSError:

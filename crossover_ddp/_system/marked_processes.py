@@ -1,4 +1,4 @@
-"""Processes found by a variable that they have inherited: also those that left their parent, group and session."""
+"""Find processes by a variable that they have inherited, even if they have left their parent, group and session."""
 
 import contextlib
 import os

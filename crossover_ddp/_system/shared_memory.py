@@ -1,4 +1,4 @@
-"""The private directory of this user in shared memory, and what is this user's own.
+"""The private directory of this user in shared memory.
 
 Our design; see the notes in `crossover_ddp._turns.segment`.
 """
@@ -33,10 +33,10 @@ def segment_directory(base: str) -> str:
 
 
 def outer_user(user: int, uid_map: str) -> int:
-    """Return the number that the user has outside of the container, where it is his alone.
+    """Return the number that the user has outside of the container, where no other user has it.
 
-    In rootless containers everybody is user 0. ``uid_map`` is what ``/proc/self/uid_map`` holds: lines of first number
-    inside, first number outside, count. A user that it does not name keeps the number.
+    In rootless containers every user is number 0. ``uid_map`` is what ``/proc/self/uid_map`` holds: lines of first
+    number inside, first number outside, count. A user that it does not name keeps the number.
     """
     for line in uid_map.splitlines():
         inside, outside, count = map(int, line.split())

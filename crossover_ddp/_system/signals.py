@@ -1,4 +1,4 @@
-"""Signals while something must be cleared up: they unwind the stack first, and wait while it is done."""
+"""Signals that end a process: let them unwind the stack, and hold them back while something is cleared up."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def endings_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless somebody handles or ignores (nohup) them."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, unless they are handled or ignored (nohup)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -34,9 +34,9 @@ def endings_raise() -> Iterator[None]:
 def undisturbed() -> AbstractContextManager[None]:
     """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then let them have their effect.
 
-    The block must have an end of its own. A signal that comes while the block is being entered waits too.
+    The block must end by itself. A signal that comes while the block is being entered waits too.
 
-    [Note: held back by handlers] To mask signals would not do: a signal for the whole process goes to any thread that
+    [Note: held back by handlers] Masking signals does not help: a signal for the whole process goes to any thread that
     does not mask it (torch has several), and Python then runs the handler in the main thread, masked or not. So the
     handlers themselves are replaced. Python runs them in the main thread only; in any other one this does nothing.
     """
@@ -63,7 +63,7 @@ class _Undisturbed(AbstractContextManager[None]):
             raise raised
 
     def _insist(self, change: Callable[[], None]) -> None:
-        """Make a change as a whole though handlers raise amidst it; keep what they raise for later."""
+        """Complete a change although handlers raise in the middle of it; keep what they raise for later."""
         for _ in range(_ATTEMPTS):
             try:
                 return change()
@@ -75,7 +75,7 @@ class _Undisturbed(AbstractContextManager[None]):
     def _hold(self) -> None:
         for number in _ENDINGS:
             handler = self._before.setdefault(number, signal.getsignal(number))
-            # Ignored (nohup): nothing to hold. None: of somebody who does not speak Python, and cannot be put back.
+            # Ignored (nohup): nothing to hold back. None: a handler not from Python, which cannot be put back.
             if handler not in (signal.SIG_IGN, None):
                 signal.signal(number, self._note)
 
@@ -89,7 +89,7 @@ class _Undisturbed(AbstractContextManager[None]):
             self._came.append(number)
 
     def _deliver(self) -> None:
-        """Send what came to the own thread; each has its effect, though the handler of the one before raises."""
+        """Raise the signals that came; each takes effect even if the handler of the one before raises."""
         try:
             while self._came:
                 signal.raise_signal(self._came.pop(0))

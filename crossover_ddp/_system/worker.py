@@ -16,8 +16,8 @@ _STOP: Final = None
 class Worker:
     """Run jobs one after the other on one daemon thread.
 
-    The thread holds nothing but its queue between jobs, so that it keeps no engine and no process group
-    alive. It blocks on the queue, it never polls.
+    Between jobs the thread holds only its queue, so it keeps no engine and no process group alive. It blocks on
+    the queue; it never polls.
 
     Args:
         name: of the thread, as it shows in debuggers.
@@ -32,7 +32,7 @@ class Worker:
         self._pid = os.getpid()
 
     def put(self, job: Job) -> None:
-        """Let the thread run ``job``, which must not raise. Raises RuntimeError where no thread can run it."""
+        """Let the thread run ``job``, which must not raise. Raises ``RuntimeError`` after `stop`, and in a fork."""
         with self._lock:
             if self._stopped or os.getpid() != self._pid:
                 reason = "it was closed" if self._stopped else "this process is a fork of its owner"
@@ -43,7 +43,7 @@ class Worker:
             self._jobs.put(job)
 
     def stop(self) -> None:
-        """Take no more jobs; the thread ends after those it has. May be called again, and in a fork."""
+        """Take no more jobs; the thread ends after the jobs that it has. May be called again, and in a fork."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -61,8 +61,8 @@ class Worker:
 
 
 def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
-    # torch.set_num_threads() of the main thread reaches another one only with the first parallel kernel there, by which
-    # time a matrix product may have been divided otherwise, and rounded otherwise. Asking for the number makes it so.
+    # torch.set_num_threads() on the main thread takes effect on another thread only with the first parallel kernel
+    # there; until then a matrix product may be divided, and so rounded, differently. Asking for the number applies it.
     torch.get_num_threads()
     while (job := jobs.get()) is not _STOP:
         job()

@@ -1,1 +1,1 @@
-"""Who computed and who communicated when: recording, and what is made of the records."""
+"""Record when jobs computed and communicated; merge, measure and draw the recordings."""

@@ -2,11 +2,11 @@
 
 [Note: clocks by causality] An exchange ends on no rank before it has begun on every rank. Let clock h read b
 when it began there, and clock r read e when it ended there: h's correction o (what to add to h to get r's
-time) is at most e - b at that moment; the same exchange seen the other way round bounds o from below. Hosts'
+time) is at most e - b at that moment; the same exchange, with the clocks exchanged, bounds o from below. Hosts'
 clocks run at nearly constant rates, so o is a straight line between all these bounds (Duda et al. 1987 took
-the line from the bounds' convex hulls). We take the line that keeps furthest away from the bounds, which is
-the middle of what they permit; the furthest that any permitted line is from it is the *uncertainty*: a
-guarantee, whatever the latencies were. Wall clocks are asked only where hosts have no exchange in common.
+the line from the bounds' convex hulls). We take the line with the greatest distance from the bounds, the middle
+of the permitted lines; the greatest distance of any permitted line from it is the *uncertainty*. It is a
+guarantee, whatever the latencies were. Wall clocks are used only for hosts without a common exchange.
 """
 
 import math
@@ -20,12 +20,12 @@ MAX_DRIFT: Final = 500e-6
 _SHARE_OF_MARGIN: Final = 0.9
 _HALVINGS: Final = 60
 _TOLERANCE_S: Final = 1e-6
-"""What rounding and two readings of one clock on two cores may differ by."""
+"""The most by which rounding, and readings of one clock on two cores, may differ."""
 
 _Point = tuple[float, float]
 
 
-class Meeting(NamedTuple):
+class SeenExchange(NamedTuple):
     """One exchange, as one clock saw it."""
 
     last_begin_s: float
@@ -36,10 +36,10 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """What turns one clock's readings into the common time.
+    """A line that turns one clock's readings into the common time.
 
-    ``uncertainty_s`` is the most by which it can be wrong against ``anchor``, the clock from which it was worked
-    out; None if nothing bounds it. ``contradiction_s`` is by how much the bounds contradict a steady clock.
+    ``uncertainty_s`` is the most by which it can be wrong against ``anchor``, the clock to which it was aligned; None
+    if nothing bounds it. ``contradiction_s`` is by how much the bounds contradict a clock of constant rate.
     """
 
     clock: str
@@ -67,16 +67,16 @@ class Alignment:
     exchanges: int
     """Exchanges in which more than one clock took part."""
     out_of_order: int
-    """Exchanges that ended before they had begun on one and the same clock: then the files do not belong together."""
+    """Exchanges that, on one clock, ended before they had begun: then the files do not belong together."""
 
     @property
     def islands(self) -> int:
-        """Number of sets of clocks between which only the wall clock tells."""
+        """Number of sets of clocks that only the wall clock relates to each other."""
         return len({each.anchor for each in self.corrections.values()})
 
     @property
     def uncertainty_s(self) -> float | None:
-        """The worst of all clocks'; None if one is not bounded, or bounded by bounds that contradict each other."""
+        """The greatest of all clocks; None if one of them has no bounds, or bounds that contradict each other."""
         worst = [each.uncertainty_s for each in self.corrections.values()]
         known = [each for each in worst if each is not None]
         return max(known) if len(known) == len(worst) and self.islands == 1 else None
@@ -89,25 +89,25 @@ class Alignment:
 
 def align(
     walls_s: Mapping[str, float],
-    meetings: Mapping[Hashable, Mapping[str, Meeting]],
+    observed: Mapping[Hashable, Mapping[str, SeenExchange]],
     extents_s: Mapping[str, tuple[float, float]],
 ) -> Alignment:
     """Work out every clock's correction, see [Note: clocks by causality].
 
     Args:
-        walls_s: for each clock its wall clock less its own reading.
-        meetings: for each exchange what the clocks saw of it.
-        extents_s: for each clock between which readings the correction must hold.
+        walls_s: for each clock its wall time minus its own reading.
+        observed: for each exchange when each clock saw it begin and end.
+        extents_s: for each clock the readings between which the correction must hold.
     """
     if not walls_s:
         return Alignment("", {}, 0, 0)
-    shared = [seen for seen in meetings.values() if len(seen) > 1]
+    shared = [seen for seen in observed.values() if len(seen) > 1]
     counts = Counter(clock for seen in shared for clock in seen)
     order = sorted(walls_s, key=lambda clock: (-counts[clock], clock))
     reference = order[0]
     found: dict[str, Correction] = {}
     while left := [clock for clock in order if clock not in found]:
-        # An island's first clock stands where the wall clock puts it, all others where exchanges do.
+        # The wall clock places an island's first clock, exchanges place all others.
         anchor = left[0]
         shift_s = walls_s[anchor] - walls_s[reference]
         found[anchor] = Correction(anchor, anchor, shift_s, uncertainty_s=0.0)
@@ -119,12 +119,12 @@ def align(
             aligned.add(clock)
     out_of_order = sum(
         any(seen.last_begin_s > seen.first_end_s + _TOLERANCE_S for seen in clocks.values())
-        for clocks in meetings.values()
+        for clocks in observed.values()
     )
     return Alignment(reference, found, len(shared), out_of_order)
 
 
-def _best_known(aligned: set[str], shared: Iterable[Mapping[str, Meeting]]) -> str | None:
+def _best_known(aligned: set[str], shared: Iterable[Mapping[str, SeenExchange]]) -> str | None:
     """Return the clock with the most exchanges in common with the aligned ones."""
     common: Counter[str] = Counter()
     for seen in shared:
@@ -134,7 +134,7 @@ def _best_known(aligned: set[str], shared: Iterable[Mapping[str, Meeting]]) -> s
 
 
 class _Bounds(NamedTuple):
-    """What a correction must keep to: at most ``value`` at reading ``at`` for all of ``upper``, and so on."""
+    """The bounds of a correction: at most ``value`` at reading ``at`` for each of ``upper``; ``lower`` likewise."""
 
     upper: Sequence[_Point]
     lower: Sequence[_Point]
@@ -142,7 +142,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(
-    clock: str, aligned: Mapping[str, Correction], shared: Iterable[Mapping[str, Meeting]]
+    clock: str, aligned: Mapping[str, Correction], shared: Iterable[Mapping[str, SeenExchange]]
 ) -> _Bounds:
     upper, lower, exchanges = [], [], 0
     for seen in shared:
@@ -151,7 +151,7 @@ def _bounds(
             continue
         exchanges += 1
         begin_s, end_s = seen[clock]
-        # A clock that is itself known to within u only proves its bounds to within u.
+        # A clock that is known to within u proves bounds only to within u.
         last_s = min(correct(other.first_end_s) + _doubt(correct) for correct, other in others)
         first_s = max(correct(other.last_begin_s) - _doubt(correct) for correct, other in others)
         if math.isfinite(last_s):
@@ -192,7 +192,7 @@ def _fit(
 
 
 def _fit_to_one_side(clock: str, anchor: str, bounds: _Bounds, wall_s: float) -> Correction:
-    """Keep the wall clock's word as far as the bounds permit; they do not say how wrong it may be."""
+    """Use the wall clock as far as the bounds permit; they do not say how wrong it may be."""
     most_s = min((value for _, value in bounds.upper), default=math.inf)
     least_s = max((value for _, value in bounds.lower), default=-math.inf)
     offset_s = max(least_s, min(most_s, wall_s))
@@ -203,7 +203,7 @@ class _Corridor:
     """Straight lines between upper and lower bounds; readings count from ``at_s``."""
 
     def __init__(self, bounds: _Bounds, at_s: float) -> None:
-        # Only the corners of the hulls can be touched by a line.
+        # A line can touch only the corners of the hulls.
         self._upper = _lower_hull([(at - at_s, value) for at, value in bounds.upper])
         lower = _lower_hull([(at - at_s, -value) for at, value in bounds.lower])
         self._lower = [(at, -value) for at, value in lower]
@@ -217,7 +217,7 @@ class _Corridor:
         return max(value - rate * (there - at) for there, value in self._lower)
 
     def margin(self, rate: float) -> float:
-        """Return how far the middle line of this rate keeps away from the bounds; negative: violates them by that."""
+        """Return the distance of the middle line of this rate from the bounds; negative if it violates them."""
         return (self._highest(rate) - self._lowest(rate)) / 2
 
     def middle(self, rate: float) -> float:
@@ -225,7 +225,7 @@ class _Corridor:
         return (self._highest(rate) + self._lowest(rate)) / 2
 
     def best_rate(self) -> float:
-        """Return the rate nearest to 0 that keeps nearly as far away from the bounds as any."""
+        """Return the rate nearest to 0 whose distance from the bounds is nearly the greatest."""
         best = self._steepest
         wanted = self.margin(best)
         return _edge(self.margin, best, 0.0, _SHARE_OF_MARGIN * wanted if wanted > 0 else wanted)
@@ -286,17 +286,19 @@ def _turns_down(first: _Point, middle: _Point, last: _Point) -> bool:
     return (x1 - x0) * (y2 - y0) <= (y1 - y0) * (x2 - x0)
 
 
-def meetings_of(
+def seen_exchanges(
     seen: Iterable[tuple[Hashable, str, float, float]],
-) -> dict[Hashable, dict[str, Meeting]]:
-    """Collect what ranks saw of exchanges.
+) -> dict[Hashable, dict[str, SeenExchange]]:
+    """Collect when each clock saw each exchange begin and end.
 
     Args:
-        seen: for each rank and exchange its identity, the rank's clock, when it began and when it ended there;
-            an infinite end if that proves nothing.
+        seen: for each rank and exchange the exchange's identity, the rank's clock, the begin and the end there; an
+            infinite end if that end proves nothing.
     """
-    found: dict[Hashable, dict[str, Meeting]] = defaultdict(dict)
+    found: dict[Hashable, dict[str, SeenExchange]] = defaultdict(dict)
     for exchange, clock, begin_s, end_s in seen:
-        before = found[exchange].get(clock, Meeting(-math.inf, math.inf))
-        found[exchange][clock] = Meeting(max(before.last_begin_s, begin_s), min(before.first_end_s, end_s))
+        before = found[exchange].get(clock, SeenExchange(-math.inf, math.inf))
+        found[exchange][clock] = SeenExchange(
+            max(before.last_begin_s, begin_s), min(before.first_end_s, end_s)
+        )
     return dict(found)

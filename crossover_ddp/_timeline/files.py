@@ -1,4 +1,4 @@
-"""Read what jobs have left in their timeline directories, whatever state it is in."""
+"""Read the files that jobs have left in their timeline directories, even damaged ones."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .merge import Header, RawSpan, Recording
+from .merge import RawSpan, Recording, RecordingHeader
 from .record import FORMAT_VERSION
 
 FILE_NAME: Final = re.compile(r"rank\d+-\d+(-\d+)?\.jsonl")
@@ -18,8 +18,8 @@ _SPAN: Final = ("kind", "begin_s", "end_s")
 _SHOWN_CHARACTERS: Final = 40
 
 
-class Problem(NamedTuple):
-    """What was wrong with a file, and from which line on."""
+class FileProblem(NamedTuple):
+    """What is wrong with a file, and from which line on."""
 
     path: str
     line: int
@@ -27,8 +27,8 @@ class Problem(NamedTuple):
 
 
 @dataclass
-class Reading:
-    """What was found in some directories.
+class FoundTimelines:
+    """What `read` found in some directories.
 
     Args:
         recordings: of the files that could be read.
@@ -39,17 +39,17 @@ class Reading:
     """
 
     recordings: list[Recording] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[FileProblem] = field(default_factory=list)
     unfinished: int = 0
     empty: int = 0
     ignored: int = 0
 
 
 class _NotOursError(Exception):
-    """Why a file cannot be read as a timeline."""
+    """The file is no timeline; the text says why."""
 
 
-def read(directories: Sequence[Path]) -> Reading:
+def read(directories: Sequence[Path]) -> FoundTimelines:
     """Read all timelines in and below some directories; a file found twice is read once.
 
     On failure: ``NotADirectoryError`` or ``FileNotFoundError`` names a directory that is none. Files that are no
@@ -63,18 +63,18 @@ def read(directories: Sequence[Path]) -> Reading:
         found = (path for path in directory.rglob("rank*.jsonl") if FILE_NAME.fullmatch(path.name))
         paths |= dict.fromkeys(path.resolve() for path in sorted(found))
     labels = _labels({path.parent for path in paths})
-    reading = Reading()
+    reading = FoundTimelines()
     for path in paths:
         read_file(path, labels[path.parent], reading)
     return reading
 
 
-def read_file(path: Path, label: str, reading: Reading) -> None:
-    """Add what ``path`` says to ``reading``."""
+def read_file(path: Path, label: str, reading: FoundTimelines) -> None:
+    """Add the contents of ``path`` to ``reading``."""
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
-        reading.problems.append(Problem(str(path), 0, f"cannot be read: {error.strerror}"))
+        reading.problems.append(FileProblem(str(path), 0, f"cannot be read: {error.strerror}"))
         return
     first, *rest = text.split("\n")
     if not text:
@@ -83,19 +83,19 @@ def read_file(path: Path, label: str, reading: Reading) -> None:
     try:
         header = _header(first)
     except _NotOursError as error:
-        reading.problems.append(Problem(str(path), 1, str(error)))
+        reading.problems.append(FileProblem(str(path), 1, str(error)))
         return
-    # What follows the last line's end is a line that its rank did not get to finish.
+    # Text behind the last end of a line is a line that its rank could not finish.
     if rest and rest.pop():
         reading.unfinished += 1
     spans, problem = _spans(rest, reading)
     if problem:
         line, what = problem
-        reading.problems.append(Problem(str(path), line, what))
+        reading.problems.append(FileProblem(str(path), line, what))
     reading.recordings.append(Recording(label, header, spans))
 
 
-def _header(line: str) -> Header:
+def _header(line: str) -> RecordingHeader:
     record = _record(line)
     if record is None or "rank" not in record or "device" not in record:
         raise _NotOursError(
@@ -112,12 +112,12 @@ def _header(line: str) -> Header:
     if None in times_s or not isinstance(record["rank"], int):
         raise _NotOursError(f"expected numbers for rank, monotonic_s and wall_s, got {_shown(line)}")
     job, world_size = record.get("job"), record.get("world_size")
-    return Header(
+    return RecordingHeader(
         rank=record["rank"],
         device=str(record["device"]),
         host=host,
         pid=int(_number(record.get("pid")) or 0),
-        # Before version 2 nothing but the host's name told clocks apart.
+        # Before version 2 only the host's name identified a clock.
         clock=str(record.get("clock") or f"host:{host}"),
         monotonic_s=times_s[0] or 0.0,
         wall_s=times_s[1] or 0.0,
@@ -126,8 +126,8 @@ def _header(line: str) -> Header:
     )
 
 
-def _spans(lines: Iterable[str], reading: Reading) -> tuple[list[RawSpan], tuple[int, str] | None]:
-    """Return the spans, and the first line that is none with what is wrong about it."""
+def _spans(lines: Iterable[str], reading: FoundTimelines) -> tuple[list[RawSpan], tuple[int, str] | None]:
+    """Return the spans, and the number of the first line that is no span, with what is wrong with it."""
     spans, problem, strange = [], None, 0
     for number, line in enumerate(lines, start=2):
         record = _record(line)
@@ -169,7 +169,7 @@ def _shown(line: str) -> str:
 
 
 def _labels(directories: Iterable[Path]) -> Mapping[Path, str]:
-    """Name directories by as few of their last parts as tell them apart."""
+    """Name directories by as few of their last parts as distinguish them."""
     parts = {
         path: path.parts[:-1] if path.name == _DIRECTORY and len(path.parts) > 2 else path.parts
         for path in directories

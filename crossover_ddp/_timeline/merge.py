@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Final
 
-from .clocks import Alignment, Correction, align, meetings_of
-from .spans import Span
+from .clocks import Alignment, Correction, align, seen_exchanges
+from .spans import TimelineSpan
 
 _WALL_ERROR_TOLD_S: Final = 0.1
-"""A wall clock that is off by less, or by less than exchanges can tell, is nothing to speak of."""
+"""A smaller error of a wall clock, or one within the uncertainty of the alignment, is not reported."""
 
 
 @dataclass(frozen=True)
-class Header:
-    """Who wrote a recording, and on which clock."""
+class RecordingHeader:
+    """The rank that wrote a recording, and its clock."""
 
     rank: int
     device: str
@@ -44,13 +44,13 @@ class Recording:
     """What one process has recorded.
 
     Args:
-        label: what a job is called whose recordings are all in this one's directory.
-        header: who wrote it.
+        label: the name of a job whose recordings are all in this recording's directory.
+        header: the rank that wrote it.
         spans: in any order.
     """
 
     label: str
-    header: Header
+    header: RecordingHeader
     spans: Sequence[RawSpan]
 
 
@@ -67,7 +67,7 @@ class Merged:
         wall_s: what to add to the spans' times to get seconds since 1970, by the reference's wall clock.
     """
 
-    spans: Sequence[Span]
+    spans: Sequence[TimelineSpan]
     jobs: Sequence[str]
     hosts: Mapping[str, str]
     alignment: Alignment
@@ -79,7 +79,7 @@ def merge(recordings: Sequence[Recording]) -> Merged:
     """Bring the recordings of all ranks and jobs into one time.
 
     A job that changed its process group, or was restarted, counts as another one. Devices of one name on several
-    hosts are told apart by the host's name.
+    hosts get the host's name as a suffix.
     """
     filled = [each for each in recordings if each.spans]
     alignment = _align(filled)
@@ -101,25 +101,25 @@ def merge(recordings: Sequence[Recording]) -> Merged:
     )
 
 
-def _placed(span: RawSpan, job: str, device: str, recording: Recording, alignment: Alignment) -> Span:
+def _placed(span: RawSpan, job: str, device: str, recording: Recording, alignment: Alignment) -> TimelineSpan:
     correct = alignment.corrections[recording.header.clock]
     begin_s, end_s = correct(span.begin_s), correct(span.end_s)
-    return Span(job, recording.header.rank, device, span.kind, begin_s, end_s, span.detail)
+    return TimelineSpan(job, recording.header.rank, device, span.kind, begin_s, end_s, span.detail)
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
 def _job_key(recording: Recording) -> Hashable:
-    """Tell jobs apart: by what their ranks agreed on, or by their directory if they did not."""
+    """Return what identifies a job: the text that its ranks agreed on, or its directory if they did not."""
     return recording.header.job or ("directory", recording.label)
 
 
 def job_names(recordings: Iterable[Recording], alignment: Alignment) -> dict[Hashable, str]:
     """Name every job after its directory, with a number if that holds several, or by its key if it has several.
 
-    In the order of the directories, and of the jobs' begins in each, in the common time: a host's wall clock may
-    be wrong by more than lies between two jobs.
+    The names come in the order of the directories, and in each directory in the order in which the jobs began, in the
+    common time: a host's wall clock may be wrong by more than the time between two jobs.
     """
     labels: dict[Hashable, set[str]] = defaultdict(set)
     places: dict[str, int] = {}
@@ -165,11 +165,11 @@ def _align(recordings: Sequence[Recording]) -> Alignment:
         begin_s = min(span.begin_s for span in each.spans)
         end_s = max(span.end_s for span in each.spans)
         extents_s[each.header.clock] = min(first_s, begin_s), max(last_s, end_s)
-    return align(_walls_s(recordings), meetings_of(_seen(recordings)), extents_s)
+    return align(_walls_s(recordings), seen_exchanges(_seen(recordings)), extents_s)
 
 
 def _walls_s(recordings: Iterable[Recording]) -> dict[str, float]:
-    """Return each clock's wall clock less its own reading; the middle one if it was set while jobs ran."""
+    """Return each clock's wall time minus its own reading; the median, since it may have been set while jobs ran."""
     found: dict[str, list[float]] = defaultdict(list)
     for each in recordings:
         found[each.header.clock].append(each.header.wall_s - each.header.monotonic_s)
@@ -177,9 +177,9 @@ def _walls_s(recordings: Iterable[Recording]) -> dict[str, float]:
 
 
 def _seen(recordings: Iterable[Recording]) -> Iterator[tuple[Hashable, str, float, float]]:
-    """List what ranks saw of exchanges; see [Note: spans that meet] in `crossover_ddp._timeline.record`.
+    """List when ranks saw exchanges begin and end; see [Note: spans that meet] in `crossover_ddp._timeline.record`.
 
-    A process that makes its group anew counts its exchanges from the beginning, on all ranks alike.
+    A process that makes its group anew counts its exchanges from zero again, and so do all ranks.
     """
     times: Counter[Hashable] = Counter()
     for each in sorted(recordings, key=lambda each: each.header.monotonic_s):
@@ -201,7 +201,7 @@ def _seen(recordings: Iterable[Recording]) -> Iterator[tuple[Hashable, str, floa
 
 
 def describe(merged: Merged) -> list[str]:
-    """Say how well the clocks agree, one sentence a line."""
+    """Return how well the clocks agree, one sentence a line."""
     alignment = merged.alignment
     lines = []
     if len(alignment.corrections) == 1:
@@ -230,7 +230,7 @@ def _about(correction: Correction, hosts: Mapping[str, str]) -> Iterator[str]:
     error_s = correction.wall_error_s
     if error_s is None:
         yield (
-            f"{host}: no exchange in common with other hosts; placed by its wall clock, whose error nobody knows"
+            f"{host}: no exchange in common with other hosts; placed by its wall clock, whose error is not known"
         )
     elif correction.contradiction_s > 0:
         yield (

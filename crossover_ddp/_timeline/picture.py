@@ -1,4 +1,4 @@
-"""A picture of who computed and who communicated when. Needs matplotlib, which is imported when one is drawn.
+"""Draw when jobs computed and communicated. Needs matplotlib, which is imported at the first picture.
 
 Each device has a lane for computation and one for the network, coloured by job. Where several jobs
 do the same at once they divide the lane's height. Waiting for a turn is hatched, idle time is blank.
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .spans import NETWORK_KINDS, Span, extent_s, occupancy, slices
+from .spans import NETWORK_KINDS, TimelineSpan, extent_s, occupancy, slices
 
-# Told apart also by those who see few colours (after Okabe and Ito).
+# Distinguishable with any colour vision (after Okabe and Ito).
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 FORMATS: Final = (".png", ".svg")
 STEPS_SHOWN: Final = 8
@@ -42,7 +42,7 @@ class Bar:
     height: float
 
 
-def lane_bars(spans: Iterable[Span], jobs: Sequence[str], *, network: bool) -> list[Bar]:
+def lane_bars(spans: Iterable[TimelineSpan], jobs: Sequence[str], *, network: bool) -> list[Bar]:
     """Cut a device's spans into rectangles that do not overlap.
 
     Args:
@@ -80,8 +80,8 @@ def _merged(bars: Iterable[Bar]) -> Iterator[Bar]:
     yield from last.values()
 
 
-def middle_window(spans: Sequence[Span], steps: int = STEPS_SHOWN) -> tuple[float, float]:
-    """Begin and end of some steps from the middle of the run, in monotonic seconds."""
+def middle_window(spans: Sequence[TimelineSpan], steps: int = STEPS_SHOWN) -> tuple[float, float]:
+    """Return begin and end of some steps from the middle of the run, in monotonic seconds."""
     computes = [s for s in spans if s.kind == "compute" and s.job == spans[0].job and s.rank == spans[0].rank]
     if len(computes) <= steps:
         return extent_s(spans)
@@ -89,8 +89,8 @@ def middle_window(spans: Sequence[Span], steps: int = STEPS_SHOWN) -> tuple[floa
     return computes[first].begin_s, computes[first + steps].begin_s
 
 
-def window_of(spans: Sequence[Span], chosen_s: Window) -> tuple[float, float]:
-    """Return begin and end of what is to be drawn, on the spans' clock.
+def window_of(spans: Sequence[TimelineSpan], chosen_s: Window) -> tuple[float, float]:
+    """Return begin and end of the window to draw, on the spans' clock.
 
     Args:
         spans: of all jobs and devices.
@@ -113,7 +113,7 @@ def window_of(spans: Sequence[Span], chosen_s: Window) -> tuple[float, float]:
 
 
 def draw(
-    spans: Sequence[Span],
+    spans: Sequence[TimelineSpan],
     path: Path,
     *,
     title: str = "",
@@ -125,10 +125,10 @@ def draw(
 
     Args:
         spans: of all jobs and devices, on one clock.
-        path: the file to write; its ending tells the format, PNG or SVG.
+        path: the file to write; its suffix selects the format, PNG or SVG.
         title: first line of the title.
         window_s: begin and end, as in `window_of`.
-        jobs: the order of colours; default: as they come.
+        jobs: the order of colours; default the order in which they begin.
         hosts: the host of each device, to be written below its name.
 
     On failure: ``ValueError`` if there are no spans, or none could be in the window; ``ImportError`` without
@@ -144,14 +144,14 @@ def draw(
 
 
 class _Picture:
-    """A figure under way: the jobs, whose places are their colours, and the window in view."""
+    """Makes one figure of a window; a job's place in ``jobs`` selects its colour."""
 
     def __init__(self, jobs: Sequence[str], window_s: tuple[float, float], origin_s: float) -> None:
         self._jobs = jobs
         self._window_s = window_s
         self._origin_s = origin_s
 
-    def figure(self, spans: Sequence[Span], title: str, hosts: Mapping[str, str]) -> Any:
+    def figure(self, spans: Sequence[TimelineSpan], title: str, hosts: Mapping[str, str]) -> Any:
         # Not pyplot: no global state, no display.
         from matplotlib.figure import Figure
 
@@ -159,7 +159,7 @@ class _Picture:
         figure = Figure(figsize=(12, 1.6 + 1.25 * len(devices)), layout="constrained")
         axes = figure.subplots()
         begin_s, end_s = self._window_s
-        here: dict[str, list[Span]] = defaultdict(list)
+        here: dict[str, list[TimelineSpan]] = defaultdict(list)
         for span in spans:
             if span.end_s > begin_s and span.begin_s < end_s:
                 here[span.device].append(span)
@@ -199,7 +199,9 @@ class _Picture:
                 }
             axes.add_collection(PolyCollection(corners_of_all, zorder=2, **style), autolim=False)
 
-    def _note_device(self, axes: Any, here: Sequence[Span], device: str, host: str, bottom: float) -> None:
+    def _note_device(
+        self, axes: Any, here: Sequence[TimelineSpan], device: str, host: str, bottom: float
+    ) -> None:
         """Write the device's name above its lanes, and its shares beside them."""
         name = device if not host or host in device else f"{device} on {host}"
         across = axes.get_yaxis_transform()
@@ -243,5 +245,5 @@ class _Picture:
 
 
 def short_name(device: str) -> str:
-    """Cut a long device name, such as a GPU's UUID, to what still tells it apart at a glance."""
+    """Cut a long device name, such as a GPU's UUID, to its first characters."""
     return device if len(device) <= _NAME_CHARACTERS else device[: _NAME_CHARACTERS - 1] + "…"

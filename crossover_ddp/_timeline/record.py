@@ -1,14 +1,14 @@
-"""Who computed and who communicated when: spans of one process, as JSON lines.
+"""Record when a process computed, communicated and waited: spans, as JSON lines.
 
 The first line of a file is a header that names the job, the rank, the device and the two
 clocks; every further line is one span. Pictures and statistics are made from these
 files elsewhere (`crossover_ddp._timeline.files`), so that recording stays cheap: a span
 is one append to a list, and the file is written when some hundreds are waiting, or once
-a second, so that whoever watches a running job, or ends it, has most of what it did.
+a second, so that most spans are in the file while a job runs, and after it was killed.
 
-[Note: spans that meet] Hosts' clocks are compared through spans of one exchange. Those that carry
-``sequence`` are: all ranks' spans of one job, kind, ``group`` and ``sequence`` belong to one collective,
-which ends on no rank before it has begun on every rank. A rank that owns nothing of a bucket
+[Note: spans that meet] Hosts' clocks are compared through the spans of one exchange. All ranks' spans with the same
+job, kind, ``group`` and ``sequence`` belong to one collective, which ends on no rank before it has begun on every
+rank; spans without ``sequence`` prove nothing. A rank that owns nothing of a bucket
 (``owned_bytes`` is 0) receives nothing in a reduce-scatter, so its end there proves nothing.
 """
 
@@ -36,7 +36,7 @@ _TIME_NAMESPACE: Final = "/proc/self/ns/time"
 _FLUSH_S: Final = 1.0
 
 Detail = int | float | str
-_Span = tuple[str, float, float, dict[str, Detail]]
+_WaitingSpan = tuple[str, float, float, dict[str, Detail]]
 
 
 class Timeline:
@@ -46,10 +46,10 @@ class Timeline:
         directory: where the file goes; made if it is missing.
         rank: rank of this process in its job.
         device: name of the device, the same for all jobs that share it.
-        job: the same text on all ranks of the job and on no other one; None if nobody knows.
-        world_size: number of the job's ranks; None if nobody knows.
+        job: a text that is the same on all ranks of the job and on no other job's; None if not known.
+        world_size: number of the job's ranks; None if not known.
 
-    On failure: a file that cannot be written costs one warning and the recording,
+    On failure: if a file cannot be written there is one warning and no recording,
     never an exception on the way of a bucket. Not collective. Thread-safe.
     """
 
@@ -62,12 +62,12 @@ class Timeline:
         job: str | None = None,
         world_size: int | None = None,
     ) -> None:
-        # Elsewhere as soon as the file is begun: the name may be that of another state, or of a process long gone.
+        # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
         self.path = Path(directory) / f"rank{rank}-{os.getpid()}.jsonl"
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
-        self._waiting: list[_Span] = []
+        self._waiting: list[_WaitingSpan] = []
         self._written_s = time.monotonic()
         self._closed = False
         self._begin_file({"job": job, "rank": rank, "world_size": world_size, "device": device})
@@ -88,7 +88,7 @@ class Timeline:
             if self._closed:
                 return
             self._waiting.append((kind, begin_s, end_s, detail))
-            # The span's own end is the clock: no call more.
+            # The span's own end serves as the clock: no further call.
             due = len(self._waiting) >= _FLUSH_SPANS or end_s - self._written_s >= _FLUSH_S
             if due:
                 self._written_s = end_s
@@ -165,6 +165,6 @@ def _clock_name() -> str:
         return machine()
 
 
-def _line(span: _Span) -> str:
+def _line(span: _WaitingSpan) -> str:
     kind, begin_s, end_s, detail = span
     return json.dumps({"kind": kind, "begin_s": begin_s, "end_s": end_s, **detail}) + "\n"

@@ -1,4 +1,4 @@
-"""What spans say of devices and jobs: shares of time, hand-overs. Pure; all times on one clock, in seconds."""
+"""Work out shares of time and hand-overs of devices and jobs from spans. Pure; all times on one clock, in seconds."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -14,8 +14,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Span:
-    """One thing that one rank of one job did."""
+class TimelineSpan:
+    """One thing that one rank of one job did, on the clock of all jobs."""
 
     job: str
     rank: int
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Some durations in short."""
+    """A summary of some durations."""
 
     count: int
     total_s: float
@@ -54,10 +54,10 @@ class Statistics:
 class Handover(NamedTuple):
     """A turn that went from one job to another that was waiting for it."""
 
-    giver: Span
+    giver: TimelineSpan
     """The computation that ended."""
-    taker: Span
-    """The wait that ended thereupon."""
+    taker: TimelineSpan
+    """The wait that this ended."""
 
     @property
     def gap_s(self) -> float:
@@ -76,7 +76,7 @@ class JobShare:
     waited: float
     turns: int
     handover: Statistics
-    """From a sibling's computation to its own, where it was waiting for it."""
+    """From the end of a sibling's computation to the begin of its own, if it was waiting."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def slices(intervals: Iterable[tuple[float, float, _Key]]) -> Iterator[tuple[flo
     """Cut overlapping intervals into consecutive slices.
 
     Args:
-        intervals: begin, end and whose it is.
+        intervals: begin, end and owner of each.
 
     Yields:
-        begin, end and who is active, in no order; slices in which nobody is are left out.
+        begin, end and the active owners, in no order; slices without an owner are left out.
     """
     changes = [change for b, e, key in intervals if e > b for change in ((b, 1, key), (e, -1, key))]
     active: Counter[_Key] = Counter()
@@ -121,13 +121,13 @@ def slices(intervals: Iterable[tuple[float, float, _Key]]) -> Iterator[tuple[flo
 
 
 def occupancy(
-    spans: Iterable[Span], device: str, *, window_s: tuple[float, float] | None = None
+    spans: Iterable[TimelineSpan], device: str, *, window_s: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Shares of a device's time with nobody, one job, several jobs computing; they add up to 1.
+    """Return the shares of a device's time in which no job, one job or several jobs computed; they add up to 1.
 
     Args:
         spans: of any devices.
-        device: the one asked for.
+        device: the device to work on.
         window_s: begin and end; by default the time in which every job there was active, from
             the latest first span to the earliest last one.
     """
@@ -147,14 +147,14 @@ def occupancy(
     return {"idle": 1 - one - several, "one": one, "several": several}
 
 
-def handovers(spans: Iterable[Span], job: str | None = None) -> list[Handover]:
+def handovers(spans: Iterable[TimelineSpan], job: str | None = None) -> list[Handover]:
     """Find the turns that a job (None: any) took when a sibling gave its own back.
 
     Only turns that the job really waited for count: those where a sibling's last computation on the
     same device ended while the job's "wait" lasted.
     """
-    waits: list[Span] = []
-    computed: dict[str, list[Span]] = defaultdict(list)
+    waits: list[TimelineSpan] = []
+    computed: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in spans:
         if span.kind == "wait" and job in (None, span.job):
             waits.append(span)
@@ -174,15 +174,15 @@ def handovers(spans: Iterable[Span], job: str | None = None) -> list[Handover]:
     return found
 
 
-def handovers_s(spans: Iterable[Span], job: str) -> list[float]:
-    """How long after a sibling gave its turn back did the job begin to compute, when it was waiting."""
+def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
+    """Return the seconds from each release of a sibling for which the job was waiting to the job's own computation."""
     return [each.gap_s for each in handovers(spans, job)]
 
 
 def device_shares(
-    spans: Iterable[Span], jobs: Sequence[str], *, window_s: tuple[float, float] | None = None
+    spans: Iterable[TimelineSpan], jobs: Sequence[str], *, window_s: tuple[float, float] | None = None
 ) -> list[DeviceShares]:
-    """Say for every device who computed, communicated and waited, and for how much of the time.
+    """Return for every device the shares of time in which each job computed, communicated and waited.
 
     Args:
         spans: of all jobs and devices.
@@ -190,14 +190,14 @@ def device_shares(
         window_s: begin and end; by default for each device the time in which all its jobs were active, or
             all its time if they never were at once.
     """
-    by_device: dict[str, list[Span]] = defaultdict(list)
+    by_device: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in spans:
         by_device[span.device].append(span)
     return [_one_device(name, here, jobs, window_s) for name, here in sorted(by_device.items())]
 
 
 def _one_device(
-    device: str, spans: Sequence[Span], jobs: Sequence[str], window_s: tuple[float, float] | None
+    device: str, spans: Sequence[TimelineSpan], jobs: Sequence[str], window_s: tuple[float, float] | None
 ) -> DeviceShares:
     begin_s, end_s = window_s or _all_active(spans)
     if window_s is None and not end_s > begin_s:
@@ -228,7 +228,7 @@ def _one_device(
     )
 
 
-def _share(spans: Iterable[Span], kinds: Iterable[str], window_s: tuple[float, float]) -> float:
+def _share(spans: Iterable[TimelineSpan], kinds: Iterable[str], window_s: tuple[float, float]) -> float:
     """Return the part of the window in which at least one span of these kinds lasted."""
     begin_s, end_s = window_s
     if not end_s > begin_s:
@@ -240,7 +240,7 @@ def _share(spans: Iterable[Span], kinds: Iterable[str], window_s: tuple[float, f
     return math.fsum(e - b for b, e, _ in slices(clipped)) / (end_s - begin_s)
 
 
-def _turns(spans: Iterable[Span], window_s: tuple[float, float]) -> int:
+def _turns(spans: Iterable[TimelineSpan], window_s: tuple[float, float]) -> int:
     """Count the job's turns that began in the window; its ranks on one device compute in the same ones."""
     begins = Counter(
         span.rank for span in spans if span.kind == "compute" and window_s[0] <= span.begin_s < window_s[1]
@@ -248,14 +248,14 @@ def _turns(spans: Iterable[Span], window_s: tuple[float, float]) -> int:
     return max(begins.values(), default=0)
 
 
-def extent_s(spans: Iterable[Span]) -> tuple[float, float]:
+def extent_s(spans: Iterable[TimelineSpan]) -> tuple[float, float]:
     """Return when the first span began and the last one ended; both 0 if there is none."""
     found = [(span.begin_s, span.end_s) for span in spans]
     return min((b for b, _ in found), default=0.0), max((e for _, e in found), default=0.0)
 
 
-def _all_active(spans: Iterable[Span]) -> tuple[float, float]:
-    by_job: dict[str, list[Span]] = defaultdict(list)
+def _all_active(spans: Iterable[TimelineSpan]) -> tuple[float, float]:
+    by_job: dict[str, list[TimelineSpan]] = defaultdict(list)
     for span in spans:
         by_job[span.job].append(span)
     extents_s = [extent_s(each) for each in by_job.values()]
@@ -265,15 +265,15 @@ def _all_active(spans: Iterable[Span]) -> tuple[float, float]:
 class NextComputation:
     """Finds the computation that a wait was for."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self._computed: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
+    def __init__(self, spans: Iterable[TimelineSpan]) -> None:
+        self._computed: dict[tuple[str, int, str], list[TimelineSpan]] = defaultdict(list)
         for span in spans:
             if span.kind == "compute":
                 self._computed[span.job, span.rank, span.device].append(span)
         for each in self._computed.values():
             each.sort(key=lambda span: span.begin_s)
 
-    def after(self, wait: Span) -> Span | None:
+    def after(self, wait: TimelineSpan) -> TimelineSpan | None:
         """Return the rank's first computation since the end of ``wait``."""
         own = self._computed.get((wait.job, wait.rank, wait.device), [])
         place = bisect_left(own, wait.end_s, key=lambda span: span.begin_s)

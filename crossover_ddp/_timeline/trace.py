@@ -1,16 +1,16 @@
 """Spans as a trace in the Chrome format, for https://ui.perfetto.dev and chrome://tracing. Pure.
 
-A process is a device, a thread is a lane of one rank of one job: its turns (compute, exchange and wait follow
-each other there), and each half of its buckets' exchanges. What overlaps in a lane, as spans of several threads of
-a rank can, goes on in a second lane of that name, since the format allows no overlap but nesting. Arrows
-show hand-overs: from the computation that ended to the one that had waited for it.
+A process of the trace is a device, a thread is a lane of one rank of one job: its turns (compute, exchange and wait
+follow each other there), and each half of its buckets' exchanges. Spans that overlap in a lane, as spans of several
+threads of a rank can, go to a second lane of that name, since the format allows only nesting. Arrows show
+hand-overs: from the computation that ended to the one that had waited for it.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from .spans import NextComputation, Span, handovers
+from .spans import NextComputation, TimelineSpan, handovers
 
 LANES: Final = {
     "compute": "turns",
@@ -27,7 +27,7 @@ Event = dict[str, Any]
 class _Slice(NamedTuple):
     """A span's place in the trace; nanoseconds since its begin."""
 
-    span: Span
+    span: TimelineSpan
     pid: int
     tid: int
     begin_ns: int
@@ -35,7 +35,7 @@ class _Slice(NamedTuple):
 
 
 def chrome_trace(
-    spans: Iterable[Span], *, hosts: Mapping[str, str] | None = None, wall_s: float | None = None
+    spans: Iterable[TimelineSpan], *, hosts: Mapping[str, str] | None = None, wall_s: float | None = None
 ) -> dict[str, Any]:
     """Return the trace as a JSON object; time 0 is the first span's begin.
 
@@ -59,9 +59,9 @@ def chrome_trace(
 
 
 def _slices(
-    spans: Sequence[Span], pids: Mapping[str, int], origin_s: float
+    spans: Sequence[TimelineSpan], pids: Mapping[str, int], origin_s: float
 ) -> tuple[list[_Slice], dict[int, tuple[int, str]]]:
-    """Give every span a thread in which nothing overlaps it; return the threads' devices and names as well."""
+    """Give every span a thread in which no other span overlaps it; also return the threads' devices and names."""
     lanes: dict[tuple[str, str, int, str], list[_Slice]] = defaultdict(list)
     for span in spans:
         begin_ns, end_ns = (round((at_s - origin_s) * _NANOSECONDS) for at_s in (span.begin_s, span.end_s))
@@ -105,7 +105,7 @@ def _complete_event(each: _Slice) -> Event:
     }
 
 
-def _name(span: Span) -> str:
+def _name(span: TimelineSpan) -> str:
     kind = span.kind.replace("_", "-")
     bucket, step = span.detail.get("bucket"), span.detail.get("step")
     if bucket is not None:

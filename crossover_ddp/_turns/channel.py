@@ -2,16 +2,16 @@
 
 [Note: grants through the store]
 Every job has such a store, and all its ranks reach it, whatever the backend of the gradients is and whatever the
-host's name resolves to. The lead rank writes a grant without waiting, under one key for each other rank. Each of
-these has a thread that asks for the next grant before it exists, and the store answers when it does. So a grant
-costs one message to the store and one from it, while the last bucket is still being gathered; it needs no
-place in the order of the job's collectives. Other stores than torch's ``TCPStore`` poll, or never forget: there
-rank 0 opens a ``TCPStore`` beside it.
+host's name resolves to. The lead rank writes a grant without waiting, under one key for each other rank. Each of these
+has a thread that asks for the next grant before it exists; the store answers when it does. So a grant costs one
+message to the store and one from it, while the last bucket is still being gathered; it needs no place in the
+order of the job's collectives. Other stores than torch's ``TCPStore`` poll, or keep every key for ever. With
+these, rank 0 opens a ``TCPStore`` beside the group's store.
 
 [Note: one verdict]
-All ranks must agree whether an agreement came about, or some would wait for turns that others do not take. So each
-round ends with one ``compare_set`` of the store: a rank that has all answers, or has waited long enough, proposes a
-verdict, and the first proposal counts for all. Our design.
+All ranks must know whether they agreed, or some would wait for turns that others do not take. So each round ends
+with one ``compare_set`` of the store: a rank that has all answers, or has waited long enough, proposes a verdict, and
+the first proposal counts for all. Our design.
 """
 
 import collections
@@ -34,28 +34,28 @@ from .group_timeout import group_timeout_s
 from .rules import Grant, decode, encode
 
 _LOOK_EVERY = 256  # turns
-_UNHEARD_LIMIT = 1024  # a rank that is so many turns behind has left, or will not catch up
+_UNREAD_LIMIT = 1024  # a rank that is so many turns behind has left, or will not catch up
 _END_TIMEOUT_S = 1.0
-_LISTENING = datetime.timedelta(days=20)  # ended by `close`, or with the store's connection
+_LISTENING = datetime.timedelta(days=20)  # `close` ends it, or the end of the store's connection
 _ALL, _NOT_ALL = "all", "not all"
 _END = "end"
 _SERVER_KEY = "crossover-turns-server"
 _LOOPBACK = "127.0.0.1"
-# Kept with the group's store, which goes when the group is destroyed: who closes early may still be listened to.
+# Kept as long as the group's store, which goes with the group: other ranks may use the server after rank 0 has closed.
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
 _channel_count: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class TurnChannel:
-    """The job's ranks, for what turns need to be agreed on.
+    """Carry agreements and grants between the job's ranks.
 
     Args:
         process_group: the job; None for the default group.
-        timeout_s: how long the ranks may be apart when they agree on something.
+        timeout_s: how much later than the first rank the last one may come to an agreement.
 
     On failure: `TurnError`, on all ranks alike if the store works.
 
-    **Collective**: every rank of ``process_group`` constructs it, and calls `gather` as often.
+    **Collective**: every rank of ``process_group`` constructs it, and all call `gather` equally often.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class TurnChannel:
         self._store = dist.PrefixStore(f"crossover-turns-{number}", own)
 
     def _own_connection(self, store: dist.Store) -> dist.Store:
-        """Return ``store`` over a connection that nobody else's waiting blocks."""
+        """Return ``store`` over a connection of its own, which no other caller's waiting blocks."""
         if isinstance(_innermost(store), dist.TCPStore):
             return store.clone()
         if self.rank == 0:
@@ -98,7 +98,7 @@ class TurnChannel:
         return dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
 
     def _server(self, store: dist.Store) -> dist.Store:
-        """Open a ``TCPStore`` beside ``store`` and tell the others so; see [Note: grants through the store]."""
+        """Open a ``TCPStore`` beside ``store`` and publish its address there; see [Note: grants through the store]."""
         server = _servers.get(store)
         if server is None:
             server = _servers[store] = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
@@ -108,7 +108,7 @@ class TurnChannel:
     # --- agreeing --------------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, which JSON can hold, by rank. Collective.
+        """Return the ``value`` of every rank, by rank; JSON must be able to hold it. Collective.
 
         Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
         """
@@ -143,26 +143,26 @@ class TurnChannel:
     # --- grants ----------------------------------------------------------------------------------------------
 
     def send(self, grant: Grant) -> None:
-        """Lead rank: tell ``grant`` to all others; does not wait for them."""
+        """Lead rank: send ``grant`` to all others without waiting for them."""
         self._send(self._connected(), " ".join(map(str, encode(grant))))
 
     def _send(self, store: Any, text: str) -> None:  # Any: torch's stubs lack multi_set
-        if self._sent % _LOOK_EVERY == 0 and self._sent > _UNHEARD_LIMIT:
-            self._drop_those_behind(store)
+        if self._sent % _LOOK_EVERY == 0 and self._sent > _UNREAD_LIMIT:
+            self._drop_ranks_behind(store)
         keys = [_grant_key(rank, self._sent) for rank in self._listening]
         if keys:
             store.multi_set(keys, [text] * len(keys))
         self._sent += 1
 
-    def _drop_those_behind(self, store: Any) -> None:
-        """Send no more to ranks that do not take what was sent, or the store would grow for ever."""
+    def _drop_ranks_behind(self, store: Any) -> None:
+        """Send no more to ranks that do not read what was sent, or the store would grow for ever."""
         for rank in list(self._listening):
-            if store.check([_grant_key(rank, self._sent - _UNHEARD_LIMIT)]):
+            if store.check([_grant_key(rank, self._sent - _UNREAD_LIMIT)]):
                 store.set(_grant_key(rank, self._sent), _END)
                 self._listening.remove(rank)
 
     def listen(self) -> None:
-        """Other ranks: begin to ask for grants, the first one included."""
+        """Other ranks: begin to ask for grants."""
         store = self._connected()
         listener = _Listener(store.clone(), self.rank)
         self._listener = listener
@@ -173,30 +173,30 @@ class TurnChannel:
         assert self._listener is not None
         return self._listener.take(self._grant_timeout_s)
 
-    def tell_wait(self, turn: int, seconds: float) -> None:
-        """Tell the other ranks that siblings made this one late in ``turn``: they may have waited for it inside."""
+    def report_wait(self, turn: int, seconds: float) -> None:
+        """Add to the time by which siblings delayed ranks of this job in ``turn``; peers may have waited for them."""
         self._connected().add(f"wait/{turn}", round(seconds * 1000))
 
-    def told_wait_s(self, turn: int) -> float:
-        """Return what ranks have told of their waits before ``turn``, added up: an upper bound, in seconds."""
+    def reported_wait_s(self, turn: int) -> float:
+        """Return the sum of all `report_wait` for ``turn``, in seconds: an upper bound of what a peer has waited."""
         return self._connected().add(f"wait/{turn}", 0) / 1000
 
     def interrupt(self) -> None:
-        """End a `receive` that another thread sits in."""
+        """End the `receive` of another thread."""
         if self._listener is not None:
             self._listener.end("the channel of turns was closed")
 
-    def close(self, *, tell: bool = False) -> None:
+    def close(self, *, end_grants: bool = False) -> None:
         """Leave. Not collective; may be called again, and in a fork, where it does nothing.
 
         Args:
-            tell: as the lead rank, whose last word reaches all others behind the grants sent so far: no more will come.
+            end_grants: for the lead rank: send all others, behind the grants sent so far, that no more will come.
         """
         store, self._store = self._store, None
         listener, self._listener = self._listener, None
         if os.getpid() != self._pid or store is None:
             return
-        if tell:
+        if end_grants:
             with contextlib.suppress(RuntimeError):
                 self._send(store, _END)
         if listener is not None:
@@ -204,7 +204,7 @@ class TurnChannel:
 
 
 class _Listener:
-    """A thread that always asks for the next grant, so that it has arrived when it is wanted."""
+    """A thread that always asks for the next grant, so that the grant has arrived when it is needed."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         store.set_timeout(_LISTENING)
@@ -213,7 +213,7 @@ class _Listener:
         self._changed = threading.Condition()
         self._grants: collections.deque[Grant] = collections.deque()
         self._ended: str | None = None
-        self._heard = 0
+        self._received = 0
         self._thread = threading.Thread(target=self._listen, name="crossover-turns", daemon=True)
 
     def start(self) -> None:
@@ -236,16 +236,16 @@ class _Listener:
             return self._grants.popleft()
 
     def stop(self, telling: dist.Store) -> None:
-        """End the thread, through a connection that it does not block."""
+        """End the thread; ``telling`` is a connection that the thread does not block."""
         self.end("the channel of turns was closed")
         with contextlib.suppress(RuntimeError):
-            for number in (self._heard, self._heard + 1):  # one of them is what the thread waits for
+            for number in (self._received, self._received + 1):  # one of them is what the thread waits for
                 telling.set(_grant_key(self._rank, number), _END)
         if self._thread is not threading.current_thread():
             self._thread.join(_END_TIMEOUT_S)
 
     def end(self, reason: str) -> None:
-        """Let nobody wait any more; what has been heard can still be taken."""
+        """End the wait of `take`; grants that have arrived can still be taken."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify_all()
@@ -253,21 +253,19 @@ class _Listener:
     def _listen(self) -> None:
         try:
             while self._ended is None:
-                self._hear()
-        except (
-            Exception
-        ) as error:  # the store's process has ended, mostly with the job; told to whoever takes
+                self._receive_one()
+        except Exception as error:  # the store's process has ended, mostly with the job; `take` raises it
             self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
 
-    def _hear(self) -> None:
-        key = _grant_key(self._rank, self._heard)
+    def _receive_one(self) -> None:
+        key = _grant_key(self._rank, self._received)
         text = self._asking.get(key).decode()
         self._asking.delete_key(key)
         if text == _END:
             self.end("the job's lead rank takes no more turns, or this rank was too many turns behind")
             return
         with self._changed:
-            self._heard += 1
+            self._received += 1
             self._grants.append(decode([*map(int, text.split())]))
             self._changed.notify_all()
 

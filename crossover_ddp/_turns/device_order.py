@@ -3,20 +3,20 @@
 On a GPU the host runs ahead of the device, so a turn given back on the host still has kernels in the queue.
 ``CROSSOVER_DEVICE_ORDER`` says what the next holder waits for. Our design.
 
-- ``host``, the default, and wherever another way does not work: a thread of the holder waits for the device, then
-  publishes the turn. The next holder's host waits for that, or for the holder's death.
+- ``host``, the default, and the way taken where another one does not work: a thread of the holder waits for the
+  device, then publishes the turn. The next holder's host waits for that, or for the holder's death.
 - ``semaphores``: the holder's stream writes a 64-bit word in host memory that siblings share, and the next holder's
   stream waits for it; a host releases the words of the dead. See `semaphore_order`.
 - ``events``: the holder records an inter-process CUDA event, and the next holder's stream waits for it. See
   `event_order`.
 
 [Note: why the host waits]
-With ``events`` a stream of one process waits for a record of another one. If that one dies first (out of memory, a
+With ``events`` a stream of one process waits for a record of another one. If that process dies first (out of memory, a
 SIGTERM, a SIGKILL), its record may never come, and nobody can take the wait back: an innocent job stands still for
-ever. So no such wait is enqueued unless somebody asks for it. The price of ``host`` is the time in which a thread
+ever. So no such wait is enqueued unless the user asks for it. The price of ``host`` is the time in which a thread
 notices the end, some tens of microseconds once per turn.
 
-Siblings may mix them: see [Note: telling late] in `gpu_order`.
+Siblings may use different ways: see [Note: publishing late] in `gpu_order`.
 """
 
 import logging
@@ -29,26 +29,26 @@ import torch
 from crossover_ddp._system import environment
 
 from .event_order import EventOrder
-from .gpu_order import GpuOrder, Key, Siblings, Streams
+from .gpu_order import GpuOrder, Key, SiblingFiles, Streams
 from .semaphore_order import SemaphoreOrder
 
 logger = logging.getLogger(__name__)
 
 
 class DeviceOrder(Protocol):
-    """How a turn's end is known to the device."""
+    """How the next holder's device learns that a turn has ended."""
 
     kind: ClassVar[str]
     """How turns are ordered, for people to read."""
     on_device: ClassVar[bool]
     """Whether a turn given back on the host may still be under way on the device."""
     waits_on_host: ClassVar[bool]
-    """Whether siblings must tell a turn only when the device has done it, as published in its slot."""
+    """Whether siblings must publish a turn only after its kernels have finished; published in this process's slot."""
     handles: bytes
-    """What siblings need in order to wait for this process, as published in its slot."""
+    """What siblings need in order to wait for this process; published in its slot."""
 
     def check_usable(self) -> None:
-        """Raise ``UnsupportedConfigurationError`` where a turn can neither begin nor end."""
+        """Raise ``UnsupportedConfigurationError`` while a turn can neither begin nor end."""
 
     def finish(
         self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
@@ -69,7 +69,7 @@ class DeviceOrder(Protocol):
 
 
 class HostOrder:
-    """CPU devices: when the host says that the turn is over, it is."""
+    """CPU devices: a turn given back on the host is over on the device too."""
 
     kind: ClassVar[str] = "host"
     on_device: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class HostOrder:
     handles: bytes = b""
 
     def check_usable(self) -> None:
-        """A turn can always begin and end."""
+        """Do nothing: a turn can always begin and end."""
 
     def finish(
         self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
@@ -86,14 +86,14 @@ class HostOrder:
         publish()
 
     def admit(self, streams: Streams) -> None:
-        """Nothing runs behind the host's back."""
+        """Do nothing: a CPU has no streams."""
 
     def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
-        """Nothing to wait for."""
+        """Do nothing: a published turn is over."""
         return None
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: nothing is held."""
 
 
 class SynchronizedOrder(GpuOrder):
@@ -103,8 +103,8 @@ class SynchronizedOrder(GpuOrder):
     waits_on_host: ClassVar[bool] = True
 
 
-def device_order(device: torch.device, event_count: int, siblings: Siblings) -> DeviceOrder:
-    """Return the order for ``device``; says so in the log if it is not the one that was wanted.
+def device_order(device: torch.device, event_count: int, siblings: SiblingFiles) -> DeviceOrder:
+    """Return the order for ``device``; warn if it is not the one that the user wanted.
 
     On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names none.
     """

@@ -2,14 +2,14 @@
 
 [Note: one record per turn]
 A wait on an event covers its last record at the moment of the call; later records do not change it. The host publishes
-the turn *after* it has recorded the event and a sibling looks at the turn before it enqueues its wait, so the
+the turn *after* it has recorded the event, and a sibling reads the turn before it enqueues its wait, so the
 record it waits for has always been enqueued. The same event is recorded again only after the sibling has had its own
 turn, hence after that wait. Where that does not hold (a lease ran out, a turn was taken ahead) the sibling
-may wait for a later turn of the same process instead: more than it had to, never for nothing.
+may wait for a later turn of the same process instead: longer than it had to, but never for a missing record.
 
 [Note: events live as long as the process]
-What is done with an opened event after its owner has destroyed it is undefined, and siblings may have it open when
-a mutex is closed. So a pool is never destroyed: the process's next mutex on the device takes it over.
+Using an opened event after its owner has destroyed it is undefined, and siblings may have it open when a mutex is
+closed. So a pool is never destroyed: the process's next mutex on the device takes it over.
 """
 
 import functools
@@ -21,7 +21,7 @@ import torch
 
 from crossover_ddp._system.cuda_driver import IPC_EVENT_SUPPORTED, cuda_driver
 
-from .gpu_order import GpuOrder, Key, Siblings, Watch, drained
+from .gpu_order import GpuOrder, Key, SiblingFiles, WaitWatcher, drained
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Pools:
         self._own: dict[bytes, tuple[torch.cuda.Event, ...]] = {}
 
     def take(self, device: torch.device, event_count: int) -> Pool:
-        """Return a pool that nobody uses. Raises ``RuntimeError`` where CUDA IPC does not work."""
+        """Return an unused pool. Raises ``RuntimeError`` where CUDA IPC does not work."""
         with self._lock:
             unused = self._unused.get(device)
             if unused:
@@ -52,12 +52,12 @@ class Pools:
             return pool
 
     def give_back(self, device: torch.device, pool: Pool) -> None:
-        """Keep a pool whose records are over for the next one who asks."""
+        """Keep a pool whose records are over for the next `take`."""
         with self._lock:
             self._unused.setdefault(device, []).append(pool)
 
     def own(self, handles: bytes) -> tuple[torch.cuda.Event, ...] | None:
-        """Return the events if they are this process's own: CUDA does not open those."""
+        """Return the events if they are this process's own, which CUDA cannot open by handle; None otherwise."""
         with self._lock:
             return self._own.get(handles)
 
@@ -88,7 +88,7 @@ class EventOrder(GpuOrder):
     kind: ClassVar[str] = "events"
 
     def __init__(
-        self, device: torch.device, event_count: int, siblings: Siblings, *, pools: Pools | None = None
+        self, device: torch.device, event_count: int, siblings: SiblingFiles, *, pools: Pools | None = None
     ) -> None:
         _check_supported(device)
         super().__init__(device)
@@ -97,7 +97,7 @@ class EventOrder(GpuOrder):
         self.handles = self._pool.handles
         # No events: they could not be opened.
         self._opened: dict[Key, tuple[torch.cuda.Event, ...]] = {}
-        self._watch = Watch(device, lambda key: siblings.is_alive(*key))
+        self._watch = WaitWatcher(device, lambda key: siblings.is_alive(*key))
         self._mourned: set[Key] = set()
         self._closed = False
 
@@ -118,7 +118,7 @@ class EventOrder(GpuOrder):
         if not event.query():
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
-            # Of our own: a sibling that goes on records its events again, and they would never be seen to be over.
+            # An event of our own: a sibling that goes on records its events again, and those never look finished.
             passed = torch.cuda.Event()
             passed.record(stream)
             self._watch.add(key, passed.query, functools.partial(self._mourn, key))
@@ -160,7 +160,7 @@ class EventOrder(GpuOrder):
         )
 
     def close(self) -> None:
-        """Wait for the own records, for at most 30 s: waits for what a process has left behind might never end."""
+        """Wait for the own records, for at most 30 s: the own stream may wait for the record of a dead process."""
         if self._closed:
             return
         self._closed = True
@@ -175,7 +175,7 @@ def _check_supported(device: torch.device) -> None:
     """Raise ``RuntimeError`` if the driver says that the device has no such events (WSL 2)."""
     try:
         supported = cuda_driver().attribute(device.index or 0, IPC_EVENT_SUPPORTED)
-    except (OSError, RuntimeError) as error:  # making a pool tells
+    except (OSError, RuntimeError) as error:  # making a pool will show it
         logger.debug("does not know whether %s supports IPC events: %s", device, error)
         return
     if not supported:

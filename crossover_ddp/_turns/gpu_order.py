@@ -1,14 +1,14 @@
-"""What every way of ordering turns on a GPU shares: the end of a turn, telling it late, and looking after waits.
+"""What every way of ordering turns on a GPU shares: the end of a turn, late publication, and watching over waits.
 
-[Note: telling late] A turn is told to siblings as soon as its end is *recorded*, and their devices wait for the record.
-A sibling whose device cannot wait for ours says so in its slot (`waits_on_host`). While there is such a sibling, turns
-are told when the device has *done* them, by a thread that waits for it: the hand-over takes the time that hosts
-need to notice, nobody's kernels overlap, and nobody's training thread waits.
+[Note: publishing late] A turn is published as soon as its end is *recorded*, and the siblings' devices wait for the
+record. A sibling whose device cannot wait for ours says so in its slot (`waits_on_host`). While there is such a
+sibling, a turn is published only after its kernels have *finished*, by a thread that waits for them: the hand-over
+then takes the time that hosts need to notice, no kernels overlap, and no training thread waits.
 
 [Note: waits that nobody ends] A wait in a stream cannot be taken back. It is enqueued only for a record that a living
-process has enqueued before, so it ends when the device comes to that record. One thing can still come between:
-that process is killed first, and its queue with it. So each wait that is not over is looked at twice a second
-while it lasts; what can be done then depends on the way of ordering.
+process has enqueued before, so it ends when the device reaches that record. One thing can still go wrong:
+that process is killed first, and its queue with it. So a thread looks twice a second at each wait that is not over;
+what can be done then depends on the way of ordering.
 """
 
 import functools
@@ -37,11 +37,11 @@ _LOOK_S = 0.5
 _SETTLE_TIMEOUT_S = 5.0
 
 
-class Siblings(Protocol):
-    """The process's place among its siblings; `TurnSegment` is one."""
+class SiblingFiles(Protocol):
+    """What orders need of the process's place among its siblings; `TurnSegment` provides it."""
 
     def is_alive(self, slot: int, incarnation: int) -> bool:
-        """Tell whether that process still has that slot."""
+        """Return whether that process lives and still has that slot."""
 
     def make_private_file(self, suffix: str) -> int:
         """Make a file beside the segment's and return its descriptor."""
@@ -61,12 +61,12 @@ class _Wait(NamedTuple):
     recorder_died: Callable[[], None]
 
 
-class Watch:
-    """A thread that looks after waits in streams until they are over; see [Note: waits that nobody ends].
+class WaitWatcher:
+    """A thread that watches over waits in streams until they are over; see [Note: waits that nobody ends].
 
     Args:
         device: where the waits are.
-        is_alive: tells whether a sibling still lives.
+        is_alive: returns whether a sibling still lives.
     """
 
     def __init__(self, device: torch.device, is_alive: Callable[[Key], bool]) -> None:
@@ -78,7 +78,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, key: Key, over: Callable[[], bool], recorder_died: Callable[[], None]) -> None:
-        """Look after a wait: ``recorder_died`` is called at each look while it is not ``over`` and ``key`` is dead."""
+        """Watch over a wait: call ``recorder_died`` at each look while it is not ``over`` and ``key`` is dead."""
         with self._changed:
             if self._closed:
                 return
@@ -89,13 +89,13 @@ class Watch:
             self._changed.notify()
 
     def pending(self, key: Key) -> bool:
-        """Tell whether a wait for ``key`` may not be over."""
+        """Return whether a wait for ``key`` may not be over."""
         with self._changed:
             waits = [wait for wait in self._waits if wait.key == key]
         return any(_may_last(wait) for wait in waits)
 
     def close(self) -> bool:
-        """Stop looking when all waits are over, or after 5 s; tell whether they are."""
+        """Stop looking when all waits are over, or after 5 s; return whether they are."""
         deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
         while self._lasting() and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_STEP_S)
@@ -138,8 +138,8 @@ class Watch:
         except (
             RuntimeError,
             OSError,
-        ) as error:  # the device is broken, or the segment gone: others will tell
-            logger.debug("no longer looks after a wait for %s: %s", wait.key, error)
+        ) as error:  # the device is broken, or the segment gone: the job will notice
+            logger.debug("no longer watches over a wait for %s: %s", wait.key, error)
             return False
         return True
 
@@ -163,8 +163,8 @@ class GpuOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._teller = Worker("crossover-turn-end")
-        self._telling = 0
+        self._publisher = Worker("crossover-turn-end")
+        self._late = 0  # turns given back whose kernels have not finished
         self._lock = threading.Lock()
         self._end_stream: torch.cuda.Stream | None = None
 
@@ -179,22 +179,22 @@ class GpuOrder:
     def finish(
         self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
     ) -> None:
-        """Mark the end, then publish; see [Note: telling late]."""
+        """Mark the end, then publish; see [Note: publishing late]."""
         stream = self._end_of_turn(streams)
         self._mark(turn, stream)
         with self._lock:
-            # Once late, in order: a turn told at once must not overtake one that is still to be told.
-            late = on_host or self.waits_on_host or self._telling > 0
-            self._telling += late
+            # In order: a turn published at once must not overtake one that is published late.
+            late = on_host or self.waits_on_host or self._late > 0
+            self._late += late
         if late:
             done = torch.cuda.Event(blocking=True)
             done.record(stream)
-            self._teller.put(functools.partial(self._tell, done, publish))
+            self._publisher.put(functools.partial(self._publish_late, done, publish))
         else:
             publish()
 
     def _end_of_turn(self, streams: Streams) -> "torch.cuda.Stream":
-        """Return a stream that has come to an end when the current stream and ``streams`` have."""
+        """Return a stream that reaches its end when the current stream and ``streams`` have reached theirs."""
         current = torch.cuda.current_stream(self._device)
         if not (self._ends_on_one_stream or streams):
             return current
@@ -207,7 +207,7 @@ class GpuOrder:
     def _mark(self, turn: int, stream: "torch.cuda.Stream") -> None:
         """Enqueue what siblings' devices wait for."""
 
-    def _tell(self, done: "torch.cuda.Event", publish: Callable[[], None]) -> None:
+    def _publish_late(self, done: "torch.cuda.Event", publish: Callable[[], None]) -> None:
         torch.cuda.set_device(self._device)
         adopt_thread()
         try:
@@ -216,7 +216,7 @@ class GpuOrder:
             logger.debug("a turn on %s ended with an error of the device: %s", self._device, error)
         publish()
         with self._lock:
-            self._telling -= 1
+            self._late -= 1
 
     def admit(self, streams: Streams) -> None:
         """Let ``streams`` wait for what the current stream waits for."""
@@ -224,26 +224,26 @@ class GpuOrder:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
-        """Nothing: the sibling tells late."""
+        """Do nothing: the sibling publishes late."""
         return None
 
     def close(self) -> None:
-        """Let the thread tell what it has to, and end."""
-        self._teller.stop()
-        self._teller.join(_JOIN_TIMEOUT_S)
+        """Let the thread publish the turns that it has, and end."""
+        self._publisher.stop()
+        self._publisher.join(_JOIN_TIMEOUT_S)
 
 
 def drained(events: Sequence["torch.cuda.Event"]) -> bool:
-    """Wait until the device has come to ``events``; tell whether it has within 30 s.
+    """Wait until the device has reached ``events``; return whether it has within 30 s.
 
-    Not `synchronize`, which has no limit: the own stream may wait for somebody who never comes.
+    Not `synchronize`, which has no limit: the own stream may wait for a sibling that is dead.
     """
     deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S
     for event in events:
         while not event.query():
             if time.monotonic() > deadline_s:
                 logger.warning(
-                    "the device is still busy %.0f s after the last turn; leaves all the same",
+                    "the device is still busy %.0f s after the last turn; this job leaves its siblings nevertheless",
                     _DRAIN_TIMEOUT_S,
                 )
                 return False

@@ -31,7 +31,7 @@ def group_timeout_s(process_group: "ProcessGroup | None") -> float:
 def _backend_timeout_s(group: Any, device: Any) -> float | None:
     try:
         backend = group._get_backend(device)
-    except (AttributeError, RuntimeError):  # a device type without a backend, or a group of another make
+    except (AttributeError, RuntimeError):  # a device type without a backend, or a group that is not torch's
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -41,7 +41,7 @@ def _backend_timeout_s(group: Any, device: Any) -> float | None:
 def patience_limit_s(process_group: "ProcessGroup | None") -> float:
     """Return how long a rank may wait for siblings in one `acquire`: a quarter of its own group's timeout.
 
-    Without a limit for a job of one process, in whose collectives nobody waits.
+    Infinite for a job of one process: no peer waits for it in a collective.
     """
     import torch.distributed as dist
 

@@ -1,14 +1,15 @@
-"""How all ranks of a job get their places among the siblings, or none of them does. Our design.
+"""How all ranks of a job join the siblings, or none of them does. Our design.
 
 [Note: misfits]
-Siblings use the same set of devices, or they would have no common order of turns. A job that finds another set
-refuses itself on all ranks, so its slots are seen on some devices for a moment before it leaves. Who must go is
-therefore decided in two rounds. First every rank looks once: a misfit that has taken a turn stays, and the newcomer
-goes. Then only newcomers are left, of which some may be going; they are given time, and of two that both stay the
-one with the greater number gives up first.
+Siblings use the same set of devices, or they would have no common order of turns. A *misfit* is a sibling with another
+set. A job that finds one refuses itself on all ranks, so its slots are in use on some devices for a moment before it
+leaves. Which of two misfits leaves is therefore decided in two rounds. First every rank looks once: a job that has
+taken a turn stays, and the newcomer leaves. Then only newcomers are left, some of which may be leaving; each waits for
+the other, and of two that both stay the one with the greater number leaves first.
 """
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -33,14 +34,17 @@ _ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "TypeError": TypeError,
 }
-_NEWCOMER_S = 1.0  # that a misfit without turns has to leave before the job with the greater number does
+_NEWCOMER_S = (
+    1.0  # the job with the greater number waits so long for a misfit without turns, the other twice that
+)
 _LOOK_EVERY_S = 0.01
 
 
 class NotJoinedError(CrossoverError):
     """The job takes no turns; nothing is held.
 
-    ``reason`` says why, for the caller. ``agreed``: it is the same on all ranks, so that one of them may tell it.
+    ``reason`` is the error to raise or to show. ``agreed``: all ranks have the same one, so one of them may warn for
+    all.
     """
 
     def __init__(self, reason: Exception, *, agreed: bool) -> None:
@@ -50,7 +54,7 @@ class NotJoinedError(CrossoverError):
 
 
 class Membership(NamedTuple):
-    """What a rank has of its job among the siblings."""
+    """A rank's place in its job and among the siblings."""
 
     job: int
     """Number of the job, the same on all its ranks."""
@@ -64,7 +68,7 @@ class Membership(NamedTuple):
 
 
 class _Attempt:
-    """What one rank has taken so far, to be given back if another rank fails."""
+    """What one rank has taken so far; `undo` gives it back if another rank fails."""
 
     def __init__(self, name: str, lease_s: float, channel: "TurnChannel | None") -> None:
         self._name = name
@@ -78,7 +82,7 @@ class _Attempt:
         device, name, problem = None, "", ""
         try:
             device, name = _resolve_device(wanted)
-        except Exception as error:  # told to all ranks: either all take turns or none
+        except Exception as error:  # all ranks learn of it: either all take turns or none
             problem = _described(error)
         everyone = self._agree((name, secrets.randbits(62) | 1, problem), problem_at=2)
         assert device is not None
@@ -95,16 +99,16 @@ class _Attempt:
         return self._channel.rank if self._channel is not None else 0
 
     def _agree_on(self, action: Callable[[], None]) -> None:
-        """Do it on all ranks; if it fails on one of them, raise that rank's problem on all."""
+        """Run ``action`` on all ranks; if it fails on one of them, raise that rank's problem on all."""
         problem = ""
         try:
             action()
-        except Exception as error:  # told to all ranks: either all take turns or none
+        except Exception as error:  # all ranks learn of it: either all take turns or none
             problem = _described(error)
         self._agree((problem,), problem_at=0)
 
     def _agree(self, answer: tuple[Any, ...], *, problem_at: int) -> list[Any]:
-        """Return all ranks' answers; if one of them has a problem, raise the first one's on all ranks."""
+        """Return all ranks' answers; if some have a problem, raise the first rank's problem on all ranks."""
         everyone = self._channel.gather(answer) if self._channel is not None else [answer]
         for rank, each in enumerate(everyone):
             if each[problem_at]:
@@ -133,7 +137,7 @@ class _Attempt:
             raise _refusal(misfit, segment, devices)
 
     def _stay(self, job: int, devices: list[str], *, is_lead: bool) -> None:
-        """Outwait newcomers that have other devices; see [Note: misfits]."""
+        """Wait for misfits without turns to leave; see [Note: misfits]."""
         segment = self._segment
         assert segment is not None
         begin_s = time.monotonic()
@@ -148,7 +152,7 @@ class _Attempt:
             self._channel.listen()
 
     def undo(self) -> None:
-        """Leave nothing behind, whatever else fails."""
+        """Give back what was taken, whatever else fails."""
         with contextlib.suppress(Exception):
             if self._order is not None:
                 self._order.close()
@@ -191,6 +195,22 @@ def join(
     except Exception as error:
         attempt.undo()
         raise NotJoinedError(error, agreed=False) from error
+
+
+def leave(membership: Membership, pid: int) -> None:
+    """Leave the siblings, also at the end of the process; first wait for what still runs on the device.
+
+    Args:
+        membership: from `join`.
+        pid: the process that joined; a fork of it leaves the device alone.
+    """
+    try:
+        if os.getpid() == pid:
+            membership.order.close()
+    finally:
+        membership.segment.leave()
+        if membership.channel is not None:
+            membership.channel.close(end_grants=membership.is_lead)
 
 
 def _described(error: Exception) -> str:

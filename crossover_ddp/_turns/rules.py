@@ -1,26 +1,26 @@
-"""Turns as pure decisions: who may compute now, whom one waits for, and for how long.
+"""Turns as pure decisions: which job may compute now, which siblings a rank waits for, and for how long.
 
 [Note: turn order]
 All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a
 job, not to a process. The smallest device name of a job is its *lead* device, the same for all jobs that
-share the devices. Only the job's rank there draws a turn number, by appending one record to the lead
+share the devices. Only the job's *lead rank*, its rank there, draws a turn number, by appending one record to the lead
 device's log: the position of the record *is* the number, so the kernel's append is the only arbiter.
 The number travels to the job's other ranks together with the last turn of every other live job before
 it (a `Grant`). A rank may start turn n when, on its own device, every live slot of the other jobs has given
 back the turns named in the grant.
 
-Why nothing can deadlock: a rank in turn n waits only for turns below n, each of which waits only
-for turns below itself, and a turn is never held while waiting for another one. Whatever collective a
-rank enters inside its turn depends on its own job's ranks alone, and those wait for turns below n alone.
+Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which waits only
+for turns below itself, and no rank holds a turn while it waits for another one. A collective that a
+rank enters inside its turn depends on its own job's ranks alone, and those wait only for turns below n.
 Deaths remove slots from the wait; a stopped job costs its siblings one lease. `tests/unit/
 test_turn_model.py` explores every interleaving of two and three jobs on two devices with these functions.
 
-[Note: one lease a job] A rank that has waited for a lease passes the job over, whatever slots the job has on the
-device, up to that turn. It passes the job's later turns over as well, slot by slot, while a slot shows the
-same last turns started and given back: its owner has begun no later turn, or the slot would show that. An owner that
-goes on is waited for again. To pass over a slot removes a wait and adds none, so it cannot make a deadlock.
+[Note: one lease a job] A rank that has waited for a whole lease passes the job over, whatever slots the job has on the
+device, up to that turn. It also passes the job's later turns over, slot by slot, as long as a slot shows the
+same last turns started and given back: its owner has begun no later turn, or the slot would show that. When an owner
+goes on, the rank waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a deadlock.
 
-No clock, no I/O here: bytes of the log, views of slots and the time now are arguments. Our design.
+No clock and no I/O here: the bytes of the log, what slots show, and the time are arguments. Our design.
 """
 
 import heapq
@@ -36,13 +36,13 @@ _RECENT_TURNS = 16
 
 
 class Grant(NamedTuple):
-    """One turn of a job, as its lead rank tells it to the job's other ranks."""
+    """One turn of a job, as its lead rank sends it to the job's other ranks."""
 
     turn: int
     shared: bool
     """Whether a sibling was present when the turn was drawn."""
     after: tuple[tuple[int, int], ...]
-    """(job, turn): what every other live job must have given back on a device before this turn starts."""
+    """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
 
 
 class Member(NamedTuple):
@@ -85,9 +85,9 @@ class TurnLog:
         self._read_numel += len(records)
 
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
-        """Return the grant of ``turn``, whose predecessors have all been read.
+        """Return the grant of ``turn``; all records before it must have been read.
 
-        Records older than a slot's present owner belong to an earlier one and say nothing.
+        Records from before a slot's present owner joined belong to an earlier owner and are ignored.
         """
         others = [member for member in members if member.job != own_job]
         after: dict[int, int] = {}
@@ -99,7 +99,7 @@ class TurnLog:
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
-    """Return whom ``grant`` still waits for on this device, the lowest turn first."""
+    """Return the members for which ``grant`` must still wait on this device, the lowest turn first."""
     needed = dict(grant.after)
     waiting = [
         Blocker(member, needed[member.job])
@@ -110,7 +110,7 @@ def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Bloc
 
 
 class Lost(NamedTuple):
-    """A turn that a rank has ceased to wait for."""
+    """A turn for which a rank no longer waits."""
 
     job: int
     turn: int
@@ -120,7 +120,7 @@ class Lost(NamedTuple):
     """Whether the rank's own limit ended the wait, before the job's lease was over."""
 
     def words(self, device: str) -> str:
-        """Say what happened on ``device``."""
+        """Return what happened on ``device``, in words."""
         if self.at_limit:
             return (
                 f"a sibling on {device} kept its turn for {self.waited_s:.1f} s, which is less than its lease of "
@@ -130,16 +130,16 @@ class Lost(NamedTuple):
 
 
 class Forgiven(NamedTuple):
-    """What a rank remembers of a job that it has ceased to wait for; see [Note: one lease a job]."""
+    """What a rank remembers of a job for which it no longer waits; see [Note: one lease a job]."""
 
     job: int
     turn: int
-    """This turn of the job is not waited for again, nor an earlier one."""
+    """The rank does not wait again for this turn of the job, nor for an earlier one."""
     seen: frozenset[tuple[int, int, int, int]]
-    """(slot, incarnation, started, returned) of the job's members then: later turns of these are not waited for."""
+    """(slot, incarnation, started, returned) of the job's members then: their later turns are passed over."""
 
     def covers(self, blocker: Blocker) -> bool:
-        """Tell whether ``blocker`` is passed over."""
+        """Return whether the rank passes ``blocker`` over."""
         return blocker.turn <= self.turn or _progress(blocker.member) in self.seen
 
 
@@ -148,7 +148,7 @@ def _progress(member: Member) -> tuple[int, int, int, int]:
 
 
 class Patience:
-    """How long a rank waits for a job that neither gives back nor dies: one lease; see [Note: one lease a job].
+    """How long a rank waits for a job that neither gives its turn back nor dies: a lease; see [Note: one lease a job].
 
     The lease of a job's turn runs from the moment when the waiting rank sees it at the front, on the waiting
     rank's own clock; no clock is shared. Of several leases of a job's members on the device the longest counts.
@@ -165,17 +165,17 @@ class Patience:
         self._front_since_s = 0.0
         self._since_s: float | None = None
         self.lost: list[Lost] = []
-        """What the present wait has ceased to wait for."""
+        """The turns on which the present wait has given up."""
         self.expired_count = 0
-        """How often this rank has ceased to wait for a job."""
+        """How often this rank has given up waiting for a job."""
 
     @property
     def forgiven(self) -> frozenset[Forgiven]:
-        """What is remembered of jobs that are not waited for."""
+        """What the rank remembers of the jobs for which it does not wait."""
         return frozenset(self._forgiven.values())
 
     def remaining(self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float) -> float | None:
-        """Return the seconds left before the job at the front is passed over; None when nobody is waited for.
+        """Return the seconds left before the rank passes the job at the front over; None when it waits for nobody.
 
         Args:
             waiting: from `blockers`, the lowest turn first.
@@ -209,14 +209,14 @@ class Patience:
         self.expired_count += 1
 
     def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
-        """Pass ``job`` over from now on up to ``turn``, and beyond for as long as its members do not go on."""
+        """Pass ``job`` over up to ``turn``, and beyond it as long as the job's members do not go on."""
         present = {member.job for member in members}
         self._forgiven = {known: each for known, each in self._forgiven.items() if known in present}
         seen = frozenset(_progress(member) for member in members if member.job == job)
         self._forgiven[job] = Forgiven(job, turn, seen)
 
     def started(self) -> None:
-        """End the present wait; the next one has a front, a limit and losses of its own."""
+        """End the present wait; the next one begins with no front, the full limit and no losses."""
         self._front = self._since_s = None
         self.lost = []
 
@@ -224,13 +224,13 @@ class Patience:
 class Lease:
     """How long siblings are asked to wait for a turn of the own job that does not end.
 
-    What was given; else four of the longest of the 16 recent turns, but 5 s at least and 60 s at most. The very
-    longest of them does not count: one evaluation inside a turn, or one turn in which a rank of the job waited for a
-    stopped sibling while the others waited for that rank, says nothing of the turns to come. So a stop that costs the
-    job one lease cannot make the job's own lease longer, and from there its siblings' ones.
+    It is what the user gave. Without that it is four times the second longest of the 16 recent turns, but at least 5 s
+    and at most 60 s. The longest of them does not count: one evaluation inside a turn, or one turn in which a rank of
+    the job waited for a stopped sibling while the others waited for that rank, says nothing about the turns to come.
+    So a stop that costs the job one lease does not make the job's own lease longer, nor in turn its siblings' leases.
 
     Args:
-        given_s: what the user has chosen, None to follow the job's turns.
+        given_s: what the user gave; None to follow the job's turns.
     """
 
     def __init__(self, given_s: float | None = None) -> None:
@@ -239,11 +239,11 @@ class Lease:
         self._recent_s: deque[float] = deque(maxlen=_RECENT_TURNS)
 
     def matters(self, turn_s: float) -> bool:
-        """Tell whether a turn of ``turn_s`` seconds can make the lease longer than the default."""
+        """Return whether a turn of ``turn_s`` seconds can make the lease longer than the default."""
         return not self._given and _LEASE_TURNS * turn_s > DEFAULT_LEASE_S
 
     def note(self, turn_s: float) -> bool:
-        """Take in how long a turn was, without waits that are not the job's own; tell whether the lease has changed."""
+        """Take in a turn's length, without waits for siblings; return whether the lease has changed."""
         self._recent_s.append(turn_s)
         before_s = self.seconds
         if not self._given:

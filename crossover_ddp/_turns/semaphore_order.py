@@ -7,12 +7,12 @@ which turns need anyway; and a wait can be ended by a host.
 
 [Note: words outlive their writers]
 When a process is killed, its queue goes with it and its word stays too low. Any sibling may then write the greatest
-value into it; the word belongs to that process alone (the next owner of the slot makes a new one), so nobody else's
-turns are changed. The dead one's queue may still be running dry and write a lower number afterwards, so the sibling
-writes again, twice a second, until its own wait is over. Written with ``pwrite``, never through the mapping: somebody
+value into it; the word belongs to that process alone (the next owner of the slot makes a new one), so no other
+process's turns are changed. The dead process's queue may still write a lower number afterwards, so the sibling
+writes again, twice a second, until its own wait is over. It writes with ``pwrite``, never through the mapping: somebody
 who truncates the file must not kill this process by a SIGBUS.
 
-After the stream memory operations of the CUDA driver; host memory, and the release by siblings, are our design.
+Source: the stream memory operations of the CUDA driver; host memory, and the release by siblings, are our design.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch
 
 from crossover_ddp._system.cuda_driver import CAN_USE_64_BIT_STREAM_MEM_OPS, cuda_driver
 
-from .gpu_order import GpuOrder, Key, Siblings, Watch, drained
+from .gpu_order import GpuOrder, Key, SiblingFiles, WaitWatcher, drained
 
 _MAGIC: Final = b"XDDPWORD"
 _TOKEN_BYTES: Final = 8
@@ -38,7 +38,7 @@ _RELEASED: Final = 1 << 62
 
 
 class Driver(Protocol):
-    """What of `CudaDriver` is needed here."""
+    """The calls of `CudaDriver` that are needed here."""
 
     def attribute(self, index: int, attribute: int) -> int:
         """See `CudaDriver.attribute`."""
@@ -85,11 +85,15 @@ class Word:
         os.pwrite(self._descriptor, _RELEASED.to_bytes(_WORD_BYTES, sys.byteorder), 0)
 
     def close(self) -> None:
-        """Give the memory up; no stream may still wait for it."""
-        with contextlib.suppress(RuntimeError):  # a broken context has given it up itself
+        """Free the memory; no stream may still wait for it."""
+        with contextlib.suppress(RuntimeError):  # a broken context has freed it itself
             self._driver.unregister(self._address)
         self._page.close()
         os.close(self._descriptor)
+
+
+_in_use: Final[list[Word]] = []
+"""Words of closed orders that a device may still read or write: they stay mapped until the process ends."""
 
 
 class SemaphoreOrder(GpuOrder):
@@ -105,10 +109,10 @@ class SemaphoreOrder(GpuOrder):
     """
 
     kind: ClassVar[str] = "semaphores"
-    # Or a former turn's number could be written after a later one's.
+    # With several streams an earlier turn's number could be written after a later one's.
     _ends_on_one_stream: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device, siblings: Siblings, driver: Driver | None = None) -> None:
+    def __init__(self, device: torch.device, siblings: SiblingFiles, driver: Driver | None = None) -> None:
         self._driver = cuda_driver() if driver is None else driver
         if not self._driver.attribute(device.index or 0, CAN_USE_64_BIT_STREAM_MEM_OPS):
             raise RuntimeError("the driver says that the device has no 64-bit stream memory operations")
@@ -130,7 +134,7 @@ class SemaphoreOrder(GpuOrder):
         self.handles = (_MAGIC + token).ljust(_HANDLE_BYTES, b"\0")
         # None: it could not be opened.
         self._words: dict[Key, Word | None] = {}
-        self._watch = Watch(device, lambda key: siblings.is_alive(*key))
+        self._watch = WaitWatcher(device, lambda key: siblings.is_alive(*key))
         self._closed = False
 
     def _mark(self, turn: int, stream: torch.cuda.Stream) -> None:
@@ -139,7 +143,7 @@ class SemaphoreOrder(GpuOrder):
         self._last_end.record(stream)
 
     def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
-        """Enqueue a wait for a number whose writing the sibling has enqueued already, unless it is there."""
+        """Enqueue a wait for a number that the sibling has enqueued to be written, unless it is written already."""
         if key not in self._words:
             problem = self._open(key, handles)
             if problem is not None:
@@ -169,7 +173,7 @@ class SemaphoreOrder(GpuOrder):
         return None
 
     def _close_former(self, slot: int) -> None:
-        """Give up the words of the slot's former owners, unless a stream may still wait for one."""
+        """Close the words of the slot's former owners, but those for which a stream may still wait."""
         for key, word in list(self._words.items()):
             if key[0] == slot and not self._watch.pending(key):
                 del self._words[key]
@@ -177,16 +181,18 @@ class SemaphoreOrder(GpuOrder):
                     word.close()
 
     def close(self) -> None:
-        """Wait for the own last turn, for at most 30 s, then give the words up."""
+        """Wait for the own last turn, for at most 30 s, then close the words."""
         if self._closed:
             return
         self._closed = True
         super().close()
         is_drained = drained([self._last_end])
+        words = [word for word in (self._word, *self._words.values()) if word is not None]
         if self._watch.close() and is_drained:  # no stream waits for a word, or will write one
-            for word in (self._word, *self._words.values()):
-                if word is not None:
-                    word.close()
+            for word in words:
+                word.close()
+        else:
+            _in_use.extend(words)
         self._siblings.remove_private_file(self._suffix)
 
 

@@ -1,7 +1,6 @@
-"""What a segment is as files: fields declared once, names, ownership, and the kernel's locks on slots.
+"""The layout of a segment: its fields, each declared once, its names, and the kernel's locks on slots.
 
-`segment` joins and leaves with these, `view` only looks. Nothing here makes a file.
-Our design; see the notes in `crossover_ddp._turns.segment`.
+`segment` joins and leaves with these; `view` only looks. Nothing here makes a file. Our design.
 """
 
 import contextlib
@@ -24,8 +23,8 @@ FREE, JOINED = 0, 1
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class Header(ctypes.Structure):
-    """What every file of slots begins with."""
+class SegmentHeader(ctypes.Structure):
+    """The first fields of every file of slots."""
 
     _fields_ = [
         ("magic", ctypes.c_char * 8),
@@ -47,9 +46,9 @@ class Slot(ctypes.Structure):
         ("started", ctypes.c_uint64),  # last turn started
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
-        ("waits_on_host", ctypes.c_uint64),  # 1: tell it a turn only when the device has done it
+        ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
         ("lease_s", ctypes.c_double),
-        ("lease_mirror_s", ctypes.c_double),  # -lease_s: an overwritten lease is not to be waited for
+        ("lease_mirror_s", ctypes.c_double),  # -lease_s, or somebody has overwritten the lease
         ("rank", ctypes.c_uint32),
         ("world_size", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),  # for people to read; no decision rests on it
@@ -58,27 +57,27 @@ class Slot(ctypes.Structure):
     ]
 
     def lease(self) -> float | None:
-        """Return the seconds that its owner has published; None if somebody else has written there."""
+        """Return the lease that the slot's owner has published; None if somebody else has overwritten it."""
         return self.lease_s if self.lease_s > 0 and self.lease_mirror_s == -self.lease_s else None
 
 
-HEADER_BYTES = ctypes.sizeof(Header)
+HEADER_BYTES = ctypes.sizeof(SegmentHeader)
 SLOT_BYTES = ctypes.sizeof(Slot)
 FILE_BYTES = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
 _LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
 
 
 def digest(text: str) -> int:
-    """Return a positive 63-bit number that stands for ``text``."""
+    """Return a positive 63-bit hash of ``text``."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def device_field(device: str) -> bytes:
-    """Return a device's name as it stands in a header."""
-    return device.encode()[: Header.device.size - 1]
+    """Return a device's name as headers hold it."""
+    return device.encode()[: SegmentHeader.device.size - 1]
 
 
-def read_header(fd: int, path: str) -> Header:
+def read_header(fd: int, path: str) -> SegmentHeader:
     """Return the header of a segment of this layout; anything else raises `SegmentError`."""
     size = os.fstat(fd).st_size
     raw = os.pread(fd, HEADER_BYTES, 0)
@@ -87,7 +86,7 @@ def read_header(fd: int, path: str) -> Header:
             f"expected a segment of {FILE_BYTES} bytes, got {size} at {path}; remove it while "
             "no job runs (another version of crossover_ddp may have made it)"
         )
-    header = Header.from_buffer_copy(raw)
+    header = SegmentHeader.from_buffer_copy(raw)
     if (header.magic, header.layout, header.slot_count) != (MAGIC, LAYOUT, SLOT_COUNT):
         raise SegmentError(
             f"expected layout {LAYOUT} of turns, got something else at {path}; remove it while no job runs"
@@ -95,7 +94,7 @@ def read_header(fd: int, path: str) -> Header:
     return header
 
 
-# --- locks of slots, which belong to the open file and go with it ------------------------------------------------
+# --- locks of slots, which belong to the open file and end with it ------------------------------------------------
 
 
 def _lock_request(kind: int, start: int, length: int) -> bytes:
@@ -103,7 +102,7 @@ def _lock_request(kind: int, start: int, length: int) -> bytes:
 
 
 def lock_slots(fd: int, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
-    """Try to lock slots, or unlock them; tell whether that was done."""
+    """Try to lock slots, or unlock them; return whether that was done."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock_request(kind, start, length))
     except OSError as error:
@@ -114,13 +113,13 @@ def lock_slots(fd: int, start: int, length: int, kind: int = fcntl.F_WRLCK) -> b
 
 
 def slots_are_locked(fd: int, start: int, length: int) -> bool:
-    """Tell whether another open file holds a lock on any of the slots; takes none, needs reading only."""
+    """Return whether another open file holds a lock on any of the slots. Takes no lock; ``fd`` may be read-only."""
     found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock_request(fcntl.F_WRLCK, start, length))
     return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
 
 def is_named(fd: int, stem: str, directory_fd: int) -> bool:
-    """Tell whether the open segment is still the one that joining processes would find."""
+    """Return whether the open segment is still the one that joining processes find."""
     try:
         named = os.stat(f"{stem}.turns", dir_fd=directory_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -129,15 +128,15 @@ def is_named(fd: int, stem: str, directory_fd: int) -> bool:
 
 
 def remove_unused(fd: int, stem: str, directory_fd: int, directory: str) -> bool:
-    """Remove a segment's files if no living process has a slot; tell whether that was done.
+    """Remove a segment's files if no living process has a slot; return whether that was done.
 
-    The locks taken here go when ``fd`` is closed; until then nobody else can join.
+    This takes the locks of all slots, until ``fd`` is closed; until then no process can join.
     """
     if not (lock_slots(fd, 0, SLOT_COUNT) and is_named(fd, stem, directory_fd)):
         return False
     ours = re.compile(rf"{re.escape(stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.(new|word))")
     names = [name for name in os.listdir(directory_fd) if ours.fullmatch(name)]
-    # The slots last: while they are there, and all locked, nobody else can join and make the others anew.
+    # The slots last: while that file is there, all its slots locked, no process can join and make the others anew.
     for name in (*names, f"{stem}.turns"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory_fd)

@@ -1,13 +1,13 @@
 """Look at the turns of this user's jobs from outside: join nothing, write nothing, lock nothing, ring nobody.
 
 [Note: looking]
-A living sibling is told as the jobs tell it: its slot says that it has joined, and its bell has a reader. The bell is
-opened for writing and closed again, which no reader notices: an owner has its own bell open for writing as well, so
-no count reaches nought and nobody is woken. Whether a slot's byte is locked is asked with F_OFD_GETLK, which takes no
-lock and so never makes a joining process believe that a slot is taken. All else is ``stat`` and ``pread``.
+A sibling is alive here if it is alive for the jobs: its slot says that it has joined, and its bell has a reader. The
+bell is opened for writing and closed again, which no reader notices: an owner has its own bell open for writing as
+well, so the count of writers never reaches zero and nobody wakes up. F_OFD_GETLK asks whether a slot's byte is locked;
+it takes no lock, so a joining process never believes that a slot is taken. All else is ``stat`` and ``pread``.
 
-Whatever is there instead of a segment is told as a `Problem`: nothing is believed, everything is bounded, no file
-makes `look` raise or wait. Our design.
+A file that is not a valid segment becomes a `SegmentProblem`. No content is trusted, no file is read without a limit,
+and no file makes `look` raise or wait. Our design.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _PROBLEMS_KEPT = 100
 
 
 class Liveness(enum.Enum):
-    """What siblings would make of a slot that says it is in use."""
+    """Whether the owner of a slot that says it is in use lives, as siblings see it."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -61,7 +61,7 @@ class Liveness(enum.Enum):
 
 
 class Place(NamedTuple):
-    """One slot in use, as found; numbers are whatever the file says."""
+    """One slot in use, with the numbers that the file holds, unchecked."""
 
     slot: int
     job: int
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     liveness: Liveness
 
 
-class Log(NamedTuple):
+class LogEnd(NamedTuple):
     """The end of a lead device's log."""
 
     numel: int
@@ -90,7 +90,7 @@ class Log(NamedTuple):
         return self.numel - len(self.records) + place + 1 if place >= 0 else 0
 
     def drawn_since(self, numel: int) -> bytes | None:
-        """Return the records after the first ``numel``; None if they are more than the window, or less."""
+        """Return the records after the first ``numel``; None if the window does not hold all of them."""
         first = numel - (self.numel - len(self.records))
         return self.records[first:] if 0 <= first <= len(self.records) else None
 
@@ -102,14 +102,14 @@ class Segment(NamedTuple):
     device: str
     path: str
     places: tuple[Place, ...]
-    log: Log | None
-    """None on devices that lead no job, or where it was not asked for."""
+    log: LogEnd | None
+    """None on devices that are no job's lead device, or if `look` was called without the log."""
     held: bool
     """Whether any living process has a slot."""
 
 
-class Problem(NamedTuple):
-    """Something that stands where a segment should, and what is wrong with it."""
+class SegmentProblem(NamedTuple):
+    """A file in the directory of segments that is not a valid one, and what is wrong with it."""
 
     path: str
     what: str
@@ -122,11 +122,11 @@ class Look(NamedTuple):
     """CLOCK_MONOTONIC, as in the slots."""
     directory: str
     segments: tuple[Segment, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[SegmentProblem, ...]
 
 
 def printable(text: str) -> str:
-    """Return ``text`` fit for a terminal and for UTF-8: file names and devices may hold any bytes."""
+    """Return ``text`` with unprintable characters replaced: file names and devices may hold any bytes."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -136,9 +136,9 @@ def look(base: str = SHARED_MEMORY, *, group: str | None = None, with_log: bool 
     Args:
         base: where shared memory is mounted.
         group: only this group; default all.
-        with_log: read the ends of the logs too; who holds a turn is known without them.
+        with_log: read the ends of the logs too; the holder of a turn is known without them.
 
-    On failure: never raises for what it finds; see `Look.problems`. Not collective.
+    On failure: never raises because of a file; see `Look.problems`. Not collective.
     """
     reader = _Reader(base, group, with_log)
     segments = tuple([*reader.segments()])
@@ -146,7 +146,7 @@ def look(base: str = SHARED_MEMORY, *, group: str | None = None, with_log: bool 
     directory = printable(segment_directory(base))
     problems = reader.problems
     if len(problems) > _PROBLEMS_KEPT:
-        more = Problem(directory, f"{len(problems) - _PROBLEMS_KEPT} more files that are no segments")
+        more = SegmentProblem(directory, f"{len(problems) - _PROBLEMS_KEPT} more files that are no segments")
         problems = [*problems[:_PROBLEMS_KEPT], more]
     return Look(at_ns, directory, segments, tuple(problems))
 
@@ -155,7 +155,7 @@ class _Reader:
     """One look at one directory."""
 
     def __init__(self, base: str, group: str | None, with_log: bool) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[SegmentProblem] = []
         self._base = base
         self._group = group
         self._with_log = with_log
@@ -179,13 +179,13 @@ class _Reader:
             os.close(self._directory_fd)
 
     def _note(self, path: str, what: object) -> None:
-        self.problems.append(Problem(printable(path), printable(str(what))))
+        self.problems.append(SegmentProblem(printable(path), printable(str(what))))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
     def _matches(self) -> list["re.Match[str]"]:
-        """Return the names of slot files; say which files belong to none."""
+        """Return the names of slot files; note every file that belongs to none."""
         try:
             names = sorted(os.listdir(self._directory_fd))
         except OSError as error:
@@ -233,7 +233,7 @@ class _Reader:
             with self._opened(name) as fd:
                 return self._read(fd, found)
         except FileNotFoundError:
-            return None  # the last one has just left
+            return None  # the last process has just left
         except (SegmentError, OSError) as error:
             self._note(self._path(name), error)
             return None
@@ -267,7 +267,7 @@ class _Reader:
                     yield _place(index, slot, liveness)
 
     def _liveness(self, fd: int, stem: str, index: int, incarnation: int) -> Liveness | None:
-        """Tell whether the slot's owner lives; None if it has left meanwhile."""
+        """Return whether the slot's owner lives; None if it has left meanwhile."""
         if self._has_reader(f"{stem}.{index}.bell"):
             return Liveness.ALIVE
         raw = os.pread(fd, SLOT_BYTES, HEADER_BYTES + index * SLOT_BYTES)
@@ -287,14 +287,14 @@ class _Reader:
             return False
         return True
 
-    def _log(self, stem: str) -> Log | None:
+    def _log(self, stem: str) -> LogEnd | None:
         name = f"{stem}.log"
         try:
             with self._opened(name) as fd:
                 numel = os.fstat(fd).st_size
                 start = max(0, numel - LOG_WINDOW_BYTES)
                 records = os.pread(fd, numel - start, start)
-                return Log(start + len(records), records)
+                return LogEnd(start + len(records), records)
         except FileNotFoundError:
             return None
         except (SegmentError, OSError) as error:
@@ -323,8 +323,8 @@ def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
 def sweep(base: str = SHARED_MEMORY, *, group: str | None = None) -> list[str]:
     """Remove the segments (of one group, or of all) that no living process has joined; return the paths of their slots.
 
-    Takes the locks that a leaving process takes, so a job that joins at this moment makes the files anew. What is not
-    a segment of this layout and this user stays as it is.
+    Takes the locks that a leaving process takes, so a job that joins at this moment makes the files anew. A file that
+    is not a segment of this layout and this user stays as it is.
     """
     directory = segment_directory(base)
     unused = [
@@ -338,7 +338,7 @@ def sweep(base: str = SHARED_MEMORY, *, group: str | None = None) -> list[str]:
 def _remove(base: str, directory: str, name: str) -> bool:
     try:
         directory_fd = open_directory(base)
-    except (SegmentError, OSError):  # the last one to leave has taken it along
+    except (SegmentError, OSError):  # the last process to leave has removed it
         return False
     try:
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)

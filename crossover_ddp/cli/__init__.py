@@ -1,4 +1,4 @@
-"""The ``crossover-ddp`` command: looks at this machine and at the jobs that take turns on it."""
+"""The ``crossover-ddp`` command: look at this machine, and at the jobs that take turns on it."""
 
 import argparse
 import os
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingRichError as error:
         sys.stderr.write(f"{error}\n")
         return USAGE
-    except BrokenPipeError:  # whoever read us has seen enough, as with `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
     except KeyboardInterrupt:  # before there was anything to show

@@ -1,4 +1,4 @@
-"""How commands speak: JSON without anything else installed, tables with rich, exit codes that mean something."""
+"""Output of commands: JSON, which needs nothing else installed, tables, which need rich, and exit codes."""
 
 import argparse
 import dataclasses
@@ -60,7 +60,7 @@ def group_name(text: str) -> str:
 
 
 def number(text: str) -> float:
-    """Read an argument; what is no number becomes one that no range holds."""
+    """Read an argument as a number; anything else becomes NaN, which no range holds."""
     try:
         return float(text)
     except ValueError:
@@ -80,7 +80,7 @@ def require_rich() -> None:
 
 
 def console() -> "Console":
-    """Return where tables go."""
+    """Return the console for tables."""
     require_rich()
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``crossover-ddp status``: groups, devices and jobs at a glance, looked at from outside."""
+"""``crossover-ddp status``: show groups, devices and jobs, as seen from outside."""
 
 import argparse
 import random
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def exit_code(last: Report) -> int:
-    """Return what the command says at the end."""
+    """Return the command's exit code."""
     return FINE if last.groups and not last.problems else FOUND
 
 
@@ -87,7 +87,7 @@ def _watch(reports: Iterator[Report], *, as_json: bool) -> int:
                 write_json(each, indent=None)
         else:
             code = _watch_live(reports)
-    except KeyboardInterrupt:  # the way to end it
+    except KeyboardInterrupt:  # this is how the user ends it
         return FINE
     return code
 
@@ -116,7 +116,7 @@ def observe(group: str | None, interval_s: float, *, base: str = SHARED_MEMORY) 
 
 
 def _looks_until(end_s: float, group: str | None, base: str) -> Iterator[Look]:
-    """Look now and then, at uneven times: the steps of a job are even."""
+    """Look repeatedly, at irregular times: the steps of a job are regular."""
     while (left_s := end_s - time.monotonic()) > 0:
         time.sleep(min(left_s, _BETWEEN_LOOKS_S * random.uniform(0.5, 1.5)))
         yield look(base, group=group, with_log=False)

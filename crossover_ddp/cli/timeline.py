@@ -1,4 +1,4 @@
-"""``crossover-ddp timeline``: the recordings of all ranks and jobs as one trace, one picture and one table."""
+"""``crossover-ddp timeline``: merge the recordings of all ranks and jobs into one trace, picture and table."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossover_ddp._timeline import picture as timeline_picture
-from crossover_ddp._timeline.files import Reading, read
+from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import Merged, describe, merge, milliseconds
 from crossover_ddp._timeline.spans import DeviceShares, Statistics, device_shares, extent_s
 from crossover_ddp._timeline.trace import chrome_trace
@@ -34,15 +34,15 @@ rich or matplotlib is missing
 """
 
 
-class _Usage(Exception):
-    """What the user must change."""
+class _TimelineUsageError(Exception):
+    """A wrong argument; the text says what to change."""
 
 
 @dataclass(frozen=True)
-class _Result:
-    """Everything that is to be said; times are seconds since the first span, unless they say otherwise."""
+class _TimelineResult:
+    """Everything that the command shows."""
 
-    reading: Reading
+    reading: FoundTimelines
     merged: Merged
     window_s: tuple[float, float] | None
     devices: Sequence[DeviceShares]
@@ -64,7 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         run,
         help="who computed, who communicated when: one trace and picture of all ranks and jobs",
         description="Merge what ranks recorded with CROSSOVER_TIMELINE=DIR, on one clock. Each DIR, or directory below "
-        "it, is a job; jobs that wrote into one directory are told apart.",
+        "it, is a job; jobs that wrote into one directory are shown apart.",
         examples=_EXAMPLES,
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="where ranks have recorded")
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_rich()
     try:
         result = _work(arguments)
-    except (_Usage, OSError) as error:
+    except (_TimelineUsageError, OSError) as error:
         sys.stderr.write(f"crossover-ddp timeline: {error}\n")
         return USAGE
     if arguments.json:
@@ -114,15 +114,17 @@ def run(arguments: argparse.Namespace) -> int:
     return result.exit_code
 
 
-def _work(arguments: argparse.Namespace) -> _Result:
+def _work(arguments: argparse.Namespace) -> _TimelineResult:
     if arguments.picture and importlib.util.find_spec("matplotlib") is None:
-        raise _Usage(timeline_picture.MISSING_MATPLOTLIB)
+        raise _TimelineUsageError(timeline_picture.MISSING_MATPLOTLIB)
     reading = read(arguments.directories)
     merged = merge(reading.recordings)
     if not merged.spans:
-        return _Result(reading, merged, None, [])
+        return _TimelineResult(reading, merged, None, [])
     window_s = _window(merged, arguments.begin_s, arguments.end_s)
-    result = _Result(reading, merged, window_s, device_shares(merged.spans, merged.jobs, window_s=window_s))
+    result = _TimelineResult(
+        reading, merged, window_s, device_shares(merged.spans, merged.jobs, window_s=window_s)
+    )
     if arguments.trace:
         trace = chrome_trace(merged.spans, hosts=merged.hosts, wall_s=merged.wall_s)
         arguments.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +142,7 @@ def _work(arguments: argparse.Namespace) -> _Result:
 
 
 def _title(merged: Merged, directories: Sequence[Path]) -> str:
-    """Say what is shown, and how well the clocks agree where there are several."""
+    """Return which directories are shown, and how well the clocks agree if there are several."""
     where = ", ".join(str(each) for each in directories)
     several = len(merged.alignment.corrections) > 1
     return f"{where}\n{describe(merged)[0]}" if several else where
@@ -156,7 +158,7 @@ def _window(merged: Merged, begin_s: float | None, end_s: float | None) -> tuple
         first_s + end_s if end_s is not None else last_s,
     )
     if not first_s <= chosen_s[0] < chosen_s[1] or not chosen_s[0] < last_s:
-        raise _Usage(
+        raise _TimelineUsageError(
             f"expected 0 <= --from < --to, and --from before the end of the run at {last_s - first_s:.3f} s, got "
             f"{chosen_s[0] - first_s:.3f} to {chosen_s[1] - first_s:.3f} s"
         )
@@ -166,8 +168,8 @@ def _window(merged: Merged, begin_s: float | None, end_s: float | None) -> tuple
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
 
-def as_json(result: _Result) -> dict[str, Any]:
-    """Return all that the table says, and more."""
+def as_json(result: _TimelineResult) -> dict[str, Any]:
+    """Return the contents of the table, and more, as a JSON document."""
     merged, reading = result.merged, result.reading
     origin_s, end_s = extent_s(merged.spans)
     alignment = merged.alignment
@@ -212,7 +214,7 @@ def as_json(result: _Result) -> dict[str, Any]:
 # --- table ---------------------------------------------------------------------------------------------------------
 
 
-def _table(result: _Result) -> "RenderableType":
+def _table(result: _TimelineResult) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
@@ -235,7 +237,7 @@ def _table(result: _Result) -> "RenderableType":
     return Group(*parts)
 
 
-def _headline(result: _Result) -> str:
+def _headline(result: _TimelineResult) -> str:
     merged = result.merged
     begin_s, end_s = extent_s(merged.spans)
     return (
@@ -249,7 +251,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _devices(result: _Result) -> Any:
+def _devices(result: _TimelineResult) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -277,7 +279,7 @@ def _handover(handover: Statistics) -> str:
     return milliseconds(handover.median_s) if handover.count else "-"
 
 
-def _explanations(result: _Result) -> Iterator[str]:
+def _explanations(result: _TimelineResult) -> Iterator[str]:
     origin_s = extent_s(result.merged.spans)[0]
     windows = [device.window_s for device in result.devices]
     begin_s, end_s = min(b for b, _ in windows), max(e for _, e in windows)
@@ -287,14 +289,14 @@ def _explanations(result: _Result) -> Iterator[str]:
         else "while all of a device's jobs were active (all of it if they never were)"
     )
     yield f"Shares of the time from {begin_s - origin_s:.3f} to {end_s - origin_s:.3f} s, {why}."
-    yield "Network: its own exchange is under way."
+    yield "Network: the share of time in which its own exchange was under way."
     several = max(device.several for device in result.devices)
     if several >= 0.005:
         yield f"Up to {several:.0%} of the time several jobs computed at once on one device."
-    yield "Hand-over: from the end of one job's turn to the begin of the next job's, where that was waiting (median)."
+    yield "Hand-over: from the end of one job's turn to the begin of the turn of a job that was waiting (median)."
 
 
-def _complaints(reading: Reading) -> Iterator[str]:
+def _complaints(reading: FoundTimelines) -> Iterator[str]:
     for problem in reading.problems:
         yield f"! {problem.path}:{problem.line}: {problem.what}"
     if reading.unfinished:

@@ -1,10 +1,11 @@
-"""Who computes, who queues, and with which shares and rates, from samples of shared memory. Pure: no file, no clock.
+"""Which job computes, which one queues, with which shares and rates; from looks at shared memory. Pure.
 
-[Note: what counters tell]
-A slot says which turn was started and which was given back; the lead device's log says who drew which turn. So
-the holder is whoever has started more than it has given back, and a job that has drawn a turn which it has not started
-queues (it draws early, so its exchange may still be under way). Rates and shares are counts of draws between two looks.
-How long turns last is not published: the share of time in which a device was held is estimated by looking often.
+[Note: what counters show]
+A slot says which turn was started and which was given back; the lead device's log says which slot drew which turn. So
+the holder is the job that has started a turn which it has not given back, and a job that has drawn a turn which it has
+not started queues (it draws early, so its exchange may still be under way). Rates and shares are counts of draws
+between two looks. The length of turns is not published: frequent looks estimate the share of time in which a
+device was held.
 """
 
 from collections import Counter
@@ -30,11 +31,11 @@ class JobReport:
     """Its ranks on this device."""
     world_size: int
     pids: tuple[int, ...]
-    """As the job itself numbers them; another container numbers them otherwise."""
+    """As the job's own container numbers them; other containers use other numbers."""
     turn: int
     """The last turn started here; 0 before the first."""
     drawn: int | None
-    """The last turn drawn; None where that is not known here."""
+    """The last turn drawn; None if this machine does not know it."""
     lease_s: float | None
     turns_per_s: float | None
     share: float | None
@@ -75,7 +76,7 @@ class Report:
 
 
 def report(looks: Sequence[Look]) -> Report:
-    """Say what happened between the first look and the last one.
+    """Return what happened between the first look and the last one.
 
     Args:
         looks: at least one, in order; the first and the last with the log. Rates need two, idle shares several.
@@ -103,7 +104,7 @@ def _devices(group: str, looks: Sequence[Look], interval_s: float) -> tuple[Devi
 
 
 def _last_draws(segments: Sequence[Segment]) -> dict[int, int]:
-    """Return the last turn that each job is known to have drawn, on whichever device of this machine it leads."""
+    """Return the last turn that each job has drawn, as far as the logs of this machine's devices show it."""
     drawn: dict[int, int] = {}
     for segment in segments:
         for place in segment.places:
@@ -114,7 +115,7 @@ def _last_draws(segments: Sequence[Segment]) -> dict[int, int]:
 
 
 def draws(before: Sequence[Segment], after: Sequence[Segment]) -> Counter[int] | None:
-    """Return how many turns each job drew between two looks; None where a log was made anew or cut."""
+    """Return how many turns each job drew between two looks; None if a log was made anew or cut."""
     numel = {segment.path: segment.log.numel for segment in before if segment.log}
     counts: Counter[int] = Counter()
     for segment in after:
@@ -202,15 +203,15 @@ def _handover_age(segment: Segment, at_ns: int) -> float | None:
 
 
 def _idle(segment: Segment, living: set[int], looks: Sequence[Look]) -> tuple[float | None, tuple[str, ...]]:
-    """Return the part of looks without a holder, and what that does not say."""
+    """Return the share of looks without a holder, and what is not known about it."""
     if len(living) < _SIBLINGS:
-        # It takes its turns ahead of their number and tells of a turn only when it ends.
-        return None, ("idle share: a job alone does not tell when it computes",)
+        # It begins its turns before it knows their numbers, and publishes a turn only at its end.
+        return None, ("idle share: a job alone does not publish when it computes",)
     seen = [found for look in looks for found in look.segments if found.path == segment.path]
     if len(seen) < _FEW_LOOKS:
         return None, ("idle share: needs more looks",)
     idle = sum(not any(_holds(place) for place in found.places) for found in seen) / len(seen)
     on_device = segment.device.startswith("GPU-")
     return idle, (
-        "idle share is the host's view: kernels may run on after a turn was given back",
+        "idle share is as the host sees it: kernels may run on after a turn was given back",
     ) * on_device

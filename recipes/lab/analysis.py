@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, Final
 
-from crossover_ddp._timeline.spans import Span, Statistics, handovers_s
+from crossover_ddp._timeline.spans import Statistics, TimelineSpan, handovers_s
 
 # Iteration 0 is one single bucket, 1 rebuilds the buckets, 2 is the first in its final form.
 WARM_UP_STEPS: Final = 3
@@ -101,7 +101,7 @@ def wire_s(wire_bytes: float, rate_mbit: float | None) -> float:
 def job_figures(
     job: str,
     steps: Mapping[int, Sequence[Step]],
-    spans: Sequence[Span],
+    spans: Sequence[TimelineSpan],
     *,
     rate_mbit: float | None,
     alone: bool,
@@ -144,7 +144,9 @@ def _without_warm_up(log: Sequence[Step], warm_up: int) -> Sequence[Step]:
     return log[warm_up:] if len(log) > warm_up else log
 
 
-def _settled_spans(spans: Iterable[Span], kind: str, settled: Mapping[int, Sequence[Step]]) -> list[float]:
+def _settled_spans(
+    spans: Iterable[TimelineSpan], kind: str, settled: Mapping[int, Sequence[Step]]
+) -> list[float]:
     begins_s = {rank: log[0].begin_s for rank, log in settled.items() if log}
     return [
         span.length_s
@@ -190,7 +192,7 @@ def _first(steps: Mapping[int, Sequence[Step]]) -> Sequence[Step]:
     return steps[min(steps)] if steps else []
 
 
-def _lengths_by_kind(spans: Iterable[Span]) -> dict[str, list[float]]:
+def _lengths_by_kind(spans: Iterable[TimelineSpan]) -> dict[str, list[float]]:
     lengths: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         lengths[span.kind].append(span.length_s)

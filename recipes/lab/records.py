@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._timeline.files import Reading, read_file
+from crossover_ddp._timeline.files import FoundTimelines, read_file
 from crossover_ddp._timeline.picture import Window, draw
-from crossover_ddp._timeline.spans import Span, occupancy
+from crossover_ddp._timeline.spans import TimelineSpan, occupancy
 
 from .analysis import JobFigures, Step, job_figures, makespan_s
 from .cluster import RUN_FILE
@@ -26,7 +26,7 @@ class Run:
     devices: Sequence[str]
     jobs: Sequence[str]
     steps: Mapping[str, Mapping[int, Sequence[Step]]]
-    spans: Sequence[Span]
+    spans: Sequence[TimelineSpan]
     lab: Mapping[str, Any]
 
     def figures(self) -> dict[str, JobFigures]:
@@ -97,19 +97,21 @@ def draw_run(
     )
 
 
-def load_spans(directory: Path, job: str) -> list[Span]:
+def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
     """Read the timeline files of one job; a line that a killed rank left unfinished is skipped.
 
     All nodes are on one machine, so that the spans are on the clock of the step logs as they are.
     """
-    reading = Reading()
+    reading = FoundTimelines()
     for path in sorted(directory.glob("rank*.jsonl")):
         read_file(path, job, reading)
     if reading.problems:
         problem = reading.problems[0]
         raise ValueError(f"{problem.path}:{problem.line}: {problem.what}")
     spans = [
-        Span(job, each.header.rank, each.header.device, span.kind, span.begin_s, span.end_s, span.detail)
+        TimelineSpan(
+            job, each.header.rank, each.header.device, span.kind, span.begin_s, span.end_s, span.detail
+        )
         for each in reading.recordings
         for span in each.spans
     ]

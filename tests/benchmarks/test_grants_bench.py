@@ -37,7 +37,7 @@ def _grants(rank: int, world_size: int, count: int) -> tuple[list[float], list[i
             times_s.append((time.monotonic_ns() - grant.after[0][1]) / 1e9)
             turns.append(grant.turn)
     dist.barrier()
-    channel.close(tell=rank == 0)
+    channel.close(end_grants=rank == 0)
     return times_s, turns
 
 

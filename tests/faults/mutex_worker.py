@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
-from crossover_ddp._turns import device_order
+from crossover_ddp._turns import device_order, rank_turns, sibling_wait, slot_table, turn_counters
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.rules import Lost, Patience
-from crossover_ddp._turns.slots import Slot
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.faults.late_device import LateEvents, LateThread
 from tests.faults.schedules import LATE_S, Deed, JobPlan
+from tests.unit.mutexes import membership_of
 
 _monotonic = time.monotonic
 
@@ -73,7 +74,7 @@ class Sabotage:
     @staticmethod
     def overlap() -> None:
         """Nobody waits for anybody."""
-        gpu_mutex.blockers = lambda *_: []  # type: ignore[assignment]
+        sibling_wait.blockers = lambda *_: []  # type: ignore[assignment]
 
     @staticmethod
     def deafness() -> None:
@@ -83,7 +84,7 @@ class Sabotage:
     @staticmethod
     def leftovers() -> None:
         """The last one to leave removes nothing."""
-        turn_segment.remove_unused = lambda *_: False
+        slot_table.remove_unused = lambda *_: False
 
     @staticmethod
     def early_events() -> None:
@@ -143,6 +144,7 @@ class Rank:
 
     def _join(self) -> GPUMutex | None:
         device_order.device_order = self._make_order  # type: ignore[assignment]
+        gpu_mutex.Patience = partial(NotedPatience, self._book)  # type: ignore[assignment,misc]
         self._book.note("joins")
         try:
             device = f"dev{self.plan.devices[self.rank]}"
@@ -150,12 +152,11 @@ class Rank:
         except CrossoverError as error:
             self._book.note("refused", type(error).__name__, str(error))
             return None
-        segment = mutex._segment
-        assert segment is not None
-        raw = os.pread(segment._fd, turn_segment.SLOT_BYTES, segment._offset(segment.slot))
-        incarnation = Slot.from_buffer_copy(raw).incarnation
+        membership = membership_of(mutex)
+        slot = membership.segment.slot
+        incarnation = membership.segment.table.read()[slot].incarnation
         self._book.note("lease", mutex.stats()["lease_s"])
-        self._book.note("joined", segment.slot, incarnation, mutex._is_lead, mutex.job)
+        self._book.note("joined", slot, incarnation, membership.is_lead, mutex.job)
         self._watch(mutex)
         return mutex
 
@@ -170,7 +171,7 @@ class Rank:
 
     def _watch(self, mutex: GPUMutex) -> None:
         """Note when turns end for good, and with whom the rank loses patience."""
-        leave, channel = mutex._leave, mutex._channel
+        leave, channel = mutex._leave, membership_of(mutex).channel
 
         def leaving(reason: str, **how: bool) -> None:
             self._note_log(mutex)
@@ -179,7 +180,6 @@ class Rank:
             self._book.note("left", reason)
 
         mutex._leave = leaving  # type: ignore[method-assign]
-        mutex._patience = NotedPatience(self._book, mutex._patience.limit_s)
         self._watch_lease(mutex)
         if channel is None:
             return
@@ -193,8 +193,7 @@ class Rank:
 
     def _watch_lease(self, mutex: GPUMutex) -> None:
         """Note every lease before siblings can see it."""
-        segment = mutex._segment
-        assert segment is not None
+        segment = membership_of(mutex).segment
         publish = segment.publish_lease
 
         def publishing(lease_s: float) -> None:
@@ -205,10 +204,10 @@ class Rank:
 
     def _note_log(self, mutex: GPUMutex) -> None:
         """Keep what the order log says, as far as this rank has it open."""
-        segment = mutex._segment
-        if segment is not None and segment._log_fd >= 0:
-            inode = os.fstat(segment._log_fd).st_ino
-            self._book.note("log", inode, os.pread(segment._log_fd, 1 << 20, 0).hex())
+        log_fd = _log_fd(mutex)
+        if log_fd >= 0:
+            inode = os.fstat(log_fd).st_ino
+            self._book.note("log", inode, os.pread(log_fd, 1 << 20, 0).hex())
 
     def _leave(self, mutex: GPUMutex) -> None:
         mutex.close()
@@ -237,10 +236,9 @@ class Rank:
 
     def _note_begin(self, mutex: GPUMutex, wanted_s: float, ahead: bool) -> None:
         if mutex.holding:
-            segment = mutex._segment
-            leads = segment is not None and segment._log_fd >= 0
-            inode = os.fstat(segment._log_fd).st_ino if leads else 0  # type: ignore[union-attr]
-            self._book.note("begin", 0 if ahead else mutex._turn, wanted_s, inode)
+            log_fd = _log_fd(mutex)
+            inode = os.fstat(log_fd).st_ino if log_fd >= 0 else 0
+            self._book.note("begin", 0 if ahead else mutex._counters.turn, wanted_s, inode)
 
     def _compute(self, mutex: GPUMutex | None) -> None:
         time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
@@ -265,7 +263,7 @@ class Rank:
             self._book.note("ending", at_s=ended_s)
         with mutex.paused():
             if held and mutex.disabled_because is None:
-                self._book.note("end", mutex._turn, at_s=ended_s)
+                self._book.note("end", mutex._counters.turn, at_s=ended_s)
             time.sleep(lasts_s)
             wanted_s = self._book.now_s()
         self._note_begin(mutex, wanted_s, ahead=False)
@@ -276,7 +274,7 @@ class Rank:
             self._book.note("ending", at_s=ended_s)
         mutex.release()
         if held and mutex.disabled_because is None:
-            self._book.note("end", mutex._turn, at_s=ended_s)
+            self._book.note("end", mutex._counters.turn, at_s=ended_s)
         self._note_device()
 
     def _note_device(self) -> None:
@@ -324,6 +322,11 @@ class Rank:
         return value if self._book.now_s() < until_s else 0.0
 
 
+def _log_fd(mutex: GPUMutex) -> int:
+    """Return the log that a lead rank has open; -1 on other ranks, and after leaving."""
+    return mutex._turns.membership.segment.log.fd if mutex._turns is not None else -1
+
+
 def jump_wall_clock(jump_s: float) -> None:
     """Let everything in this process see another date."""
     real = time.time
@@ -332,13 +335,14 @@ def jump_wall_clock(jump_s: float) -> None:
 
 def jump_monotonic_clock(jump_s: float) -> None:
     """Let the package see the monotonic clock go on by ``jump_s`` at once, as after a virtual machine's sleep."""
-    clock = gpu_mutex.time
+    clock = rank_turns.time
     jumped = types.SimpleNamespace(
         monotonic=lambda: clock.monotonic() + jump_s,
         monotonic_ns=lambda: clock.monotonic_ns() + round(jump_s * 1e9),
         sleep=time.sleep,
     )
-    gpu_mutex.time = turn_segment.time = jumped  # type: ignore[assignment]
+    for module in (rank_turns, sibling_wait, turn_counters, turn_segment):
+        module.time = jumped  # type: ignore[attr-defined]
 
 
 def live(order: dict[str, Any]) -> None:

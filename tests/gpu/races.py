@@ -16,6 +16,7 @@ from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.harness import Job, run_jobs
+from tests.unit.mutexes import membership_of
 
 LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
 TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included
@@ -73,7 +74,7 @@ def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
     with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
         mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
-        mutex._order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
+        membership_of(mutex).order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
     assert mutex.stats()["ordered_by"] == plan.way
     try:
         yield mutex

@@ -35,6 +35,7 @@ from tests.gpu.races import (
     tell,
 )
 from tests.harness import Job, run_jobs
+from tests.unit.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
 
@@ -244,7 +245,7 @@ def held(mutex: GPUMutex) -> Held:
         len(os.listdir("/proc/self/fd")),
         pages * os.sysconf("SC_PAGE_SIZE"),
         torch.cuda.memory_allocated(),
-        len(mutex._order._opened),  # type: ignore[attr-defined]
+        len(membership_of(mutex).order._opened),  # type: ignore[attr-defined]
     )
 
 

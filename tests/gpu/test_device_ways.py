@@ -37,6 +37,7 @@ from tests.gpu.races import (
     tell,
 )
 from tests.harness import Job, run_jobs
+from tests.unit.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
 
@@ -143,7 +144,7 @@ def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: 
             busy_kernel()(static, 1000)
             time.sleep(0.5)  # meanwhile the first turn ends, and the thread begins to wait for the second
             graph.capture_end()
-        assert mutex._order._telling == 1, "one turn was to be told, and one not yet"  # type: ignore[attr-defined]
+        assert membership_of(mutex).order._late == 1, "one turn was to be told, and one not yet"  # type: ignore[attr-defined]
         graph.replay()
         torch.cuda.synchronize()
         assert mutex.disabled_because is None
@@ -185,7 +186,7 @@ def stay(rank: int, world_size: int, plan: Plan) -> int:
             take_turn(mutex, plan, marks, 100_000)
             torch.cuda.synchronize()
         assert mutex.disabled_because is None
-        order = mutex._order
+        order = membership_of(mutex).order
         return len(order._opened if isinstance(order, EventOrder) else order._words)  # type: ignore[attr-defined]
 
 
@@ -198,7 +199,7 @@ def come_and_go(rank: int, world_size: int, plan: Plan) -> set[bytes]:
     for _ in range(COMINGS):
         with mutex_of(plan) as mutex:
             assert mutex is not None
-            handles.add(mutex._order.handles)
+            handles.add(membership_of(mutex).order.handles)
             for _ in range(3):
                 take_turn(mutex, plan, marks, 100_000)
             assert mutex.disabled_because is None

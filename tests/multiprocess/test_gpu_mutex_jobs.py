@@ -21,6 +21,7 @@ from crossover_ddp._turns.slots import digest
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
+from tests.unit.mutexes import membership_of
 
 LEASE_S = 10.0  # longer than any test: a turn that overlaps another one was not forgiven
 TIMEOUT_S = 30.0
@@ -452,8 +453,7 @@ def _break_one_device(rank: int, world_size: int, group: str, bad_rank: int) -> 
     begin_s = time.monotonic()
     for step in range(10):
         if step == 5 and rank == bad_rank:
-            assert mutex._segment is not None
-            os.truncate(mutex._segment.path, 100)
+            os.truncate(membership_of(mutex).segment.path, 100)
         mutex.acquire()
         dist.barrier()
         mutex.release()

@@ -23,7 +23,7 @@ from crossover_ddp import CrossoverState, crossover_hook, gpu_mutex, reduce_scat
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, Header, digest, lock_slots
+from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, SegmentHeader, digest, lock_slots
 from tests.harness import Job, run_jobs
 from tests.harness.waiting import eventually
 
@@ -232,7 +232,7 @@ def test_a_segment_of_another_version(world_size: int, group_name: str, tmp_path
     segment = TurnSegment(group_name, "device1", base=str(tmp_path))
     path = Path(segment.path)
     with path.open("r+b") as file:
-        file.seek(Header.layout.offset)
+        file.seek(SegmentHeader.layout.offset)
         file.write(bytes(ctypes.c_uint64(LAYOUT + 1)))
     segment.forget()
     check_trains_on(run(world_size, True, "", str(tmp_path)), cause="expected layout")
@@ -299,7 +299,7 @@ def test_slots_that_stay_locked(
 def test_slots_that_are_locked_for_a_moment_are_waited_for(group_name: str, tmp_path: Path) -> None:
     with all_slots_locked(group_name, tmp_path) as segment:
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
-        holder = next(fd for fd in fds if fd != segment._fd and _path_of(fd) == segment.path)
+        holder = next(fd for fd in fds if fd != segment.table.fd and _path_of(fd) == segment.path)
         timer = threading.Timer(1.5, lambda: lock_slots(holder, 0, SLOT_COUNT, fcntl.F_UNLCK))
         timer.start()
         found = run(2, True, "", str(tmp_path))

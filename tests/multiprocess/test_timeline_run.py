@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp._timeline.files import Reading, read
+from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import Merged, job_names, merge
 from crossover_ddp._timeline.spans import occupancy
 from tests.multiprocess import timeline_worker
@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def reading(directory: Path) -> Reading:
+def reading(directory: Path) -> FoundTimelines:
     found = read([directory])
     assert (found.problems, found.unfinished, found.empty, found.ignored) == ([], 0, 0, 0)
     return found

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lab
-from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.spans import TimelineSpan
 from lab import command
 from lab.analysis import Step, bound, job_figures, rate_for
 from lab.cluster import RUN_FILE
@@ -117,7 +117,7 @@ def test_figures_without_logs_and_spans_are_empty_not_wrong() -> None:
     assert (figures.turns, figures.steps, figures.handover.count) == (0, 0, 0)
 
 
-def write_run(directory: Path, spans: Sequence[Span]) -> Path:
+def write_run(directory: Path, spans: Sequence[TimelineSpan]) -> Path:
     """Write what the lab and its ranks would have written."""
     for job in "ab":
         (directory / job / "timeline").mkdir(parents=True)

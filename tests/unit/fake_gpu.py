@@ -31,6 +31,7 @@ from crossover_ddp._turns import (
 )
 from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.unit.mutexes import membership_of
 
 GPU = torch.device("cuda", 0)
 SOON_S = 10.0
@@ -109,17 +110,17 @@ class FakeProcess:
         self.alive = False
         for stream in self.streams:
             stream.queue.clear()
-        segment, order = self.mutex._segment, self.mutex._order
-        assert segment is not None
+        membership = membership_of(self.mutex)
+        segment, order = membership.segment, membership.order
         self.mutex._finalizer.detach()
-        self.mutex._segment = None
+        self.mutex._turns = None
         segment.forget()
         if isinstance(order, event_order_module.EventOrder | semaphore_order_module.SemaphoreOrder):
             order._watch._waits.clear()
             order._watch.close()
         if isinstance(order, device_order_module.GpuOrder):
-            order._teller.stop()
-            order._teller.join(SOON_S)
+            order._publisher.stop()
+            order._publisher.join(SOON_S)
 
 
 class FakeStream:

@@ -2,14 +2,14 @@
 
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.spans import TimelineSpan
 
 
-def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> Span:
-    return Span(job, rank, f"device{rank}", kind, begin_s, end_s)
+def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> TimelineSpan:
+    return TimelineSpan(job, rank, f"device{rank}", kind, begin_s, end_s)
 
 
-def siblings(turns: int = 10, *, ranks: int = 2) -> list[Span]:
+def siblings(turns: int = 10, *, ranks: int = 2) -> list[TimelineSpan]:
     """Two jobs that alternate: 1 s of computation, 0.5 s of exchange, then waiting for the other's end."""
     spans = []
     for turn in range(2 * turns):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns.joining import Membership
 from crossover_ddp.gpu_mutex import GPUMutex
 
 DEVICE = "dev0"
@@ -45,6 +46,12 @@ def make(group: str) -> Iterator[Make]:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(12) as pool:
         yield pool
+
+
+def membership_of(mutex: GPUMutex) -> Membership:
+    """Look behind a mutex that takes turns."""
+    assert mutex._turns is not None
+    return mutex._turns.membership
 
 
 def files_of(group: str) -> list[Path]:

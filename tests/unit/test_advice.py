@@ -178,7 +178,7 @@ def test_a_wrapped_hook_gets_what_can_be_known() -> None:
     known = {each.what for each in advice.options if each.factor is not None}
     assert known == {advice_module.ACCUMULATION}
     assert option(advice, advice_module.CROSSOVER).bound == pytest.approx(found.step_s / found.compute_s)
-    assert "wrapped hook tells too little" in advice.verdict
+    assert "wrapped hook records too little" in advice.verdict
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_wrapped_hook_gets_what_can_be_known() -> None:
     [
         ({"spread_s": (0.5, 1.5)}, "idle machine"),
         ({"lag_s": 0.3}, "slowest rank"),
-        ({"waited_s": 0.3}, "a sibling was there"),
+        ({"waited_s": 0.3}, "a sibling ran"),
         ({"alpha_known": False}, "α = 0 is assumed"),
         ({"step_s": 2.0, "exposed_s": 1.0}, "the cost model gives"),
     ],

@@ -13,7 +13,7 @@ import torch
 from crossover_ddp import cli
 from crossover_ddp.cli.doctor import command as cli_doctor
 from crossover_ddp.cli.doctor import machine_facts
-from crossover_ddp.cli.doctor.findings import Finding, Gpu, Network, State
+from crossover_ddp.cli.doctor.findings import Finding, Gpu, NetworkFacts, Severity
 from crossover_ddp.cli.output import FINE, FOUND, USAGE
 from tests.unit.joined_segments import files, join_at
 
@@ -39,7 +39,7 @@ def test_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str]) -> Non
     told = json.loads(capsys.readouterr().out)
     assert {each["topic"] for each in told["findings"]} >= TOPICS
     states = {each["state"] for each in told["findings"]}
-    assert states <= {state.value for state in State}
+    assert states <= {state.value for state in Severity}
     assert (code == FOUND) == ("problem" in states) == (told["state"] == "problem")
     assert any(torch.__version__ in each["what"] for each in told["findings"])
 
@@ -54,8 +54,8 @@ def test_tables_show_each_finding_with_its_mend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [
-        Finding("network", State.PROBLEM, "odd [red]markup[/red]", "mend it"),
-        Finding("gpu", State.OK, "fine", "not shown"),
+        Finding("network", Severity.PROBLEM, "odd [red]markup[/red]", "mend it"),
+        Finding("gpu", Severity.OK, "fine", "not shown"),
     ]
     monkeypatch.setattr(cli_doctor, "examine", lambda **_: found)
     assert cli.main(["doctor"]) == FOUND
@@ -68,12 +68,14 @@ def test_tables_show_each_finding_with_its_mend(
 @pytest.mark.parametrize(
     ("states", "worst", "code"),
     [
-        ([], State.OK, FINE),
-        ([State.OK, State.NOTE], State.NOTE, FINE),
-        ([State.NOTE, State.PROBLEM, State.OK], State.PROBLEM, FOUND),
+        ([], Severity.OK, FINE),
+        ([Severity.OK, Severity.NOTE], Severity.NOTE, FINE),
+        ([Severity.NOTE, Severity.PROBLEM, Severity.OK], Severity.PROBLEM, FOUND),
     ],
 )
-def test_the_exit_code_is_that_of_the_worst_finding(states: list[State], worst: State, code: int) -> None:
+def test_the_exit_code_is_that_of_the_worst_finding(
+    states: list[Severity], worst: Severity, code: int
+) -> None:
     found = [Finding("x", state, "y") for state in states]
     assert (cli_doctor.worst(found), cli_doctor.exit_code(found)) == (worst, code)
 
@@ -82,11 +84,11 @@ def test_sweeping_removes_the_dead_and_says_so(tmp_path: Path) -> None:
     join_at(tmp_path, group="dead").forget()
     living = join_at(tmp_path, group="alive")
     found = [each for each in cli_doctor.examine(base=str(tmp_path)) if each.topic == "segments"]
-    assert [each.mend for each in found if each.state is State.NOTE] == ["crossover-ddp doctor --sweep"]
+    assert [each.mend for each in found if each.state is Severity.NOTE] == ["crossover-ddp doctor --sweep"]
     found = [
         each for each in cli_doctor.examine(base=str(tmp_path), sweep_first=True) if each.topic == "segments"
     ]
-    assert [each.state for each in found] == [State.NOTE, State.OK]
+    assert [each.state for each in found] == [Severity.NOTE, Severity.OK]
     assert found[0].what.startswith("removed ")
     assert all(name.startswith("alive-") for name in files(tmp_path))
     living.leave()
@@ -200,7 +202,7 @@ def test_interfaces_are_read_as_far_as_they_answer(tmp_path: Path, monkeypatch: 
 
 
 def test_this_machine_has_a_loopback_with_addresses() -> None:
-    found: Network = machine_facts.network()
+    found: NetworkFacts = machine_facts.network()
     (loopback,) = [each for each in found.interfaces if each.name == "lo"]
     assert loopback.loopback
     assert "127.0.0.1" in loopback.addresses

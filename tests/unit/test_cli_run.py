@@ -484,7 +484,7 @@ def test_available_memory_is_the_least_that_is_told(tmp_path: Path) -> None:
         (tmp_path / part / "memory.max").write_text(limit)
         (tmp_path / part / "memory.current").write_text("900")
         (tmp_path / part / "memory.stat").write_text("anon 700\ninactive_file 150\n")
-    rooms = list(machine_facts._cgroup_rooms(str(cgroup), str(tmp_path)))
+    rooms = list(machine_facts._cgroup_free_bytes(str(cgroup), str(tmp_path)))
     assert rooms == [250]
 
 

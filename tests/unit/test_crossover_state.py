@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, crossover_hook, crossover_wrapper
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
+from tests.unit.mutexes import membership_of
 
 Hook = default_hooks.allreduce_hook
 
@@ -168,8 +169,7 @@ def test_turns_that_fail_under_way_cost_one_warning(caplog: pytest.LogCaptureFix
     with registered(state) as model, caplog.at_level(logging.WARNING, logger="crossover_ddp"):
         found = losses(model, steps=1)
         assert state.mutex is not None
-        assert state.mutex._segment is not None
-        os.truncate(state.mutex._segment.path, 10)
+        os.truncate(membership_of(state.mutex).segment.path, 10)
         model.load_state_dict(small_model().state_dict())
         found = losses(model, steps=5)
         assert found == expected

@@ -297,7 +297,7 @@ def test_gpus_without_ipc_are_ordered_on_the_host_and_the_log_says_so(
 def test_by_default_no_stream_waits_for_another_process(notes: Notes) -> None:
     order = device_order(GPU, EVENT_COUNT, Alone())
     assert isinstance(order, SynchronizedOrder)
-    assert order.waits_on_host, "siblings publish their turns when the device has done them"
+    assert order.waits_on_host, "siblings publish a turn after its kernels have finished"
     assert order.follow((1, 7), b"", 3) is None
     assert notes.seen == []
     order.close()
@@ -320,7 +320,7 @@ def test_after_late_turns_the_next_is_told_at_once_again(notes: Notes) -> None:
     order.finish(1, told.set, on_host=True)
     assert told.wait(SOON_S)
     deadline_s = time.monotonic() + SOON_S
-    while order._telling:
+    while order._late:
         assert time.monotonic() < deadline_s, "it tells late for ever"
         time.sleep(0.001)
     notes.gate.clear()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns.view import Liveness, Look, Place, Problem, Segment
+from crossover_ddp._turns.view import Liveness, Look, Place, Segment, SegmentProblem
 from crossover_ddp.cli.doctor import findings
 from crossover_ddp.cli.doctor.findings import (
     Directory,
@@ -14,13 +14,13 @@ from crossover_ddp.cli.doctor.findings import (
     Gpus,
     Interface,
     Mps,
-    Network,
+    NetworkFacts,
+    Severity,
     SharedMemory,
     Software,
-    State,
 )
 
-OK, NOTE, PROBLEM = State
+OK, NOTE, PROBLEM = Severity
 
 SOFTWARE = Software((3, 11, 7), "2.15.0+cu132", {"bucket_cap_mb_list": True}, (2, 30, 7), True, "13.2")
 GPU = Gpu("GPU-1", "H", 80_000, 70_000, "Default")
@@ -30,10 +30,10 @@ DIRECTORY = Directory("/dev/shm/crossover_ddp-7", True, 7, 0o700)
 SHARED_MEMORY = SharedMemory("/dev/shm", True, True, 1 << 30, 7, DIRECTORY)
 LO = Interface("lo", ("127.0.0.1", "::1"), True, True, None)
 ETH = Interface("eth0", ("10.0.0.2",), True, False, 10_000)
-NETWORK = Network(None, "host", ("10.0.0.2",), (ETH, LO))
+NETWORK = NetworkFacts(None, "host", ("10.0.0.2",), (ETH, LO))
 
 
-def states(found: list[Finding]) -> list[State]:
+def states(found: list[Finding]) -> list[Severity]:
     return [each.state for each in found]
 
 
@@ -59,7 +59,7 @@ def test_a_good_installation_has_nothing_to_mend() -> None:
         ({"nccl": None}, NOTE, "use the gloo backend"),
     ],
 )
-def test_what_an_installation_lacks_is_found(changed: dict[str, Any], state: State, words: str) -> None:
+def test_what_an_installation_lacks_is_found(changed: dict[str, Any], state: Severity, words: str) -> None:
     found = findings.software(replace(SOFTWARE, **changed))
     assert [each for each in states(found) if each is not OK] == [state]
     assert words in said(found)
@@ -92,7 +92,7 @@ def test_versions_are_numbers(text: str, expected: tuple[int, ...]) -> None:
         (Gpus((GPU,), 0, None), NO_MPS, PROBLEM, "install a torch built for"),
     ],
 )
-def test_gpus(seen: Gpus, mps: Mps, state: State, words: str) -> None:
+def test_gpus(seen: Gpus, mps: Mps, state: Severity, words: str) -> None:
     found = findings.gpus(seen, mps)
     assert found[-1].state is state
     assert words in said(found)
@@ -114,7 +114,7 @@ def test_gpus_are_told_by_uuid_with_their_memory() -> None:
         (replace(MPS, control_pipe=False), PROBLEM, "CUDA_MPS_PIPE_DIRECTORY"),
     ],
 )
-def test_mps(seen: Mps, state: State, words: str) -> None:
+def test_mps(seen: Mps, state: Severity, words: str) -> None:
     found = findings.multi_process_service(seen, 1)
     assert states(found) == [state]
     assert words in said(found)
@@ -138,7 +138,7 @@ def test_mps(seen: Mps, state: State, words: str) -> None:
         ({"directory": replace(DIRECTORY, mode=0o755)}, PROBLEM, "chmod 0700 /dev/shm/crossover_ddp-7"),
     ],
 )
-def test_shared_memory(changed: dict[str, Any], state: State, words: str) -> None:
+def test_shared_memory(changed: dict[str, Any], state: Severity, words: str) -> None:
     found = findings.shared_memory(replace(SHARED_MEMORY, **changed))
     assert [each for each in states(found) if each is not OK] == [state] * (state is not OK)
     assert words in said(found)
@@ -150,9 +150,11 @@ SEGMENT = Segment("g", "dev0", "/x/g.turns", (PLACE,), None, True)
 
 def test_segments_in_use_left_behind_and_broken_are_told_apart() -> None:
     problems = (
-        Problem("/x/a.turns", "cut short"),
-        Problem("/x/b.turns", "to be private, got mode 0644; chmod 0600 it or remove it while no job runs"),
-        Problem("/x", "the directory itself"),
+        SegmentProblem("/x/a.turns", "cut short"),
+        SegmentProblem(
+            "/x/b.turns", "to be private, got mode 0644; chmod 0600 it or remove it while no job runs"
+        ),
+        SegmentProblem("/x", "the directory itself"),
     )
     seen = Look(0, "/x", (SEGMENT, SEGMENT._replace(group="old", held=False)), problems)
     found = findings.segments(seen, ["/x/swept.turns"])
@@ -187,7 +189,7 @@ def test_no_segments_are_fine() -> None:
         ({"CROSSOVER_GRUOP": "x"}, NOTE, "unset CROSSOVER_GRUOP"),
     ],
 )
-def test_environment(variables: dict[str, str], state: State, words: str) -> None:
+def test_environment(variables: dict[str, str], state: Severity, words: str) -> None:
     found = findings.environment(variables)
     assert [each for each in states(found) if each is not OK] == [state] * (state is not OK)
     assert words in said(found)
@@ -212,7 +214,7 @@ def test_a_timeline_that_cannot_be_written_is_a_problem() -> None:
         ("two", 8, None, PROBLEM, "no number of threads"),
     ],
 )
-def test_threads(wanted: str | None, cores: int, quota: float | None, state: State, words: str) -> None:
+def test_threads(wanted: str | None, cores: int, quota: float | None, state: Severity, words: str) -> None:
     found = findings.threads(wanted, cores, quota)
     assert states(found) == [state]
     assert words in said(found)
@@ -232,7 +234,7 @@ def test_a_quota_below_the_cores_is_told() -> None:
         ("Darwin", "23", PROBLEM),
     ],
 )
-def test_platform(system: str, kernel: str, state: State) -> None:
+def test_platform(system: str, kernel: str, state: Severity) -> None:
     assert states(findings.platform(system, kernel)) == [state]
 
 
@@ -255,7 +257,7 @@ def test_platform(system: str, kernel: str, state: State) -> None:
         ({"chosen": "eth0", "interfaces": (replace(ETH, addresses=()),)}, PROBLEM, "has no address"),
     ],
 )
-def test_network(changed: dict[str, Any], state: State, words: str) -> None:
+def test_network(changed: dict[str, Any], state: Severity, words: str) -> None:
     found = findings.network(replace(NETWORK, **changed))
     assert states(found) == [state]
     assert words in said(found)
@@ -268,7 +270,7 @@ def test_several_chosen_interfaces_are_judged_each() -> None:
 def test_the_link_speed_is_told_or_said_not_to_be_known() -> None:
     assert "10000 Mbit/s" in findings.network(NETWORK)[0].what
     unknown = replace(NETWORK, interfaces=(replace(ETH, mbit_s=None),))
-    assert "speed not told" in findings.network(unknown)[0].what
+    assert "speed not known" in findings.network(unknown)[0].what
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns import rules
 from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.slot_table import slot_offset
 from crossover_ddp._turns.slots import Slot
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
@@ -24,6 +25,7 @@ from tests.unit.mutexes import (
     Make,
     acquire_in,
     blocks,
+    membership_of,
     warnings,
 )
 
@@ -223,7 +225,7 @@ def _acquire_as(rank: int, world_size: int, uid: int, group: str) -> tuple[float
         begin_s = time.monotonic()
         mutex = GPUMutex(group, device=DEVICE, lease=LEASE_S)
         mutex.acquire()
-        answer = time.monotonic() - begin_s, mutex.shared, mutex._segment.path if mutex._segment else ""
+        answer = time.monotonic() - begin_s, mutex.shared, membership_of(mutex).segment.path
         mutex.close()
         return answer
     finally:
@@ -297,10 +299,9 @@ def test_a_lease_overwritten_while_its_owner_is_stopped_ends_the_wait_neverthele
     monkeypatch.setattr(turn_segment, "DEFAULT_LEASE_S", 0.2)
     stuck, mutex = make(lease=60.0), make()
     stuck.acquire()
-    segment = stuck._segment
-    assert segment is not None
+    segment = membership_of(stuck).segment
     with open(segment.path, "r+b") as file:
-        file.seek(segment._offset(segment.slot) + Slot.lease_s.offset)
+        file.seek(slot_offset(segment.slot) + Slot.lease_s.offset)
         file.write(struct.pack("=d", 1e300))
     begin_s = time.monotonic()
     mutex.acquire()
@@ -315,8 +316,8 @@ def test_a_lease_left_out_follows_the_turns_up_and_down(make: Make, monkeypatch:
     assert mutex.stats()["lease_s"] == 0.05
 
     def published() -> float:
-        assert sibling._segment is not None
-        return next(slot.lease_s for slot in sibling._segment.slots().values() if slot.job == mutex.job)
+        slots = membership_of(sibling).segment.slots().values()
+        return next(slot.lease_s for slot in slots if slot.job == mutex.job)
 
     for _ in range(2):
         with mutex:

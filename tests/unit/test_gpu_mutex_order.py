@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from crossover_ddp._turns import device_order
 from crossover_ddp._turns.slots import EVENT_COUNT, EVENT_HANDLE_BYTES
 from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.unit.mutexes import membership_of
 
 SOON_S = 10.0
 numbers = itertools.count()
@@ -64,7 +66,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[GPUMute
     made: list[tuple[GPUMutex, Order]] = []
     orders: list[Order] = []
 
-    def device_order(device: object, event_count: int, siblings: object) -> Order:
+    def noted_order(device: object, event_count: int, siblings: object) -> Order:
         orders.append(Order())
         return orders[-1]
 
@@ -73,7 +75,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[GPUMute
         made.append((mutex, orders[-1]))
         return made[-1]
 
-    monkeypatch.setattr(device_order, "device_order", device_order)
+    monkeypatch.setattr(device_order, "device_order", noted_order)
     yield make_one
     for mutex, _ in made:
         mutex.close()
@@ -206,8 +208,8 @@ def test_a_turn_that_cannot_be_told_ends_the_turns_on_whatever_thread(
     def fail(turn: int) -> None:
         raise SegmentError("expected the segment to stay, got it removed under way")
 
-    assert mutex._segment is not None
-    monkeypatch.setattr(mutex._segment, "publish_returned", fail)
+    segment = membership_of(mutex).segment
+    monkeypatch.setattr(segment, "publish_returned", fail)
     telling = threading.Thread(target=order.finished[0][1])
     telling.start()
     telling.join(SOON_S)
@@ -233,9 +235,9 @@ def test_a_turn_that_cannot_be_told_while_the_mutex_gives_up_holds_nobody_up(
         telling.join(SOON_S)
         ended.append(not telling.is_alive())
 
-    assert mutex._segment is not None
-    monkeypatch.setattr(mutex._segment, "publish_returned", fail)
-    monkeypatch.setattr(mutex._segment, "draw_turn", fail)
+    segment = membership_of(mutex).segment
+    monkeypatch.setattr(segment, "publish_returned", fail)
+    monkeypatch.setattr(segment, "draw_turn", fail)
     order.on_close = end_the_thread
     mutex.acquire()
     assert ended == [True]

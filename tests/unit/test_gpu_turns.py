@@ -20,7 +20,7 @@ from crossover_ddp._turns.device_order import EventOrder, SynchronizedOrder
 from crossover_ddp._turns.semaphore_order import SemaphoreOrder
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.unit.fake_gpu import SOON_S, FakeGpu, FakeProcess, FakeStream, Kernel, gpu, install
-from tests.unit.mutexes import files_of, group
+from tests.unit.mutexes import files_of, group, membership_of
 
 __all__ = ["gpu", "group"]  # fixtures
 
@@ -45,7 +45,7 @@ def join(gpu: FakeGpu, group: str, way: str, name_space: str = "host") -> FakePr
 
 
 def take_turn_while_the_device_runs(gpu: FakeGpu, process: FakeProcess) -> Kernel:
-    """Take a turn whose siblings may tell theirs only when the device has done them."""
+    """Take a turn; siblings may publish theirs only after the kernels have finished."""
     done: list[Kernel] = []
     taking = threading.Thread(target=lambda: done.extend(process.take_turn()), daemon=True)
     taking.start()
@@ -76,7 +76,7 @@ def test_the_way_is_the_one_that_was_asked_for(gpu: FakeGpu, group: str) -> None
     for way in (*ON_DEVICE, "host"):
         mutex = join(gpu, group, way).mutex
         assert mutex is not None
-        found[way] = type(mutex._order)
+        found[way] = type(membership_of(mutex).order)
         assert mutex.stats()["ordered_by"] == way
     assert found == {"events": EventOrder, "semaphores": SemaphoreOrder, "host": SynchronizedOrder}
 
@@ -321,7 +321,7 @@ def test_a_queue_that_runs_dry_after_its_process_does_not_undo_the_release(gpu: 
     left = [operation for stream in dying.streams for operation in stream.queue if operation.what == "write"]
     living.take_turn()
     assert dying.mutex is not None
-    word = dying.mutex._order._word  # type: ignore[attr-defined]
+    word = membership_of(dying.mutex).order._word  # type: ignore[attr-defined]
     dying.kill()
     assert len(left) == 1
     assert eventually(lambda: word.read() > 1000), "nobody has released the word"
@@ -353,7 +353,7 @@ def test_a_word_that_a_stream_may_still_read_is_not_given_up(
     born.take_turn()
     living.take_turn()
     assert living.mutex is not None
-    assert len(living.mutex._order._words) == 2  # type: ignore[attr-defined]
+    assert len(membership_of(living.mutex).order._words) == 2  # type: ignore[attr-defined]
     assert gpu.stuck(living)  # the fake fails a device that reads memory that was given up
     living.kill()
 
@@ -472,7 +472,7 @@ def test_many_siblings_one_after_the_other_leave_nothing_open(gpu: FakeGpu, grou
         assert other.mutex is not None
         other.mutex.close()
     assert staying.mutex is not None
-    assert len(staying.mutex._order._opened) == 1  # type: ignore[attr-defined]
+    assert len(membership_of(staying.mutex).order._opened) == 1  # type: ignore[attr-defined]
 
 
 # --- graphs -------------------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from crossover_ddp.cli.run.commands import CommandError, from_groups, named
-from crossover_ddp.cli.run.ports import Meeting, meetings
+from crossover_ddp.cli.run.ports import Rendezvous, rendezvous
 from crossover_ddp.cli.run.torchrun import launch_of
 
 
-def meet(*texts: str, at_once: int = 2, **inherited: str) -> list[Meeting]:
+def meet(*texts: str, at_once: int = 2, **inherited: str) -> list[Rendezvous]:
     commands = named(from_groups([[text] for text in texts]))
     ports = itertools.count(40000)
     launches = [launch_of(command, inherited) for command in commands]
-    return meetings(commands, launches, inherited, lambda: next(ports), at_once=at_once)
+    return rendezvous(commands, launches, inherited, lambda: next(ports), at_once=at_once)
 
 
 def words_of(*texts: str, **inherited: str) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from crossover_ddp.cli.run.summary import (
     WARM_UP_TURNS,
-    Room,
+    FreeMemory,
     Tally,
     fitting,
     format_size,
@@ -102,7 +102,7 @@ def test_what_is_not_known_is_said() -> None:
     both(tally, 9.0, 0, 0)
     assert "another one" in tally.sharing().why_not
     both(tally, 9.0, 9, 9)
-    assert "not take turns together for long enough" in tally.sharing().why_not
+    assert "took turns together for too short a time" in tally.sharing().why_not
     both(tally, 9.0, 9, 9)
     assert "--try-first" in tally.sharing().why_not
     alone(tally, "a", 1.9, 50)  # too short
@@ -140,14 +140,14 @@ def test_sizes_are_shown_to_four_digits(size_bytes: int) -> None:
 
 
 def test_a_room_that_does_not_hold_its_jobs_is_named() -> None:
-    rooms = [Room("GPU-1", 10 << 30, 2), Room("GPU-2", 10 << 30, 1)]
-    assert too_small(rooms, 5 << 30) == []
-    (found,) = too_small(rooms, 6 << 30)
+    memories = [FreeMemory("GPU-1", 10 << 30, 2), FreeMemory("GPU-2", 10 << 30, 1)]
+    assert too_small(memories, 5 << 30) == []
+    (found,) = too_small(memories, 6 << 30)
     assert found == "GPU-1: 2 at once × 6 GiB is more than the 10 GiB that are free"
 
 
 def test_the_smallest_room_says_how_many_fit() -> None:
-    rooms = [Room("GPU-1", 100, 2), Room("GPU-2", 50, 2), Room("GPU-3", 1, 2)]
-    assert fitting(rooms, {"GPU-1": 30, "GPU-2": 20, "GPU-3": 0}) == 2
-    assert fitting(rooms, {"GPU-1": 101}) == 0
-    assert fitting(rooms, {}) is None
+    memories = [FreeMemory("GPU-1", 100, 2), FreeMemory("GPU-2", 50, 2), FreeMemory("GPU-3", 1, 2)]
+    assert fitting(memories, {"GPU-1": 30, "GPU-2": 20, "GPU-3": 0}) == 2
+    assert fitting(memories, {"GPU-1": 101}) == 0
+    assert fitting(memories, {}) is None

@@ -23,7 +23,7 @@ from crossover_ddp._turns.slots import (
     MAGIC,
     SLOT_BYTES,
     SLOT_COUNT,
-    Header,
+    SegmentHeader,
     Slot,
     device_field,
     digest,
@@ -39,7 +39,7 @@ fuzz = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 
 
 def header(device: str = DEVICE) -> bytes:
-    return bytes(Header(MAGIC, LAYOUT, SLOT_COUNT, device_field(device)))
+    return bytes(SegmentHeader(MAGIC, LAYOUT, SLOT_COUNT, device_field(device)))
 
 
 @st.composite

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot, digest
-from crossover_ddp._turns.view import Liveness, Log, Look, Segment, look, printable, sweep
+from crossover_ddp._turns.view import Liveness, LogEnd, Look, Segment, look, printable, sweep
 from crossover_ddp.cli.status import tables
 from crossover_ddp.cli.turn_report import report
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
@@ -65,7 +65,7 @@ def test_slots_and_log_are_seen_as_they_were_published(join: Join, tmp_path: Pat
     segment = only(look(str(tmp_path)))
     assert (segment.group, segment.device, segment.path) == ("jobs", DEVICE, first.path)
     assert segment.held
-    assert segment.log == Log(1, bytes([first.slot]))
+    assert segment.log == LogEnd(1, bytes([first.slot]))
     place = segment.places[0]
     assert (place.job, place.started, place.returned, place.lease_s) == (10, 1, 0, 2.5)
     assert (place.pid, place.rank, place.world_size) == (os.getpid(), 0, 1)
@@ -104,7 +104,7 @@ def test_a_segment_of_the_dead_is_held_by_nobody(tmp_path: Path) -> None:
 
 def test_a_process_whose_bell_is_no_more_is_deaf(join: Join, tmp_path: Path) -> None:
     segment = join(job=1)
-    bell = home(tmp_path) / segment._bell_name(segment.slot)
+    bell = Path(segment.path.removesuffix(".turns") + f".{segment.slot}.bell")
     bell.unlink()
     assert [place.liveness for place in only(look(str(tmp_path))).places] == [Liveness.DEAF]
     assert jobs(join(job=2)) == [2], "its siblings judge alike"
@@ -142,14 +142,14 @@ def test_only_the_end_of_a_long_log_is_read(join: Join, tmp_path: Path) -> None:
     ("records", "slot", "expected"), [(b"\1\2\1", 1, 10), (b"\1\2\1", 2, 9), (b"\1\2\1", 3, 0), (b"", 0, 0)]
 )
 def test_the_last_turn_of_a_slot_is_its_place_in_the_log(records: bytes, slot: int, expected: int) -> None:
-    assert Log(10, records).last_turn(slot) == expected
+    assert LogEnd(10, records).last_turn(slot) == expected
 
 
 @pytest.mark.parametrize(
     ("since", "expected"), [(10, b""), (9, b"c"), (7, b"abc"), (6, None), (11, None), (0, None)]
 )
 def test_records_since_are_known_within_the_window(since: int, expected: bytes | None) -> None:
-    assert Log(10, b"abc").drawn_since(since) == expected
+    assert LogEnd(10, b"abc").drawn_since(since) == expected
 
 
 # --- nobody notices: see [Note: looking] ---------------------------------------------------------------------------
@@ -211,9 +211,9 @@ def test_looking_rings_no_bell_and_wakes_nobody(join: Join, tmp_path: Path) -> N
     first, second = join(job=1), join(job=2)
     first.wait([], 0.0)  # the second one's joining rang
     watch = select.poll()
-    for fd in (first._bell_fd, second._bell_fd):
+    for fd in (first.bells.own_fd, second.bells.own_fd):
         watch.register(fd, select.POLLIN)
-    bell = second._bell(first.slot, next(m.incarnation for m in second.members() if m.job == 1))
+    bell = second.bells._reader((first.slot, next(m.incarnation for m in second.members() if m.job == 1)))
     assert bell is not None
     watch.register(bell, 0)
     for _ in range(50):
@@ -510,7 +510,7 @@ def test_sweeping_races_with_joining(tmp_path: Path) -> None:
     try:
         for job in range(200):
             segment: TurnSegment = join_at(tmp_path, job=job)
-            assert segment._is_current()
+            assert segment.table.is_current()
             turn = segment.draw_turn()  # beyond 1 where the one before has not been swept yet
             assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
             assert stat.S_ISREG(os.stat(segment.path).st_mode)

@@ -13,9 +13,9 @@ from crossover_ddp._timeline.clocks import (
     MAX_DRIFT,
     Alignment,
     Correction,
-    Meeting,
+    SeenExchange,
     align,
-    meetings_of,
+    seen_exchanges,
 )
 
 ROUNDING_S = 1e-6
@@ -47,13 +47,13 @@ class Run:
     """Exchanges between hosts, each with its latencies; and what the hosts' clocks read."""
 
     hosts: list[Host]
-    meetings: dict[Hashable, dict[str, Meeting]]
+    observed: dict[Hashable, dict[str, SeenExchange]]
     length_s: float
 
     def align(self) -> Alignment:
         extents_s = {host.name: (host.read(0.0), host.read(self.length_s)) for host in self.hosts}
         walls_s = {host.name: host.wall_error_s - host.offset_s for host in self.hosts}
-        return align(walls_s, self.meetings, extents_s)
+        return align(walls_s, self.observed, extents_s)
 
     def error_s(self, alignment: Alignment, name: str, true_s: float) -> float:
         """Return how far the host's corrected reading is from the anchor's at the same moment, in the common time."""
@@ -90,7 +90,7 @@ def made_up(
         for host, begin_s in zip(members, begins_s, strict=True):
             end_s = max(begins_s) + host.latency * latency_s * (1 if even else 0.1 + chance.random())
             seen.append((number, host.name, host.read(begin_s), host.read(end_s)))
-    return Run(hosts, meetings_of(seen), length_s + 10 * latency_s)
+    return Run(hosts, seen_exchanges(seen), length_s + 10 * latency_s)
 
 
 hosts = st.lists(
@@ -165,8 +165,8 @@ def test_a_clock_behind_a_doubtful_one_is_more_doubtful() -> None:
         made_up(chain[place : place + 2], seed=0, exchanges=count, length_s=40, latency_s=0.01, even=True)
         for place, count in enumerate((80, 40, 20))
     ]
-    meetings = {(place, key): seen for place, pair in enumerate(pairs) for key, seen in pair.meetings.items()}
-    run = Run(chain, meetings, 40.1)
+    observed = {(place, key): seen for place, pair in enumerate(pairs) for key, seen in pair.observed.items()}
+    run = Run(chain, observed, 40.1)
     alignment = run.align()
     assert alignment.corrections["d"].anchor == "b"
     errors_s = [abs(run.error_s(alignment, name, 20.0)) for name in "acd"]
@@ -177,7 +177,7 @@ def test_a_clock_behind_a_doubtful_one_is_more_doubtful() -> None:
 
 def test_a_rate_that_few_exchanges_leave_open_is_part_of_the_uncertainty() -> None:
     hosts = [Host("a", 0.0, 0.0, 0.0), Host("b", 0.0, 0.0, 0.0)]
-    run = Run(hosts, made_up(hosts, seed=0, exchanges=1, length_s=1, latency_s=1e-3).meetings, 3600.0)
+    run = Run(hosts, made_up(hosts, seed=0, exchanges=1, length_s=1, latency_s=1e-3).observed, 3600.0)
     assert run.align().uncertainty_s == pytest.approx(MAX_DRIFT * 3600, rel=0.05)
 
 
@@ -220,14 +220,14 @@ def test_without_a_common_exchange_the_wall_clock_decides_and_nothing_is_claimed
 def test_two_islands_are_each_aligned_and_not_with_each_other() -> None:
     names = "abcd"
     made = [Host(name, 10.0 * place, 0.0, 0.5 * place) for place, name in enumerate(names)]
-    left = made_up(made[:2], seed=3, exchanges=9, length_s=1, latency_s=1e-3).meetings
-    right = made_up(made[2:], seed=4, exchanges=5, length_s=1, latency_s=1e-3).meetings
-    meetings = {**left, **{("right", key): seen for key, seen in right.items()}}
-    alignment = Run(made, meetings, 1.1).align()
+    left = made_up(made[:2], seed=3, exchanges=9, length_s=1, latency_s=1e-3).observed
+    right = made_up(made[2:], seed=4, exchanges=5, length_s=1, latency_s=1e-3).observed
+    observed = {**left, **{("right", key): seen for key, seen in right.items()}}
+    alignment = Run(made, observed, 1.1).align()
     assert [alignment.corrections[name].anchor for name in names] == ["a", "a", "c", "c"]
     assert alignment.uncertainty_s is None
     assert all(alignment.corrections[name].uncertainty_s is not None for name in names)
-    run = Run(made, meetings, 1.1)
+    run = Run(made, observed, 1.1)
     for name in "bd":
         assert abs(run.error_s(alignment, name, 0.5)) < 2e-3
 
@@ -236,8 +236,8 @@ def test_bounds_from_one_side_leave_the_wall_clock_its_word_as_far_as_they_permi
     """As when one rank owns every bucket: nobody else's end proves anything."""
 
     def one_sided(wall_s: float) -> Correction:
-        meetings = {0: {"a": Meeting(1.0, 1.5), "b": Meeting(1.2, math.inf)}}
-        return align({"a": 0.0, "b": wall_s}, meetings, dict.fromkeys("ab", (0.0, 2.0))).corrections["b"]
+        observed = {0: {"a": SeenExchange(1.0, 1.5), "b": SeenExchange(1.2, math.inf)}}
+        return align({"a": 0.0, "b": wall_s}, observed, dict.fromkeys("ab", (0.0, 2.0))).corrections["b"]
 
     assert one_sided(0.1).offset_s == 0.1
     assert one_sided(7.0).offset_s == pytest.approx(0.3, abs=1e-5)  # b began before a ended
@@ -247,8 +247,8 @@ def test_bounds_from_one_side_leave_the_wall_clock_its_word_as_far_as_they_permi
 def test_a_clock_that_was_set_is_a_contradiction_and_not_hidden() -> None:
     run = made_up([Host("a", 0, 0, 0), Host("b", 0, 0, 0)], seed=5, exchanges=40, length_s=10, latency_s=1e-3)
     jumped = {
-        key: {"a": seen["a"], "b": Meeting(*(at + (0.25 if at > 5 else 0.0) for at in seen["b"]))}
-        for key, seen in run.meetings.items()
+        key: {"a": seen["a"], "b": SeenExchange(*(at + (0.25 if at > 5 else 0.0) for at in seen["b"]))}
+        for key, seen in run.observed.items()
     }
     alignment = Run(run.hosts, jumped, 10.0).align()
     # The best straight line halves the jump.
@@ -257,10 +257,14 @@ def test_a_clock_that_was_set_is_a_contradiction_and_not_hidden() -> None:
 
 
 def test_exchanges_out_of_order_on_one_clock_are_counted() -> None:
-    meetings = {0: {"a": Meeting(2.0, 1.0)}, 1: {"a": Meeting(1.0, 2.0)}, 2: {"a": Meeting(1.0, math.inf)}}
-    assert align({"a": 0.0}, meetings, {"a": (0.0, 3.0)}).out_of_order == 1
+    observed = {
+        0: {"a": SeenExchange(2.0, 1.0)},
+        1: {"a": SeenExchange(1.0, 2.0)},
+        2: {"a": SeenExchange(1.0, math.inf)},
+    }
+    assert align({"a": 0.0}, observed, {"a": (0.0, 3.0)}).out_of_order == 1
 
 
 def test_ranks_on_one_clock_are_one_witness() -> None:
     seen = [("x", "a", 1.0, 4.0), ("x", "a", 2.0, 5.0), ("x", "a", 1.5, math.inf), ("x", "b", 0.0, 1.0)]
-    assert meetings_of(seen) == {"x": {"a": Meeting(2.0, 4.0), "b": Meeting(0.0, 1.0)}}
+    assert seen_exchanges(seen) == {"x": {"a": SeenExchange(2.0, 4.0), "b": SeenExchange(0.0, 1.0)}}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline.files import Reading, read, read_file
+from crossover_ddp._timeline.files import FoundTimelines, read, read_file
 from crossover_ddp._timeline.merge import Merged, describe, job_names, merge
-from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.spans import TimelineSpan
 from tests.unit.made_up_recordings import HEADER, compute, exchange, two_hosts, write
 
 
@@ -69,7 +69,7 @@ def test_any_bytes_are_read_without_an_exception(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "rank0-1.jsonl"
     path.write_bytes(json.dumps(HEADER).encode() + b"\n" + data)
-    reading = Reading()
+    reading = FoundTimelines()
     read_file(path, "x", reading)
     assert len(reading.recordings) == 1
 
@@ -94,7 +94,7 @@ def test_files_of_version_1_are_read(tmp_path: Path) -> None:
     (tmp_path / "rank0-1.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(compute(1, 2))}\n")
     found = merged(tmp_path)
     assert found.jobs == [tmp_path.name]
-    assert found.spans == [Span(tmp_path.name, 0, "d0", "compute", 1, 2, {"step": 3})]
+    assert found.spans == [TimelineSpan(tmp_path.name, 0, "d0", "compute", 1, 2, {"step": 3})]
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_what_proves_nothing_does_not_bound_clocks(tmp_path: Path) -> None:
     found = merged(tmp_path)
     assert found.alignment.exchanges == 0
     assert describe(found) == [
-        "h1: no exchange in common with other hosts; placed by its wall clock, whose error nobody knows"
+        "h1: no exchange in common with other hosts; placed by its wall clock, whose error is not known"
     ]
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._timeline import picture as timeline_picture
-from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.spans import TimelineSpan
 from tests.unit.made_up_spans import intervals, siblings
 
 
 @given(intervals, st.booleans())
-def test_bars_cover_exactly_what_happened_and_never_overlap(spans: list[Span], network: bool) -> None:
+def test_bars_cover_exactly_what_happened_and_never_overlap(spans: list[TimelineSpan], network: bool) -> None:
     bars = timeline_picture.lane_bars(spans, "abc", network=network)
     kinds = {"exchange", "wait"} if network else {"compute"}
     for moment in (half + 0.5 for half in range(40)):
@@ -49,14 +49,14 @@ def test_the_middle_of_a_long_run_is_shown() -> None:
 def test_a_window_counts_from_the_first_span(
     chosen: timeline_picture.Window, expected: tuple[float, float]
 ) -> None:
-    shifted = [Span(s.job, 0, s.device, s.kind, s.begin_s + 10, s.end_s + 10) for s in siblings(10)]
+    shifted = [TimelineSpan(s.job, 0, s.device, s.kind, s.begin_s + 10, s.end_s + 10) for s in siblings(10)]
     assert timeline_picture.window_of(shifted, chosen) == expected
     assert timeline_picture.window_of(shifted, (None, None)) != (10.0, 31.0)
 
 
 def test_names_shares_and_visible_jobs_are_written_in_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "x.svg"
-    late = [Span("late", 0, "device0", "compute", 100, 101)]
+    late = [TimelineSpan("late", 0, "device0", "compute", 100, 101)]
     spans = [*siblings(10), *late]
     timeline_picture.draw(
         spans, path, title="title", window_s=(2, 9), hosts={"device0": "h0", "device1": "device1"}
@@ -84,7 +84,7 @@ def test_many_jobs_and_spans_are_drawn(tmp_path: Path) -> None:
     jobs = [f"j{number}" for number in range(10)]
     assert len(jobs) > len(timeline_picture.COLOURS) == len(set(timeline_picture.COLOURS))
     spans = [
-        Span(jobs[turn % 10], 0, "d", kind, turn + after, turn + after + 1)
+        TimelineSpan(jobs[turn % 10], 0, "d", kind, turn + after, turn + after + 1)
         for turn in range(2000)
         for kind, after in (("compute", 0), ("exchange", 1), ("wait", 2))
     ]

@@ -5,8 +5,8 @@ from hypothesis import given
 
 from crossover_ddp._timeline.spans import (
     NextComputation,
-    Span,
     Statistics,
+    TimelineSpan,
     device_shares,
     extent_s,
     handovers,
@@ -50,14 +50,14 @@ def test_occupancy() -> None:
 
 
 @given(intervals)
-def test_shares_add_up(spans: list[Span]) -> None:
+def test_shares_add_up(spans: list[TimelineSpan]) -> None:
     shares = occupancy(spans, "device0", window_s=(5, 20))
     assert sum(shares.values()) == pytest.approx(1)
     assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares.values())
 
 
 @given(intervals)
-def test_slices_hold_exactly_who_is_active(spans: list[Span]) -> None:
+def test_slices_hold_exactly_who_is_active(spans: list[TimelineSpan]) -> None:
     cut = list(slices((each.begin_s, each.end_s, (each.job, each.kind)) for each in spans))
     assert all(begin_s < end_s for begin_s, end_s, _ in cut)
     for moment in (half + 0.5 for half in range(40)):
@@ -67,7 +67,7 @@ def test_slices_hold_exactly_who_is_active(spans: list[Span]) -> None:
 
 
 def test_ranks_of_one_job_on_one_device_are_not_several_jobs() -> None:
-    ranks = [Span("a", rank, "gpu", "compute", 0, 4) for rank in (0, 1)]
+    ranks = [TimelineSpan("a", rank, "gpu", "compute", 0, 4) for rank in (0, 1)]
     assert occupancy(ranks, "gpu") == {"idle": 0.0, "one": 1.0, "several": 0.0}
 
 
@@ -115,7 +115,7 @@ def test_a_long_run_without_siblings_is_quick() -> None:
     assert handovers([span("b", "compute", 0.0, 0.5), *alone]) == []
 
 
-def _turn(job: str, begin_s: float) -> list[Span]:
+def _turn(job: str, begin_s: float) -> list[TimelineSpan]:
     return [span(job, "compute", begin_s + 1, begin_s + 1.5), span(job, "wait", begin_s + 1.9, begin_s + 2)]
 
 

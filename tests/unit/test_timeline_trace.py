@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline.spans import Span
+from crossover_ddp._timeline.spans import TimelineSpan
 from crossover_ddp._timeline.trace import chrome_trace
 from tests.unit.made_up_spans import siblings
 from tests.unit.trace_format import check_format, of_phase
 
 any_spans = st.lists(
     st.builds(
-        lambda job, rank, kind, begin_s, length_s: Span(
+        lambda job, rank, kind, begin_s, length_s: TimelineSpan(
             job, rank, f"device{rank}", kind, begin_s, begin_s + length_s, {"step": 1}
         ),
         st.sampled_from("ab"),
@@ -27,7 +27,7 @@ any_spans = st.lists(
 
 
 @given(any_spans)
-def test_every_span_is_there_once_and_nothing_overlaps_in_a_thread(spans: list[Span]) -> None:
+def test_every_span_is_there_once_and_nothing_overlaps_in_a_thread(spans: list[TimelineSpan]) -> None:
     trace = chrome_trace(spans, hosts={"device0": "h"}, wall_s=1e9)
     check_format(trace)
     origin_s = min((span.begin_s for span in spans), default=0.0)
@@ -45,9 +45,9 @@ def test_names_of_processes_threads_and_slices() -> None:
     detail = {"step": 7, "bucket": 2, "bytes": 4096}
     spans = [
         *siblings(2),
-        Span("a", 0, "device0", "reduce_scatter", 0.5, 1.2, detail),
-        Span("a", 0, "device0", "reduce_scatter", 1.0, 1.4, {**detail, "bucket": -1}),
-        Span("a", 0, "device0", "exchange", 5.0, 5.5, {"step": 7}),
+        TimelineSpan("a", 0, "device0", "reduce_scatter", 0.5, 1.2, detail),
+        TimelineSpan("a", 0, "device0", "reduce_scatter", 1.0, 1.4, {**detail, "bucket": -1}),
+        TimelineSpan("a", 0, "device0", "exchange", 5.0, 5.5, {"step": 7}),
     ]
     trace = chrome_trace(spans, hosts={"device0": "vm", "device1": "device1"}, wall_s=100.0)
     names = {e["args"]["name"] for e in of_phase(trace, "M") if "name" in e["args"]}

@@ -111,7 +111,7 @@ def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make
     other.listen()
     for turn in (1, 2):
         lead.send(grant(turn))
-    lead.close(tell=True)
+    lead.close(end_grants=True)
     assert [other.receive() for _ in range(2)] == [grant(1), grant(2)]
     with pytest.raises(TurnError, match="takes no more turns"):
         other.receive()
@@ -119,11 +119,11 @@ def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make
 
 def test_waits_are_told_and_added_up(make: Make) -> None:
     lead, first, second = make(3)
-    assert lead.told_wait_s(7) == 0.0
-    first.tell_wait(7, 1.25)
-    second.tell_wait(7, 0.5)
-    assert lead.told_wait_s(7) == first.told_wait_s(7) == 1.75
-    assert lead.told_wait_s(8) == 0.0
+    assert lead.reported_wait_s(7) == 0.0
+    first.report_wait(7, 1.25)
+    second.report_wait(7, 0.5)
+    assert lead.reported_wait_s(7) == first.reported_wait_s(7) == 1.75
+    assert lead.reported_wait_s(8) == 0.0
 
 
 def test_nobody_waits_longer_than_half_the_groups_timeout(
@@ -140,7 +140,7 @@ def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_channel, "_LOOK_EVERY", 4)
-    monkeypatch.setattr(turn_channel, "_UNHEARD_LIMIT", 16)
+    monkeypatch.setattr(turn_channel, "_UNREAD_LIMIT", 16)
     lead, deaf, other = make(3)
     other.listen()
     for turn in range(1, 101):

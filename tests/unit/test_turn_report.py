@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns.view import Liveness, Log, Look, Place, Problem, Segment
+from crossover_ddp._turns.view import Liveness, LogEnd, Look, Place, Segment, SegmentProblem
 from crossover_ddp.cli.turn_report import DeviceReport, JobReport, Report, report
 
 SECOND_NS = 10**9
@@ -26,7 +26,7 @@ def place(slot: int, *, job: int | None = None, started: int = 0, returned: int 
 
 
 def segment(*places: Place, log: bytes | None = b"", device: str = "dev0", group: str = "g") -> Segment:
-    kept = None if log is None else Log(len(log), log)
+    kept = None if log is None else LogEnd(len(log), log)
     return Segment(group, device, f"{group}-{device}", places, kept, held=bool(places))
 
 
@@ -190,7 +190,7 @@ def test_on_a_gpu_idle_time_is_the_hosts_view(name: str, said: bool) -> None:
 
 def test_groups_are_sorted_and_problems_told() -> None:
     seen = looked(segment(place(1), group="b"), segment(place(1), group="a"))
-    shown = report([seen._replace(problems=(Problem("x", "odd"),))])
+    shown = report([seen._replace(problems=(SegmentProblem("x", "odd"),))])
     assert [group.group for group in shown.groups] == ["a", "b"]
     assert shown.problems == ({"path": "x", "what": "odd"},)
 

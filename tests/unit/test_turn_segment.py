@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
-from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns import private_files
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import SLOT_COUNT
 from crossover_ddp.errors import SegmentError
@@ -186,7 +186,7 @@ def test_many_rings_wake_once(join: Join) -> None:
 
 def test_a_full_bell_blocks_nobody(join: Join) -> None:
     giving, deaf = join(job=1), join(job=2)
-    bell = giving._bell(deaf.slot, member(giving, 2).incarnation)
+    bell = giving.bells._reader((deaf.slot, member(giving, 2).incarnation))
     assert bell is not None
     with pytest.raises(BlockingIOError):
         while True:
@@ -374,9 +374,9 @@ def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: in
             turn = segment.draw_turn()
             # A log that another one has removed and made anew would not hold what was drawn.
             assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
-            assert segment.log_numel() >= turn
+            assert segment.log.numel() >= turn
             assert job in jobs(segment)
-            assert segment._is_current()
+            assert segment.table.is_current()
             segment.leave()
         orders.send("")
     except BaseException as error:
@@ -401,7 +401,7 @@ def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
 def test_the_directory_may_go_between_looking_and_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = turn_segment._open_directory
+    opened = private_files.open_or_make_directory
     losses = iter(range(3))
 
     def lose(base: str) -> tuple[int, str]:
@@ -410,7 +410,7 @@ def test_the_directory_may_go_between_looking_and_opening(
             os.rmdir(found[1])
         return found
 
-    monkeypatch.setattr(turn_segment, "_open_directory", lose)
+    monkeypatch.setattr(private_files, "open_or_make_directory", lose)
     segment = join_at(tmp_path)
     assert jobs(segment) == [1]
     segment.leave()

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns import private_files
+from crossover_ddp._turns.descriptors import no_fork
+from crossover_ddp._turns.private_files import PrivateFiles
 from crossover_ddp._turns.segment import TurnSegment
 from tests.unit.joined_segments import Join, jobs, join_at, joining
 
@@ -73,15 +75,15 @@ def _target(fd: str) -> str:
 @pytest.fixture
 def gap_after_opening(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gap]:
     def install(suffix: str) -> Gap:
-        gap, original = Gap(), TurnSegment._open_private
+        gap, original = Gap(), PrivateFiles.open
 
-        def slow(self: TurnSegment, name: str, flags: int, **options: Any) -> int:
+        def slow(self: PrivateFiles, name: str, flags: int, **options: Any) -> int:
             fd = original(self, name, flags, **options)
             if name.endswith(suffix):
                 gap.hold()
             return fd
 
-        monkeypatch.setattr(TurnSegment, "_open_private", slow)
+        monkeypatch.setattr(PrivateFiles, "open", slow)
         return gap
 
     return install
@@ -102,14 +104,14 @@ def test_a_fork_while_a_segment_is_joined_holds_nothing(
 def test_a_fork_while_the_directory_is_opened_holds_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gap, original = Gap(), turn_segment._open_directory
+    gap, original = Gap(), private_files.open_or_make_directory
 
     def slow(base: str) -> tuple[int, str]:
         opened = original(base)
         gap.hold()
         return opened
 
-    monkeypatch.setattr(turn_segment, "_open_directory", slow)
+    monkeypatch.setattr(private_files, "open_or_make_directory", slow)
     joined: list[TurnSegment] = []
     assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
     joined[0].leave()
@@ -152,9 +154,9 @@ def test_a_fork_while_a_segment_is_closed_holds_nothing(
 def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
     """As in a signal's handler, or in a finalizer."""
     segment = join(job=1)
-    with turn_segment._forks:
+    with no_fork:
         assert _held_by_fork(tmp_path) == []
-    assert not turn_segment._forks._is_owned()  # type: ignore[attr-defined]
+    assert not no_fork._is_owned()  # type: ignore[attr-defined]
     assert jobs(segment) == [1]
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.rules import DEFAULT_LEASE_S
 from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slot_table import slot_offset
 from crossover_ddp._turns.slots import HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp.errors import SegmentError
 from tests.unit.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
@@ -315,7 +316,7 @@ def test_an_own_slot_overwritten_under_way_is_noticed(field: str, value: bytes, 
     segment.draw_turn()
     segment = join(job=3)  # one whose `joined_at` is not 0
     with open(segment.path, "r+b") as file:
-        file.seek(segment._offset(segment.slot) + getattr(Slot, field).offset)
+        file.seek(slot_offset(segment.slot) + getattr(Slot, field).offset)
         file.write(value)
     with pytest.raises(SegmentError, match=r"own slot of .*\.turns to stay, got it overwritten under way"):
         segment.members()
@@ -327,7 +328,7 @@ def test_an_overwritten_lease_of_a_sibling_counts_as_the_default(value: bytes, j
     """It may be stopped, and cannot tell; whoever believed the bytes might wait for ever, or not at all."""
     segment, sibling = join(job=1), join(job=2, lease_s=1.5)
     with open(segment.path, "r+b") as file:
-        file.seek(segment._offset(sibling.slot) + Slot.lease_s.offset)
+        file.seek(slot_offset(sibling.slot) + Slot.lease_s.offset)
         file.write(value)
     assert {found.job: found.lease_s for found in segment.members()} == {1: 1.0, 2: DEFAULT_LEASE_S}
 

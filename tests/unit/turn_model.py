@@ -189,7 +189,7 @@ class Model:
         return False, frozenset(losses)
 
     def _draw(self, state: State, j: int) -> State:
-        """Take the next step of a draw, in the order in which `GPUMutex` takes them."""
+        """Take the next step of a draw, in the order in which `DrawQueue` takes them."""
         job, steps = state.jobs[j], self.rules.draw_steps
         draw, step = job.draw, steps[job.draw.steps]
         if step == "append":

@@ -1,4 +1,4 @@
-"""What each way to spend the network's time better would bring to a measured job, each beside its bound. Pure.
+"""Predict how much each way to use the network's time would speed a measured job up, with its bound. Pure.
 
 A factor is how many times faster steps are done: of this job, or, for siblings, of two such jobs against one after the
 other. No expectation exceeds its bound.
@@ -19,7 +19,7 @@ from crossover_ddp._planning import (
 from .step_figures import DECOUPLED, WRAPPED, Figures, workload
 
 SMALL_SHARE: Final = 0.05
-"""Below this part of a step exposed communication is not worth a change."""
+"""If exposed communication is a smaller share of a step, no change is worth it."""
 WORTH: Final = 1.05
 """Least expected factor that is worth a change."""
 OF_BOUND: Final = 0.94
@@ -43,7 +43,7 @@ POWER_SGD: Final = "PowerSGD"
 
 @dataclass(frozen=True)
 class Option:
-    """One way.
+    """One way to speed the job up.
 
     Args:
         what: its name.
@@ -51,9 +51,9 @@ class Option:
         bound: greatest factor that C, N and M allow; None if it is not known.
         step_s: expected seconds per step; for siblings per step of both; None if it is not known.
         write: the line of code.
-        caveat: what to know before.
+        caveat: what the user must know before.
         same_training: whether losses stay those of plain DDP.
-        bucket_cap_mb: of the buckets that ``factor`` is for; None: those of now.
+        bucket_cap_mb: the size of buckets for which ``factor`` holds; None: the present buckets.
     """
 
     what: str
@@ -68,14 +68,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """All ways, what was concluded, and what weakens it.
+    """All ways, the verdict, and what makes it less certain.
 
     Args:
         options: in the order in which they are shown.
         verdict: one or two sentences.
         best: name of the best way that keeps the training as it is; None: do not bother.
-        model_step_s: what the cost model says of the step as it is; None if nothing is known of buckets.
-        notes: what the figures rest on.
+        model_step_s: the cost model's time of the present step; None if no buckets were recorded.
+        notes: what makes the figures less certain.
     """
 
     options: tuple[Option, ...]
@@ -86,7 +86,7 @@ class Advice:
 
 
 def advise(found: Figures) -> Advice:
-    """Return what each way would bring to the job, and which one to take."""
+    """Return the expected gain of each way, and which one to take."""
     model_step_s = None if found.hook == WRAPPED else _present_step_s(found, workload(found), _link(found))
     options = (crossover(found), *_alone(found), half_precision(found), accumulation(found), power_sgd())
     best = _best(options)
@@ -106,7 +106,7 @@ def sibling_bound(compute_s: float, exposed_s: float, wire_s: float) -> float:
     Args:
         compute_s: C, more than 0.
         exposed_s: N.
-        wire_s: M. More than C + N cannot be; so much is taken for measuring noise.
+        wire_s: M. It cannot exceed C + N; more is measuring noise and is cut off.
     """
     step_s = compute_s + exposed_s
     return 2 * step_s / max(2 * compute_s, step_s, 2 * min(wire_s, step_s))
@@ -133,7 +133,7 @@ def crossover(found: Figures) -> Option:
         bound,
         2 * found.step_s / (OF_BOUND * bound) if known else None,
         write,
-        caveat if known else f"{caveat}; a wrapped hook tells nothing of M, so the bound takes M = N",
+        caveat if known else f"{caveat}; a wrapped hook does not record M, so the bound assumes M = N",
     )
 
 
@@ -174,7 +174,7 @@ def bucket_size(found: Figures) -> Option:
 
 
 def half_precision(found: Figures) -> Option:
-    """Torch's fp16_compress_hook: half the bytes."""
+    """Torch's fp16_compress_hook: half of the bytes."""
     write = "model.register_comm_hook(None, fp16_compress_hook)  # torch's default_hooks"
     caveat = "gradients are rounded to float16; the casts' time is not counted"
     if found.hook == DECOUPLED:
@@ -209,7 +209,7 @@ def accumulation(found: Figures) -> Option:
 
 
 def power_sgd() -> Option:
-    """Only named: what it brings depends on the rank that the training bears."""
+    """Named without a prediction: the gain depends on the approximation rank that the training tolerates."""
     return Option(
         POWER_SGD,
         None,
@@ -237,7 +237,7 @@ def _alone(found: Figures) -> tuple[Option, ...]:
 def _faster(
     found: Figures, what: str, model_step_s: float, limit_s: float, write: str, caveat: str
 ) -> Option:
-    """Scale the model's step by what it says of the step as it is; nothing is faster than ``limit_s``."""
+    """Scale the measured step by the model's ratio; no step is faster than ``limit_s``."""
     present_s = _present_step_s(found, workload(found), _link(found))
     limit_s = min(limit_s, found.step_s)
     step_s = max(found.step_s * model_step_s / present_s, limit_s)
@@ -249,7 +249,7 @@ def _plan(found: Figures, *, decoupled: bool) -> BucketPlan:
     cpu_s = _DEFERRED_CPU_S if decoupled else _SPLIT_CPU_S
     link = replace(_link(found), cpu_s=cpu_s)
     fine = workload(found, pieces=FINEST_PIECES)
-    # What the recorded buckets cost is in C already; the planner takes away what it is told to add.
+    # C contains the cost of the recorded buckets: subtract that. The planner subtracts the burden that is added last.
     recorded = len(found.buckets) * (_DEFERRED_CPU_S if found.hook == DECOUPLED else _SPLIT_CPU_S)
     bare = fine.burdened(-recorded / len(fine.buckets))
     predict = decoupled_step_s if decoupled else all_reduce_step_s
@@ -257,7 +257,7 @@ def _plan(found: Figures, *, decoupled: bool) -> BucketPlan:
 
 
 def _present_step_s(found: Figures, work: Workload, link: Link) -> float:
-    """Return what the cost model says of the step as it is."""
+    """Return the cost model's time of the present step."""
     return (decoupled_step_s if found.hook == DECOUPLED else all_reduce_step_s)(work, link)
 
 
@@ -280,7 +280,7 @@ def _megabytes(size_bytes: float) -> str:
 
 
 def _best(options: tuple[Option, ...], *, same_training: bool = True) -> Option | None:
-    """Return the way with the greatest expectation, if that is worth it."""
+    """Return the way with the greatest expected factor, if that is worth a change."""
     known = [each for each in options if each.factor is not None and each.same_training is same_training]
     best = max(known, key=lambda each: each.factor or 0.0, default=None)
     return best if best is not None and (best.factor or 0.0) >= WORTH else None
@@ -299,15 +299,13 @@ def _verdict(found: Figures, options: tuple[Option, ...], best: Option | None) -
         "" if other is None else f"; {other.what} may bring {other.factor:.2f}×, but changes the training"
     )
     if found.hook == WRAPPED:
-        return (
-            f"communication costs {share:.0%} of a step, of which a wrapped hook tells too little{otherwise}"
-        )
+        return f"communication costs {share:.0%} of a step, of which a wrapped hook records too little{otherwise}"
     gain = f"nothing that keeps the training as it is can be expected to bring {WORTH - 1:.0%}"
     return f"{DO_NOT_BOTHER}: communication costs {share:.0%} of a step, but {gain}{otherwise}"
 
 
 def _runner_up(options: tuple[Option, ...], best: Option) -> str:
-    """Name the best way for one job beside the best one for two, and the other way round."""
+    """Name the best way for one job if the verdict is for two jobs, and the other way round."""
     for_two = best.what == CROSSOVER
     other = _best(tuple([each for each in options if (each.what == CROSSOVER) is not for_two]))
     who = "for a job alone" if for_two else "with a second job at hand"
@@ -330,16 +328,16 @@ def _notes(found: Figures, model_step_s: float | None) -> tuple[str, ...]:
     if found.lag_s > 0.1 * found.step_s:
         notes.append(
             f"the slowest rank computes {found.lag_s * 1e3:.0f} ms longer than the fastest in each step; the others "
-            "wait for it, and no hook mends that"
+            "wait for it, and no hook can change that"
         )
     if found.waited_s > 0.02 * found.step_s:
         notes.append(
-            f"the job waited {found.waited_s * 1e3:.0f} ms a step for its turn, so a sibling was there: C and M "
+            f"the job waited {found.waited_s * 1e3:.0f} ms a step for its turn, so a sibling ran: C and M "
             "contain its share; measure the job alone"
         )
     if found.link is not None and not found.alpha_known:
         notes.append(
-            "the buckets' sizes and times do not tell the link's start-up time from its rate: α = 0 is assumed, which "
-            "speaks for small ones"
+            "the buckets' sizes and times do not determine both the link's start-up time and its rate: α = 0 is "
+            "assumed, which favours small buckets"
         )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""``crossover-ddp advise``: a short run of one job, and what would make it faster."""
+"""``crossover-ddp advise``: run one job for a short time, and say what would make it faster."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.signals import endings_raise, undisturbed
-from crossover_ddp._timeline.files import Reading, read
+from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import RawSpan
 from crossover_ddp._turns.view import sweep
 from crossover_ddp.cli.advise import short_run
@@ -52,8 +52,8 @@ missing; 130 Ctrl-C
 """
 
 
-class _UsageError(Exception):
-    """The command line asks for what cannot be; the text says so."""
+class _AdviseUsageError(Exception):
+    """The command line asks for something impossible; the text says what."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -84,7 +84,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=_steps,
         default=_STEPS,
         metavar="N",
-        help="end the run after so many steps (default 40)",
+        help="end the run after N steps (default 40)",
     )
     parser.add_argument(
         "--startup",
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_rich()  # before the run
     try:
         found = _measured(arguments)
-    except _UsageError as error:
+    except _AdviseUsageError as error:
         sys.stderr.write(f"crossover-ddp advise: {error}\n")
         return USAGE
     except NotMeasurableError as error:
@@ -135,7 +135,9 @@ def _measured(arguments: argparse.Namespace) -> Figures:
     if len(words) == 1 and Path(words[0]).is_dir():
         return figures(read_spans(Path(words[0])))
     if len(words) == 1 and "/" in words[0] and not Path(words[0]).exists():
-        raise _UsageError(f"expected a directory with a timeline, or a command after --, got {words[0]!r}")
+        raise _AdviseUsageError(
+            f"expected a directory with a timeline, or a command after --, got {words[0]!r}"
+        )
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings: it is measured alone
     with _clearing_up(group) as directory:
         recording = directory / "timeline"
@@ -149,7 +151,7 @@ def _measured(arguments: argparse.Namespace) -> Figures:
                 environment={environment.GROUP: group},
             )
         except OSError as error:
-            raise _UsageError(
+            raise _AdviseUsageError(
                 f"expected a command to run, got {shlex.join(words)!r}: {error.strerror}"
             ) from error
         finally:
@@ -162,7 +164,7 @@ def _measured(arguments: argparse.Namespace) -> Figures:
 
 @contextlib.contextmanager
 def _clearing_up(group: str) -> Iterator[Path]:
-    """Make a directory for a run; remove it, and what the run's job may have left of its turns, whatever happens."""
+    """Make a directory for a run; afterwards remove it, and the segments that the run's job may have left."""
     with endings_raise():
         directory = tempfile.TemporaryDirectory(prefix="crossover-advise-")
         try:
@@ -174,7 +176,7 @@ def _clearing_up(group: str) -> Iterator[Path]:
 
 
 def _why(error: NotMeasurableError, ended: short_run.Ended, progress: "_Progress") -> str:
-    """Say what became of the command before what was missing: a job that fails measures nothing."""
+    """Return how the command ended and what was missing: a job that fails measures nothing."""
     how = f"the command was ended after {progress.ran_s:.0f} s"
     if ended.returncode is not None:
         how = f"the command ended by itself after {progress.ran_s:.0f} s, exit status {ended.returncode}"
@@ -194,7 +196,7 @@ def read_spans(directory: Path) -> dict[int, Sequence[RawSpan]]:
     Raises `NotMeasurableError` if a rank is there twice (two jobs, or two runs, in one directory), or if there are only
     files that cannot be read.
     """
-    reading = read([directory]) if directory.is_dir() else Reading()
+    reading = read([directory]) if directory.is_dir() else FoundTimelines()
     ranks: dict[int, Sequence[RawSpan]] = {}
     for recording in reading.recordings:
         rank = recording.header.rank
@@ -225,7 +227,7 @@ class _Progress:
         self.ran_s = 0.0
 
     def enough(self, now_s: float) -> bool:
-        """Look once a second; tell whether the run has been long enough."""
+        """Look once a second; return whether the run has been long enough."""
         self.ran_s = now_s
         if now_s - self._looked_s >= 1.0:
             self._looked_s = now_s
@@ -238,7 +240,7 @@ class _Progress:
         return self.steps >= self._wanted or now_s - self._first_s >= self._seconds_s
 
     def close(self) -> None:
-        """Take the line away."""
+        """Erase the line of progress."""
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -268,7 +270,7 @@ class _Progress:
 
 
 def report(found: Figures, advice: Advice) -> "RenderableType":
-    """Return figures, ways and verdict."""
+    """Return figures, ways and verdict, for the terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -322,7 +324,7 @@ def _table(advice: Advice) -> "RenderableType":
 
 
 def _to_write(advice: Advice) -> "list[RenderableType]":
-    """Return the lines of code of what is worth it, and what to know before."""
+    """Return the lines of code of each way that is worth it, and what to know before."""
     from rich.text import Text
 
     worth = [each for each in advice.options if each.factor is not None and each.factor >= WORTH]

@@ -1,6 +1,6 @@
 """Run a command for a short while with its timeline recorded, and leave nothing of it behind.
 
-Whatever the command starts inherits ``CROSSOVER_TIMELINE``, which names a directory that is ours alone: its mark.
+Every process that the command starts inherits ``CROSSOVER_TIMELINE``, whose directory no other run uses: that marks it.
 See [Note: no process is left behind] in `crossover_ddp._system.job_process`.
 """
 
@@ -31,7 +31,7 @@ class Ended:
 
     Args:
         returncode: of the command, as shells number it; None: it was ended here, as planned.
-        tail: its last lines; empty if they were shown.
+        tail: the last lines of its output; empty if they were shown.
     """
 
     returncode: int | None
@@ -47,13 +47,13 @@ def run(
     environment: Mapping[str, str] | None = None,
     grace_s: float = _GRACE_S,
 ) -> Ended:
-    """Run ``command`` until it ends or ``enough``, then end it and all that it has started.
+    """Run ``command`` until it ends, or until ``enough`` returns True; then end it and all that it has started.
 
     Args:
         command: its words.
-        directory: where timelines go; nobody else's.
+        directory: for the timelines; no other run may use it.
         enough: called four times a second with the seconds since the start.
-        show: let its output through, to stderr.
+        show: write its output to standard error.
         environment: variables on top of this process's.
         grace_s: how long it may take to end after SIGTERM, until SIGKILL.
 
@@ -76,7 +76,7 @@ def run(
 
 
 def _end(process: JobProcess, grace_s: float) -> None:
-    """End the command and everything that carries its mark: politely first, then for sure."""
+    """End the command and every process with its mark: with SIGTERM first, then with SIGKILL."""
     process.terminate(signal.SIGTERM)
     deadline_s = time.monotonic() + grace_s
     while time.monotonic() < deadline_s and _is_left(process):

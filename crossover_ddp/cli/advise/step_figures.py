@@ -1,11 +1,11 @@
-"""What a short run says of one job: C, N and M of a step, its buckets, the link. Pure; all times in seconds.
+"""Work out C, N and M of a job's step, its buckets and the link from a short run. Pure; all times in seconds.
 
 C  compute of a step on the slowest rank: what is neither exposed communication nor waiting for a turn
 N  exposed communication: the rest of the step
-M  time in which the wire carries the step's gradients, whatever else happens meanwhile
+M  time in which the wire carries the step's gradients, even while the devices compute
 
-A rank that is early waits inside its exchange for one that is late. That is no time of the wire: of each half of a
-bucket's exchange only the last part counts, as long as the shortest of all ranks took for it.
+A rank that is early waits inside its exchange for a rank that is late. That wait is not time of the wire. So of each
+half of a bucket's exchange only the last part counts, as long as the shortest time of all ranks for that half.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,10 +25,11 @@ LEAST_STEPS: Final = 5
 THE_LINE: Final = "model.register_comm_hook(None, reduce_scatter_all_gather_hook)"
 THE_IMPORT: Final = "from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook"
 _HALVES: Final = frozenset({"reduce_scatter", "all_gather"})
-# Sizes nearer to one another than this do not tell a start-up from a rate, nor do times that sizes explain less well.
-_TELLING_RATIO: Final = 2.0
-_TELLING_SHARE: Final = 0.9
-# Where forward ends nobody records: forward and backward of most networks are as 1 : 2.
+# If the sizes are closer to each other than this ratio, or explain a smaller share of the times, start-up and rate
+# cannot be told apart.
+_DISTINCT_RATIO: Final = 2.0
+_EXPLAINED_SHARE: Final = 0.9
+# No span records the end of forward; forward and backward of most networks take times as 1 : 2.
 FORWARD_SHARE: Final = 1 / 3
 
 SPLIT: Final = "split"
@@ -37,7 +38,7 @@ WRAPPED: Final = "wrapped"
 
 
 class NotMeasurableError(Exception):
-    """What was recorded does not say enough; the text tells what was found and what to change."""
+    """The recording does not suffice; the text says what was found and what to change."""
 
 
 class Bucket(NamedTuple):
@@ -64,10 +65,10 @@ class Figures:
         exposed_s: N.
         wire_s: M; None if no buckets were recorded (a wrapped hook).
         waited_s: for the turn, in a step.
-        lag_s: what the slowest rank computes longer than the fastest, in a step.
+        lag_s: by how much the slowest rank computes longer than the fastest, in a step.
         buckets: in the order of backward.
         link: what half an exchange costs; its ``alpha_s`` is 0 if ``alpha_known`` is false.
-        alpha_known: whether the buckets' sizes and times tell the start-up from the rate.
+        alpha_known: whether the buckets' sizes and times determine both start-up and rate.
     """
 
     hook: str
@@ -98,7 +99,7 @@ class _Half(NamedTuple):
     end_s: float
 
 
-class _Step(NamedTuple):
+class _RankStep(NamedTuple):
     """One step of one rank."""
 
     step_s: float
@@ -115,9 +116,9 @@ class _Step(NamedTuple):
 
 
 def figures(ranks: Mapping[int, Sequence[RawSpan]]) -> Figures:
-    """Work out what the recorded spans of one job's ranks say.
+    """Work out the figures of one job from the recorded spans of its ranks.
 
-    Raises `NotMeasurableError` if they do not say enough, or would mislead.
+    Raises `NotMeasurableError` if the spans do not suffice, or would mislead.
     """
     hook = _hook_of(ranks)
     steps = {rank: _steps_of(spans) for rank, spans in ranks.items()}
@@ -153,10 +154,10 @@ def figures(ranks: Mapping[int, Sequence[RawSpan]]) -> Figures:
 
 
 def workload(found: Figures, *, pieces: int = 0) -> Workload:
-    """Return the job as the cost model of `crossover_ddp._planning` wants it.
+    """Return the job as the cost model of `crossover_ddp._planning` needs it.
 
-    Where forward ends is not recorded: it is taken for a third of the compute, and for what comes before the first
-    bucket if that is less. Forward is taken to need buckets in the opposite order and at the opposite times.
+    No span records the end of forward: a third of the compute is assumed, or the time before the first bucket if
+    that is less. Forward is assumed to need the buckets in the reverse order, at the mirrored times.
 
     Args:
         found: with buckets.
@@ -209,7 +210,7 @@ def _pieces(bucket: Bucket, size_bytes: float) -> list[int]:
 
 
 def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
-    """Return what kind of hook recorded this; refuse what would mislead."""
+    """Return the kind of hook that recorded the spans; refuse spans that would mislead."""
     spans = [span for each in ranks.values() for span in each]
     kinds = {span.kind for span in spans}
     if "compute" not in kinds:
@@ -221,7 +222,7 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     devices = {str(span.detail["device_type"]) for span in spans if "device_type" in span.detail} - {"cpu"}
     if devices:
         raise NotMeasurableError(
-            f"expected a job on CPU devices, got device={', '.join(sorted(devices))}; there the spans tell when the "
+            f"expected a job on CPU devices, got device={', '.join(sorted(devices))}; there the spans show when the "
             "host launched a kernel, not when it ran, so C, N and M would be wrong. Try the hooks themselves"
         )
     if any(span.detail.get("owner") for span in spans):
@@ -232,7 +233,7 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     halves = [span for span in spans if span.kind in _HALVES]
     if any("ready_s" not in span.detail for span in halves):
         raise NotMeasurableError(
-            "expected spans that tell when each bucket was ready, got those of an earlier version of crossover_ddp; "
+            "expected spans that show when each bucket was ready, got those of an earlier version of crossover_ddp; "
             "record the job again"
         )
     if not halves and len(ranks) == 1:
@@ -245,7 +246,7 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     return SPLIT if "exchange" in kinds else DECOUPLED
 
 
-def _steps_of(spans: Iterable[RawSpan]) -> list[_Step]:
+def _steps_of(spans: Iterable[RawSpan]) -> list[_RankStep]:
     """Cut a rank's spans into steps, from the begin of one computation to the begin of the next."""
     by_kind: dict[str, list[RawSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda each: each.begin_s):
@@ -275,14 +276,14 @@ def _step(
     waited_s: float,
     spans: Sequence[RawSpan],
     stalls: Sequence[RawSpan],
-) -> _Step:
+) -> _RankStep:
     begin_s, end_s = window_s
     buckets: dict[int, dict[str, RawSpan]] = defaultdict(dict)
     for span in spans:
         buckets[int(span.detail["bucket"])][span.kind] = span
     whole = {number: both for number, both in buckets.items() if len(both) == len(_HALVES)}
     details = [next(iter(whole[number].values())).detail for number in sorted(whole)]
-    return _Step(
+    return _RankStep(
         step_s=end_s - begin_s - waited_s,
         exposed_s=idle_s,
         waited_s=waited_s,
@@ -308,7 +309,7 @@ def _stalled_s(stalls: Sequence[RawSpan], begin_s: float, end_s: float) -> float
     return sum(span.end_s - span.begin_s for span in stalls if begin_s <= span.begin_s < end_s)
 
 
-def _settled(ranks: Sequence[Sequence[_Step]], recorded: int) -> list[int]:
+def _settled(ranks: Sequence[Sequence[_RankStep]], recorded: int) -> list[int]:
     """Return which steps count: those after the warm-up with the buckets that most steps have, on all ranks."""
     shapes = [{steps[place].sizes for steps in ranks} for place in range(recorded)]
     after = [place for place in range(WARM_UP_STEPS, recorded) if len(shapes[place]) == 1]
@@ -319,7 +320,7 @@ def _settled(ranks: Sequence[Sequence[_Step]], recorded: int) -> list[int]:
 # --- the wire -----------------------------------------------------------------------------------------------------
 
 
-def _buckets(together: Sequence[Sequence[_Step]]) -> tuple[Bucket, ...]:
+def _buckets(together: Sequence[Sequence[_RankStep]]) -> tuple[Bucket, ...]:
     """Return the medians per bucket over the steps."""
     wire_s = [_wire_s(one) for one in together]
     first = together[0][0]
@@ -340,7 +341,7 @@ def _buckets(together: Sequence[Sequence[_Step]]) -> tuple[Bucket, ...]:
     )
 
 
-def _wire_s(ranks: Sequence[_Step]) -> list[float]:
+def _wire_s(ranks: Sequence[_RankStep]) -> list[float]:
     """Return how long the wire was busy with each bucket of a step, on the rank where that is least."""
     shortest: dict[tuple[int, str], float] = {}
     for step in ranks:
@@ -373,16 +374,16 @@ def _shares(intervals: Sequence[tuple[float, float, int]], count: int) -> list[f
 
 
 def _link(buckets: Sequence[Bucket]) -> tuple[Link, bool]:
-    """Fit the link to the buckets' times, and say whether these tell start-up and rate apart."""
+    """Fit the link to the buckets' times; return whether these determine both start-up and rate, too."""
     wire_s, size_bytes = sum(each.wire_s for each in buckets), sum(each.size_bytes for each in buckets)
     plain = Link(0.0, wire_s / 2 / size_bytes)
     sizes = [bucket.size_bytes for bucket in buckets]
-    if max(sizes) < _TELLING_RATIO * min(sizes):
+    if max(sizes) < _DISTINCT_RATIO * min(sizes):
         return plain, False
     fitted = Link.fitted((float(each.size_bytes), each.wire_s / 2) for each in buckets)
     halves_s = [each.wire_s / 2 for each in buckets]
     mean_s = wire_s / 2 / len(buckets)
     left_over = sum((half_s - fitted.half_s(size)) ** 2 for half_s, size in zip(halves_s, sizes, strict=True))
     spread = sum((half_s - mean_s) ** 2 for half_s in halves_s)
-    tells = fitted.alpha_s > 0 and fitted.beta_s > 0 and left_over <= (1 - _TELLING_SHARE) * spread
-    return (fitted, True) if tells else (plain, False)
+    determined = fitted.alpha_s > 0 and fitted.beta_s > 0 and left_over <= (1 - _EXPLAINED_SHARE) * spread
+    return (fitted, True) if determined else (plain, False)

@@ -1,4 +1,4 @@
-"""``crossover-ddp doctor``: what to expect of this machine, and what to set."""
+"""``crossover-ddp doctor``: find out whether this machine is ready, and what to set."""
 
 import argparse
 import os
@@ -11,12 +11,12 @@ from crossover_ddp._turns.view import look, printable, sweep
 from crossover_ddp.cli.doctor import findings, gpu_findings, machine_facts
 from crossover_ddp.cli.output import FINE, FOUND, add_command, console, require_rich, write_json
 
-from .findings import Finding, State
+from .findings import Finding, Severity
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_STYLES = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
+_STYLES = {Severity.OK: "green", Severity.NOTE: "yellow", Severity.PROBLEM: "bold red"}
 _EXAMPLES = """\
 examples:
   crossover-ddp doctor           findings, each with the line that mends it
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Finding]:
-    """Return what there is to say about this machine, after removing what dead jobs have left if asked to."""
+    """Return the findings about this machine; with ``sweep_first`` remove what dead jobs have left before."""
     swept = sweep(base) if sweep_first else []
     mps, gpus, software = machine_facts.mps(), machine_facts.gpus(), machine_facts.software()
     gpu_count = len(gpus.listed) or gpus.torch_count
@@ -65,7 +65,7 @@ def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Fin
         *findings.platform(system.sysname, system.release),
         *findings.software(software),
         *gpu_findings.features(software.gpu_needs, gpu_count),
-        *gpu_findings.nccl(os.environ, software.nccl, gpu_count),
+        *gpu_findings.nccl(os.environ, gpu_count if software.nccl else 0),
         *gpu_findings.cuda(os.environ, gpu_count),
         *findings.gpus(gpus, mps),
         *gpu_findings.visible_devices(gpus.visible, mps, gpu_count),
@@ -84,21 +84,23 @@ def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Fin
     return [each._replace(what=printable(each.what), mend=printable(each.mend)) for each in found]
 
 
-def worst(found: Sequence[Finding]) -> State:
+def worst(found: Sequence[Finding]) -> Severity:
     """Return the state of the finding that matters most."""
     states = {each.state for each in found}
     return next(
-        state for state in (State.PROBLEM, State.NOTE, State.OK) if state in states or state is State.OK
+        state
+        for state in (Severity.PROBLEM, Severity.NOTE, Severity.OK)
+        if state in states or state is Severity.OK
     )
 
 
 def exit_code(found: Sequence[Finding]) -> int:
-    """Return what the command says at the end: notes are fine."""
-    return FOUND if worst(found) is State.PROBLEM else FINE
+    """Return the command's exit code: notes are fine."""
+    return FOUND if worst(found) is Severity.PROBLEM else FINE
 
 
 def table(found: Sequence[Finding]) -> "Table":
-    """Return the findings as a table, what mends them below each."""
+    """Return the findings as a table, each with the line that mends it below."""
     from rich.table import Table
     from rich.text import Text
 
@@ -107,7 +109,7 @@ def table(found: Sequence[Finding]) -> "Table":
         shown.add_column(name)
     for each in found:
         what = Text(each.what)
-        if each.mend and each.state is not State.OK:
+        if each.mend and each.state is not Severity.OK:
             what.append(f"\n→ {each.mend}", style="cyan")
         shown.add_row(Text(each.state.value, style=_STYLES[each.state]), Text(each.topic), what)
     return shown

@@ -1,7 +1,7 @@
-"""What `crossover-ddp doctor` makes of the facts about a machine: pure, facts in, findings out.
+"""What `crossover-ddp doctor` says about a machine: pure, facts in, findings out.
 
-Each function takes what was seen (see `machine_facts`) and returns findings; each finding that is not fine says in one
-line what mends it.
+Each function takes facts (see `machine_facts`) and returns findings; each finding that is not fine says in one line
+what mends it.
 """
 
 import enum
@@ -21,21 +21,21 @@ _SCARCE_BYTES = 16 * _MEBI
 _SLOW_MBIT_S = 100
 
 
-class State(enum.Enum):
+class Severity(enum.Enum):
     """How much a finding matters."""
 
     OK = "ok"
     NOTE = "note"
-    """Works; good to know."""
+    """It works, but the user should know."""
     PROBLEM = "problem"
-    """Something will not work, or not as meant."""
+    """Something will not work, or not as intended."""
 
 
 class Finding(NamedTuple):
     """One thing found."""
 
     topic: str
-    state: State
+    state: Severity
     what: str
     mend: str = ""
     """The one line that changes it."""
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Software:
-    """Versions and features of what runs."""
+    """Versions and features of Python and torch."""
 
     python: tuple[int, int, int]
     torch: str
@@ -52,7 +52,7 @@ class Software:
     gloo: bool
     cuda_build: str | None
     gpu_needs: Mapping[str, bool] = field(default_factory=dict)
-    """What turns on GPUs call, by name."""
+    """The functions of torch that turns on GPUs call: whether each is there, by name."""
 
 
 class Gpu(NamedTuple):
@@ -67,7 +67,7 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpus:
-    """What the driver and torch see."""
+    """The GPUs that the driver and torch see."""
 
     listed: tuple[Gpu, ...]
     torch_count: int
@@ -118,8 +118,8 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Network:
-    """What gloo may choose from."""
+class NetworkFacts:
+    """The interfaces from which gloo chooses."""
 
     chosen: str | None
     """``GLOO_SOCKET_IFNAME``."""
@@ -143,22 +143,22 @@ def software(seen: Software) -> list[Finding]:
     old_python = seen.python[:2] < PYTHON_AT_LEAST
     old_torch = version_of(seen.torch) < TORCH_AT_LEAST
     found = [
-        Finding("python", State.PROBLEM, python, "use Python 3.10 or newer")
+        Finding("python", Severity.PROBLEM, python, "use Python 3.10 or newer")
         if old_python
-        else Finding("python", State.OK, python),
-        Finding("torch", State.PROBLEM, seen.torch, "pip install 'torch>=2.11'")
+        else Finding("python", Severity.OK, python),
+        Finding("torch", Severity.PROBLEM, seen.torch, "pip install 'torch>=2.11'")
         if old_torch
-        else Finding("torch", State.OK, f"{seen.torch}, {_build(seen)}"),
+        else Finding("torch", Severity.OK, f"{seen.torch}, {_build(seen)}"),
     ]
     for name, present in seen.features.items():
         what = f"{name} {'present' if present else 'missing'}"
         mend = "" if present else "not needed; pip install -U torch for it"
-        found.append(Finding("torch", State.OK if present else State.NOTE, what, mend))
+        found.append(Finding("torch", Severity.OK if present else Severity.NOTE, what, mend))
     if not seen.gloo:
         found.append(
             Finding(
                 "torch",
-                State.PROBLEM,
+                Severity.PROBLEM,
                 "built without gloo",
                 "install a build of torch with gloo (pip's has it)",
             )
@@ -174,8 +174,8 @@ def _build(seen: Software) -> str:
 
 def _nccl(version: tuple[int, ...] | None) -> Finding:
     if version is None:
-        return Finding("nccl", State.NOTE, "not in this build of torch", "use the gloo backend")
-    return Finding("nccl", State.OK, ".".join(map(str, version)))
+        return Finding("nccl", Severity.NOTE, "not in this build of torch", "use the gloo backend")
+    return Finding("nccl", Severity.OK, ".".join(map(str, version)))
 
 
 # --- devices ------------------------------------------------------------------------------------------------------
@@ -186,17 +186,17 @@ def gpus(seen: Gpus, mps: Mps) -> list[Finding]:
     if not seen.listed:
         if seen.torch_count:
             what = f"torch sees {seen.torch_count}, but nvidia-smi lists none: their UUIDs are not shown here"
-            return [Finding("gpu", State.NOTE, what, "put nvidia-smi on PATH")]
+            return [Finding("gpu", Severity.NOTE, what, "put nvidia-smi on PATH")]
         what = (
             "none: jobs take turns on the CPU, or on what CROSSOVER_DEVICE names; gloo works, NCCL does not"
         )
-        return [Finding("gpu", State.NOTE, what, "nothing to do unless this machine should have one")]
+        return [Finding("gpu", Severity.NOTE, what, "nothing to do unless this machine should have one")]
     found = [_gpu(each, mps) for each in seen.listed]
     if not seen.torch_count:
         hidden = seen.visible is not None
         what = f"torch sees none of them{f' (CUDA_VISIBLE_DEVICES={seen.visible!r})' if hidden else ''}"
         mend = "unset CUDA_VISIBLE_DEVICES" if hidden else "install a torch built for this driver's CUDA"
-        found.append(Finding("gpu", State.PROBLEM, what, mend))
+        found.append(Finding("gpu", Severity.PROBLEM, what, mend))
     return found
 
 
@@ -205,28 +205,30 @@ def _gpu(gpu: Gpu, mps: Mps) -> Finding:
     what = f"{gpu.uuid} {gpu.name}{memory}"
     if gpu.compute_mode == "Prohibited":
         return Finding(
-            "gpu", State.PROBLEM, f"{what}; compute mode Prohibited", "ask for compute mode Default"
+            "gpu", Severity.PROBLEM, f"{what}; compute mode Prohibited", "ask for compute mode Default"
         )
     if gpu.compute_mode == "Exclusive_Process" and not mps.control_runs:
         what += "; compute mode Exclusive_Process: a second job cannot use it"
-        return Finding("gpu", State.PROBLEM, what, "start MPS: nvidia-cuda-mps-control -d")
-    return Finding("gpu", State.OK, what)
+        return Finding("gpu", Severity.PROBLEM, what, "start MPS: nvidia-cuda-mps-control -d")
+    return Finding("gpu", Severity.OK, what)
 
 
 def multi_process_service(seen: Mps, gpu_count: int) -> list[Finding]:
-    """Say whether kernels of two jobs may run at the same moment."""
+    """Say whether kernels of two jobs can run at the same time."""
     if not gpu_count:
         return []
     if seen.control_runs and seen.control_pipe:
-        return [Finding("mps", State.OK, f"on, pipes in {seen.pipe_directory}")]
+        return [Finding("mps", Severity.OK, f"on, pipes in {seen.pipe_directory}")]
     if seen.control_runs:
-        what = f"a daemon runs, but not with pipes in {seen.pipe_directory}: jobs started here do not use it"
-        return [Finding("mps", State.PROBLEM, what, "export CUDA_MPS_PIPE_DIRECTORY=<the daemon's>")]
+        what = (
+            f"a daemon runs, but its pipes are not in {seen.pipe_directory}: jobs started here do not use it"
+        )
+        return [Finding("mps", Severity.PROBLEM, what, "export CUDA_MPS_PIPE_DIRECTORY=<the daemon's>")]
     if seen.control_pipe:
         what = f"off, but {seen.pipe_directory} was left behind"
-        return [Finding("mps", State.NOTE, what, "start it: nvidia-cuda-mps-control -d")]
-    what = "off: kernels of two jobs are time-sliced; gloo's exchange overlaps all the same, NCCL's needs MPS"
-    return [Finding("mps", State.NOTE, what, "with NCCL: nvidia-cuda-mps-control -d")]
+        return [Finding("mps", Severity.NOTE, what, "start it: nvidia-cuda-mps-control -d")]
+    what = "off: kernels of two jobs are time-sliced; gloo's exchange overlaps nevertheless, NCCL's needs MPS"
+    return [Finding("mps", Severity.NOTE, what, "with NCCL: nvidia-cuda-mps-control -d")]
 
 
 # --- shared memory ------------------------------------------------------------------------------------------------
@@ -239,65 +241,70 @@ def shared_memory(seen: SharedMemory) -> list[Finding]:
         return [
             Finding(
                 topic,
-                State.PROBLEM,
+                Severity.PROBLEM,
                 f"no {seen.base}: jobs train without turns",
                 f"mount -t tmpfs tmpfs {seen.base}",
             )
         ]
     if not seen.writable:
-        return [Finding(topic, State.PROBLEM, f"{seen.base} is not writable", f"chmod 1777 {seen.base}")]
+        return [Finding(topic, Severity.PROBLEM, f"{seen.base} is not writable", f"chmod 1777 {seen.base}")]
     free = f"{seen.base}, {seen.free_bytes // _MEBI} MiB free"
     if seen.free_bytes < 2 * FILE_BYTES:
         found = [
-            Finding(topic, State.PROBLEM, f"{free}: no room for a segment", f"remove what fills {seen.base}")
+            Finding(
+                topic, Severity.PROBLEM, f"{free}: no room for a segment", f"remove what fills {seen.base}"
+            )
         ]
     elif seen.free_bytes < _SCARCE_BYTES:
         found = [
             Finding(
                 topic,
-                State.NOTE,
+                Severity.NOTE,
                 f"{free}: enough for turns, little for DataLoader workers",
                 "docker: --shm-size=1g",
             )
         ]
     else:
-        found = [Finding(topic, State.OK, free)]
+        found = [Finding(topic, Severity.OK, free)]
     return found + ([] if seen.directory is None else [_directory(seen.directory, seen.user)])
 
 
 def _directory(seen: Directory, user: int) -> Finding:
     topic, path = "shared memory", seen.path
     if not seen.is_directory:
-        return Finding(topic, State.PROBLEM, f"{path} is not a directory", f"rm {path}")
+        return Finding(topic, Severity.PROBLEM, f"{path} is not a directory", f"rm {path}")
     if seen.owner != user:
         what = f"{path} belongs to user {seen.owner}, this is user {user}"
-        return Finding(topic, State.PROBLEM, what, f"let its owner or an administrator rm -r {path}")
+        return Finding(topic, Severity.PROBLEM, what, f"let its owner or an administrator rm -r {path}")
     if seen.mode & 0o077:
         return Finding(
-            topic, State.PROBLEM, f"{path} has mode {seen.mode:04o}, not 0700", f"chmod 0700 {path}"
+            topic, Severity.PROBLEM, f"{path} has mode {seen.mode:04o}, not 0700", f"chmod 0700 {path}"
         )
-    return Finding(topic, State.OK, f"{path} is private")
+    return Finding(topic, Severity.OK, f"{path} is private")
 
 
 def segments(seen: Look, swept: Sequence[str] = ()) -> list[Finding]:
-    """Say which segments are in use, left by the dead, or no segments at all."""
-    found = [Finding("segments", State.NOTE, f"removed {path}") for path in swept]
+    """Say which segments are in use, which dead jobs have left, and which files are no segments."""
+    found = [Finding("segments", Severity.NOTE, f"removed {path}") for path in swept]
     for segment in seen.segments:
         jobs = len({place.job for place in segment.places})
         if segment.held:
             what = f"group {segment.group} on {segment.device}: {jobs} job{'s' * (jobs != 1)}"
-            found.append(Finding("segments", State.OK, what))
+            found.append(Finding("segments", Severity.OK, what))
         else:
             what = f"group {segment.group} on {segment.device}: left by dead jobs"
-            found.append(Finding("segments", State.NOTE, what, "crossover-ddp doctor --sweep"))
+            found.append(Finding("segments", Severity.NOTE, what, "crossover-ddp doctor --sweep"))
     found += [
         Finding(
-            "segments", State.PROBLEM, f"{problem.path}: {problem.what}", _removal(problem.path, problem.what)
+            "segments",
+            Severity.PROBLEM,
+            f"{problem.path}: {problem.what}",
+            _removal(problem.path, problem.what),
         )
         for problem in seen.problems
-        if problem.path != seen.directory  # told with the directory
+        if problem.path != seen.directory  # `shared_memory` judges the directory
     ]
-    return found or [Finding("segments", State.OK, "no jobs take turns now")]
+    return found or [Finding("segments", Severity.OK, "no jobs take turns now")]
 
 
 def _removal(path: str, what: str) -> str:
@@ -314,20 +321,22 @@ def environment(variables: Mapping[str, str], *, timeline_writable: bool = True)
     found = [_group(variables.get(GROUP)), _device(variables.get(DEVICE))]
     if is_set(DISABLE, variables):
         what = "CROSSOVER_DISABLE set: hooks behave as plain all-reduce, nobody takes turns"
-        found.append(Finding(topic, State.NOTE, what, "unset CROSSOVER_DISABLE"))
+        found.append(Finding(topic, Severity.NOTE, what, "unset CROSSOVER_DISABLE"))
     else:
-        found.append(Finding(topic, State.OK, "CROSSOVER_DISABLE not set: jobs take turns"))
+        found.append(Finding(topic, Severity.OK, "CROSSOVER_DISABLE not set: jobs take turns"))
     if is_set(CHECK, variables):
         what = "CROSSOVER_CHECK set: decoupled training checks every step, and overlaps nothing"
-        found.append(Finding(topic, State.NOTE, what, "unset CROSSOVER_CHECK"))
+        found.append(Finding(topic, Severity.NOTE, what, "unset CROSSOVER_CHECK"))
     timeline = variables.get(TIMELINE)
     if timeline and not timeline_writable:
-        what = f"CROSSOVER_TIMELINE={timeline}: nothing can be written there, so nothing is recorded"
-        found.append(Finding(topic, State.PROBLEM, what, f"mkdir -p {timeline}"))
+        what = f"CROSSOVER_TIMELINE={timeline}: the directory is not writable, so nothing is recorded"
+        found.append(Finding(topic, Severity.PROBLEM, what, f"mkdir -p {timeline}"))
     elif timeline:
-        found.append(Finding(topic, State.NOTE, f"CROSSOVER_TIMELINE={timeline}: spans are recorded there"))
+        found.append(
+            Finding(topic, Severity.NOTE, f"CROSSOVER_TIMELINE={timeline}: spans are recorded there")
+        )
     found += [
-        Finding(topic, State.NOTE, f"{name} means nothing to jobs", f"unset {name}")
+        Finding(topic, Severity.NOTE, f"{name} means nothing to jobs", f"unset {name}")
         for name in sorted(variables)
         if name.startswith("CROSSOVER_") and name not in FOR_USERS
     ]
@@ -336,22 +345,24 @@ def environment(variables: Mapping[str, str], *, timeline_writable: bool = True)
 
 def _group(group: str | None) -> Finding:
     if group is None:
-        return Finding("environment", State.OK, "CROSSOVER_GROUP not set: siblings meet in group default")
+        return Finding("environment", Severity.OK, "CROSSOVER_GROUP not set: siblings meet in group default")
     if GROUP_NAME.fullmatch(group):
-        return Finding("environment", State.OK, f"CROSSOVER_GROUP={group}: siblings must name the same group")
+        return Finding(
+            "environment", Severity.OK, f"CROSSOVER_GROUP={group}: siblings must name the same group"
+        )
     what = f"CROSSOVER_GROUP={group!r} is no group name: jobs refuse to start"
     return Finding(
-        "environment", State.PROBLEM, what, "export CROSSOVER_GROUP=<1-64 letters, digits, '.', '_', '-'>"
+        "environment", Severity.PROBLEM, what, "export CROSSOVER_GROUP=<1-64 letters, digits, '.', '_', '-'>"
     )
 
 
 def _device(device: str | None) -> Finding:
     if not device:
         return Finding(
-            "environment", State.OK, "CROSSOVER_DEVICE not set: GPUs by UUID, the CPU by the machine"
+            "environment", Severity.OK, "CROSSOVER_DEVICE not set: GPUs by UUID, the CPU by the machine"
         )
     what = f"CROSSOVER_DEVICE={device}: the shared device where a job uses no GPU; GPUs keep their UUIDs"
-    return Finding("environment", State.NOTE, what)
+    return Finding("environment", Severity.NOTE, what)
 
 
 def threads(wanted: str | None, cores: int, cpu_quota: float | None = None) -> list[Finding]:
@@ -368,32 +379,32 @@ def threads(wanted: str | None, cores: int, cpu_quota: float | None = None) -> l
     if not wanted:
         what = f"OMP_NUM_THREADS not set, {has}: torchrun sets 1 per rank, plain python uses every core"
         mend = f"export OMP_NUM_THREADS={max(1, cores // 2)}  # cores divided by the ranks here"
-        return [Finding("threads", State.NOTE, what, mend)]
+        return [Finding("threads", Severity.NOTE, what, mend)]
     count = int(wanted) if wanted.isdecimal() else 0
     if count < 1:
         what = f"OMP_NUM_THREADS={wanted!r} is no number of threads"
-        return [Finding("threads", State.PROBLEM, what, "export OMP_NUM_THREADS=1")]
+        return [Finding("threads", Severity.PROBLEM, what, "export OMP_NUM_THREADS=1")]
     if count > cores:
-        what = f"OMP_NUM_THREADS={count}, {has}: threads of one rank already push each other aside"
-        return [Finding("threads", State.PROBLEM, what, f"export OMP_NUM_THREADS={max(1, cores // 2)}")]
-    return [Finding("threads", State.OK, f"OMP_NUM_THREADS={count} per rank, {has}")]
+        what = f"OMP_NUM_THREADS={count}, {has}: the threads of one rank already compete for the cores"
+        return [Finding("threads", Severity.PROBLEM, what, f"export OMP_NUM_THREADS={max(1, cores // 2)}")]
+    return [Finding("threads", Severity.OK, f"OMP_NUM_THREADS={count} per rank, {has}")]
 
 
 def platform(system: str, kernel: str) -> list[Finding]:
     """Judge the operating system."""
     if system != "Linux":
-        return [Finding("platform", State.PROBLEM, f"{system}: jobs train without turns", "use Linux")]
+        return [Finding("platform", Severity.PROBLEM, f"{system}: jobs train without turns", "use Linux")]
     if "microsoft" in kernel.lower():
-        what = "WSL: CUDA IPC events do not work, turns are ordered on the host, which costs some of the gain"
-        return [Finding("platform", State.NOTE, what, "use Linux itself for the whole gain")]
-    return [Finding("platform", State.OK, f"Linux {kernel.strip()}")]
+        what = "WSL: CUDA IPC events do not work, the host orders the turns, which costs some of the gain"
+        return [Finding("platform", Severity.NOTE, what, "use Linux itself for the whole gain")]
+    return [Finding("platform", Severity.OK, f"Linux {kernel.strip()}")]
 
 
 # --- network ------------------------------------------------------------------------------------------------------
 
 
-def network(seen: Network) -> list[Finding]:
-    """Say which interface gloo takes, and how fast it claims to be."""
+def network(seen: NetworkFacts) -> list[Finding]:
+    """Say which interface gloo takes, and which speed it reports."""
     if seen.chosen:
         return _chosen(seen)
     by_address = {address: each for each in seen.interfaces for address in each.addresses}
@@ -403,15 +414,15 @@ def network(seen: Network) -> list[Finding]:
     if not found:
         where = ", ".join(seen.host_addresses) or "nothing"
         what = f"host name {seen.host_name} resolves to {where}, no interface here has that: gloo may fail or take any"
-        return [Finding("network", State.PROBLEM, what, mend)]
+        return [Finding("network", Severity.PROBLEM, what, mend)]
     interface = found[0]
     what = f"gloo takes {_describe(interface)}: host name {seen.host_name} resolves to it"
     if interface.loopback and candidates:
-        return [Finding("network", State.NOTE, f"{what}; other machines cannot reach it", mend)]
+        return [Finding("network", Severity.NOTE, f"{what}; other machines cannot reach it", mend)]
     return [Finding("network", _speed_state(interface), what, _speed_mend(interface))]
 
 
-def _chosen(seen: Network) -> list[Finding]:
+def _chosen(seen: NetworkFacts) -> list[Finding]:
     interfaces = {each.name: each for each in seen.interfaces}
     found = []
     for name in (seen.chosen or "").split(","):
@@ -419,10 +430,12 @@ def _chosen(seen: Network) -> list[Finding]:
         others = ", ".join(sorted(interfaces)) or "none"
         if interface is None:
             what = f"GLOO_SOCKET_IFNAME={name}: no such interface here (there are: {others})"
-            found.append(Finding("network", State.PROBLEM, what, "export GLOO_SOCKET_IFNAME=<one of them>"))
+            found.append(
+                Finding("network", Severity.PROBLEM, what, "export GLOO_SOCKET_IFNAME=<one of them>")
+            )
         elif not interface.up or not interface.addresses:
             what = f"GLOO_SOCKET_IFNAME={name}: it is down or has no address"
-            found.append(Finding("network", State.PROBLEM, what, f"ip link set {name} up"))
+            found.append(Finding("network", Severity.PROBLEM, what, f"ip link set {name} up"))
         else:
             what = f"gloo takes {_describe(interface)}: GLOO_SOCKET_IFNAME says so"
             found.append(Finding("network", _speed_state(interface), what, _speed_mend(interface)))
@@ -432,14 +445,14 @@ def _chosen(seen: Network) -> list[Finding]:
 def _describe(interface: Interface) -> str:
     if interface.loopback:
         return f"{interface.name} (this machine only)"
-    speed = "speed not told" if interface.mbit_s is None else f"{interface.mbit_s} Mbit/s"
+    speed = "speed not known" if interface.mbit_s is None else f"{interface.mbit_s} Mbit/s"
     return f"{interface.name} ({', '.join(interface.addresses[:2])}; {speed})"
 
 
-def _speed_state(interface: Interface) -> State:
+def _speed_state(interface: Interface) -> Severity:
     slow = interface.mbit_s is not None and interface.mbit_s <= _SLOW_MBIT_S
-    return State.NOTE if slow else State.OK
+    return Severity.NOTE if slow else Severity.OK
 
 
 def _speed_mend(interface: Interface) -> str:
-    return "use a faster link if there is one" if _speed_state(interface) is State.NOTE else ""
+    return "use a faster link if there is one" if _speed_state(interface) is Severity.NOTE else ""

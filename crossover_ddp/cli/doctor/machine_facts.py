@@ -1,4 +1,4 @@
-"""Facts about this machine, for `findings` to judge. Reads only, and makes no CUDA context: that takes memory."""
+"""Facts about this machine, for `findings` to judge. Reads only; makes no CUDA context, which would take memory."""
 
 import contextlib
 import csv
@@ -24,7 +24,7 @@ from crossover_ddp._system.cuda_driver import (
 )
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 
-from .findings import Directory, Gpu, Gpus, Interface, Mps, Network, SharedMemory, Software
+from .findings import Directory, Gpu, Gpus, Interface, Mps, NetworkFacts, SharedMemory, Software
 from .gpu_findings import Ordering
 
 _NVIDIA_SMI = (
@@ -47,7 +47,7 @@ _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
 
 def software() -> Software:
-    """Return versions and the features of torch that we use where they are there."""
+    """Return versions, and which optional features torch has."""
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +83,7 @@ def _nccl_version() -> tuple[int, ...] | None:
 
 
 def gpus() -> Gpus:
-    """Return what the driver lists and torch may use."""
+    """Return the GPUs that the driver lists, and how many torch may use."""
     return Gpus(
         listed=_listed_gpus(),
         torch_count=torch.cuda.device_count(),
@@ -92,7 +92,7 @@ def gpus() -> Gpus:
 
 
 def orderings() -> tuple[Ordering, ...]:
-    """Return what the driver says of the GPUs that jobs started here would see."""
+    """Return what the driver says of the GPUs that a job started here sees."""
     found = []
     with contextlib.suppress(OSError, RuntimeError):  # no driver, or none that can be asked
         driver = cuda_driver()
@@ -118,7 +118,7 @@ def _listed_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(table: str) -> tuple[Gpu, ...]:
-    """Return the GPUs in nvidia-smi's answer; lines of another form are left out."""
+    """Return the GPUs in nvidia-smi's answer; skip lines of another form."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(table.splitlines())]
     return tuple(
         [
@@ -174,7 +174,7 @@ def _directory(path: str) -> Directory | None:
 
 
 def timeline_writable() -> bool:
-    """Tell whether spans could be written to ``CROSSOVER_TIMELINE``, which a job makes if it is missing."""
+    """Return whether spans can be written to ``CROSSOVER_TIMELINE``, which a job makes if it is missing."""
     path = Path(os.environ.get(environment.TIMELINE) or ".").absolute()
     nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
@@ -197,10 +197,10 @@ def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
 # --- network ------------------------------------------------------------------------------------------------------
 
 
-def network(root: str = "/sys/class/net") -> Network:
-    """Return what gloo may choose from."""
+def network(root: str = "/sys/class/net") -> NetworkFacts:
+    """Return the interfaces from which gloo chooses."""
     host_name = socket.gethostname()
-    return Network(
+    return NetworkFacts(
         chosen=os.environ.get("GLOO_SOCKET_IFNAME"),
         host_name=host_name,
         host_addresses=_resolved(host_name),
@@ -211,7 +211,7 @@ def network(root: str = "/sys/class/net") -> Network:
 def _resolved(host_name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(host_name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a name that no resolver takes is not even sent
+    except (OSError, UnicodeError):  # an invalid name fails before a resolver is asked
         return ()
     return tuple([*dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)])
 
@@ -266,13 +266,13 @@ def _ipv6_addresses(path: str = "/proc/net/if_inet6") -> dict[str, tuple[str, ..
 
 
 def gpu_free_bytes() -> dict[str, int]:
-    """Return what is free on each GPU that the driver lists, by UUID."""
+    """Return the free memory of each GPU that the driver lists, by UUID."""
     return {gpu.uuid: gpu.free_mib << 20 for gpu in _listed_gpus() if gpu.free_mib is not None}
 
 
 def available_memory_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/proc/self/cgroup") -> int | None:
-    """Return what new programs may take without swapping, here and in this cgroup (v2); None if nothing says it."""
-    found = [_meminfo_available(meminfo), *_cgroup_rooms(cgroup)]
+    """Return what new programs can take without swapping, in this cgroup (v2) and outside; None if unknown."""
+    found = [_meminfo_available(meminfo), *_cgroup_free_bytes(cgroup)]
     return min((each for each in found if each is not None), default=None)
 
 
@@ -284,8 +284,8 @@ def _meminfo_available(path: str) -> int | None:
     return None
 
 
-def _cgroup_rooms(path: str, root: str = "/sys/fs/cgroup") -> Iterable[int]:
-    """Yield what is left below the limit of this cgroup and of each above it; page cache counts as free."""
+def _cgroup_free_bytes(path: str, root: str = "/sys/fs/cgroup") -> Iterable[int]:
+    """Yield what this cgroup, and each above it, has left below its limit; page cache counts as free."""
     try:
         own = next(line[3:] for line in Path(path).read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

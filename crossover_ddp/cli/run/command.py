@@ -1,4 +1,4 @@
-"""``crossover-ddp run``: start sibling jobs, and say at the end what sharing brought."""
+"""``crossover-ddp run``: start sibling jobs, and show their speed-up at the end."""
 
 import argparse
 import dataclasses
@@ -29,9 +29,9 @@ from crossover_ddp.cli.output import (
 from .commands import Command, CommandError, from_groups, from_json, from_lines, named
 from .first_look import FirstLook
 from .output import Terminal
-from .ports import Meeting, meetings
-from .runner import JobResult, Planned, Runner, RunResult, Settings
-from .summary import Room, format_size, parse_size, too_small
+from .ports import Rendezvous, rendezvous
+from .runner import JobResult, Planned, Runner, RunOutcome, Settings
+from .summary import FreeMemory, format_size, parse_size, too_small
 from .torchrun import launch_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=_whole,
         default=2,
         metavar="K",
-        help="run so many at a time, the others after (default 2)",
+        help="run K jobs at a time, the others afterwards (default 2)",
     )
     parser.add_argument(
         "--group",
@@ -98,7 +98,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="kill a job that was told to end and has not (default 30)",
+        help="kill a job that has not ended so long after it was asked to (default 30)",
     )
     parser.add_argument("--fail-fast", action="store_true", help="end all jobs when one fails")
     _add_memory_arguments(parser)
@@ -150,19 +150,19 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.group or os.environ.get(environment.GROUP) or f"run-{os.getpid()}-{secrets.token_hex(3)}"
     )
     try:
-        jobs, rooms, on_gpus = _prepare(arguments, group)
+        jobs, memories, on_gpus = _prepare(arguments, group)
     except CommandError as error:
         sys.stderr.write(f"crossover-ddp run: {error}\n")
         return USAGE
     terminal = Terminal([job.name for job in jobs], only_errors=arguments.json)
-    _introduce(arguments, group, jobs, rooms, terminal)
+    _introduce(arguments, group, jobs, memories, terminal)
     settings = Settings(group, arguments.at_once, arguments.grace, arguments.fail_fast, arguments.logs)
-    first_look = FirstLook(arguments.try_first, rooms, on_gpus=on_gpus) if arguments.try_first else None
+    first_look = FirstLook(arguments.try_first, memories, on_gpus=on_gpus) if arguments.try_first else None
     runner = Runner(jobs, settings, terminal, first_look)
     result = runner.run()
     sweep(group=group)  # what killed jobs have left
     peaks = first_look.peak_bytes if first_look else {}
-    document = _document(jobs, group, runner.at_once, rooms, peaks, result, arguments.logs)
+    document = _document(jobs, group, runner.at_once, memories, peaks, result, arguments.logs)
     if arguments.json:
         write_json(document)
     else:
@@ -173,18 +173,18 @@ def run(arguments: argparse.Namespace) -> int:
 # --- before the start ---------------------------------------------------------------------------------------------
 
 
-def _prepare(arguments: argparse.Namespace, group: str) -> tuple[list[Planned], list[Room], bool]:
-    """Return all that is to be started, or raise `CommandError`: nothing has been started yet."""
+def _prepare(arguments: argparse.Namespace, group: str) -> tuple[list[Planned], list[FreeMemory], bool]:
+    """Return the jobs to start, and their memory; raise `CommandError` if they cannot be started."""
     commands = _read_commands(arguments)
     inherited = {"PYTHONUNBUFFERED": "1", **os.environ, environment.GROUP: group}
     for command in commands:
         _check_program(command, inherited)
     launches = [launch_of(command, inherited) for command in commands]
-    places = meetings(commands, launches, inherited, _free_port, at_once=arguments.at_once)
+    places = rendezvous(commands, launches, inherited, _free_port, at_once=arguments.at_once)
     jobs = [_planned(command, place, inherited) for command, place in zip(commands, places, strict=True)]
-    rooms, on_gpus = _rooms(jobs, arguments.at_once)
+    memories, on_gpus = _free_memories(jobs, arguments.at_once)
     if arguments.memory_per_job:
-        too_much = too_small(rooms, arguments.memory_per_job)
+        too_much = too_small(memories, arguments.memory_per_job)
         if too_much:
             raise CommandError(
                 f"expected all jobs to fit into memory, got too little on {'; '.join(too_much)}; run fewer --at-once"
@@ -198,7 +198,7 @@ def _prepare(arguments: argparse.Namespace, group: str) -> tuple[list[Planned], 
             raise CommandError(
                 f"expected a directory to write to, got --logs {arguments.logs}: {error}"
             ) from error
-    return jobs, rooms, on_gpus
+    return jobs, memories, on_gpus
 
 
 def _read_commands(arguments: argparse.Namespace) -> tuple[Command, ...]:
@@ -229,7 +229,7 @@ def _free_port() -> int:
         return port
 
 
-def _planned(command: Command, place: Meeting, inherited: Mapping[str, str]) -> Planned:
+def _planned(command: Command, place: Rendezvous, inherited: Mapping[str, str]) -> Planned:
     variables = {**inherited, **place.environment, **command.environment}
     timeline = inherited.get(environment.TIMELINE)
     if timeline and environment.TIMELINE not in command.environment:
@@ -237,22 +237,22 @@ def _planned(command: Command, place: Meeting, inherited: Mapping[str, str]) -> 
     return Planned(command.name, place.words, variables, place.where)
 
 
-def _rooms(jobs: Sequence[Planned], at_once: int) -> tuple[list[Room], bool]:
-    """Return the memory that the jobs share, and whether it is that of GPUs."""
+def _free_memories(jobs: Sequence[Planned], at_once: int) -> tuple[list[FreeMemory], bool]:
+    """Return the memory that the jobs share, and whether it is memory of GPUs."""
     found = machine_facts.gpus()
-    rooms = []
+    memories = []
     for index, gpu in enumerate(found.listed):
         users = sum(sees(job.environment.get("CUDA_VISIBLE_DEVICES"), index, gpu) for job in jobs)
         if users and gpu.free_mib is not None:
-            rooms.append(Room(gpu.uuid, gpu.free_mib << 20, min(at_once, users)))
-    if rooms:
-        return rooms, True
+            memories.append(FreeMemory(gpu.uuid, gpu.free_mib << 20, min(at_once, users)))
+    if memories:
+        return memories, True
     free_bytes = machine_facts.available_memory_bytes()
-    return [] if free_bytes is None else [Room(_MACHINE, free_bytes, min(at_once, len(jobs)))], False
+    return [] if free_bytes is None else [FreeMemory(_MACHINE, free_bytes, min(at_once, len(jobs)))], False
 
 
 def sees(visible: str | None, index: int, gpu: Gpu) -> bool:
-    """Tell whether ``CUDA_VISIBLE_DEVICES`` shows a GPU; CUDA stops at the first entry that it does not know."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` shows a GPU; CUDA stops at the first entry that it does not know."""
     if visible is None:
         return True
     for each in (word.strip() for word in visible.split(",")):
@@ -267,16 +267,16 @@ def _introduce(
     arguments: argparse.Namespace,
     group: str,
     jobs: Sequence[Planned],
-    rooms: Sequence[Room],
+    memories: Sequence[FreeMemory],
     terminal: Terminal,
 ) -> None:
     terminal.say(f"{len(jobs)} jobs, {arguments.at_once} at once, in group {group}")
-    for room in rooms:
-        terminal.say(f"memory: {format_size(room.free_bytes)} free on {room.name}")
-    if not rooms:
-        terminal.say("memory: what is free is not known here")
+    for memory in memories:
+        terminal.say(f"memory: {format_size(memory.free_bytes)} free on {memory.name}")
+    if not memories:
+        terminal.say("memory: how much is free is not known here")
     elif not arguments.memory_per_job and not arguments.try_first:
-        terminal.say("memory: not known whether the jobs fit; --memory-per-job or --try-first checks it")
+        terminal.say("memory: whether the jobs fit is not known; --memory-per-job or --try-first checks it")
 
 
 # --- at the end ---------------------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ def _document(
     jobs: Sequence[Planned],
     group: str,
     at_once: int,
-    rooms: Sequence[Room],
+    memories: Sequence[FreeMemory],
     peaks: Mapping[str, int],
-    result: RunResult,
+    result: RunOutcome,
     logs: Path | None,
 ) -> dict[str, Any]:
     return {
@@ -311,8 +311,8 @@ def _document(
         ],
         "sharing": dataclasses.asdict(result.sharing),
         "memory": [
-            {"name": room.name, "free_bytes": room.free_bytes, "first_job_bytes": peaks.get(room.name)}
-            for room in rooms
+            {"name": memory.name, "free_bytes": memory.free_bytes, "first_job_bytes": peaks.get(memory.name)}
+            for memory in memories
         ],
     }
 
@@ -323,17 +323,17 @@ def _seconds_of(result: JobResult) -> float | None:
     return result.ended_s - result.began_s
 
 
-def _show(result: RunResult) -> None:
+def _show(result: RunOutcome) -> None:
     try:
         screen = console()
         screen.print(table(result))
         screen.print(result.sharing.in_words(), soft_wrap=True)
-    except BrokenPipeError:  # the jobs count, not who watched them
+    except BrokenPipeError:  # the exit code is that of the jobs, even if nobody reads the table
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def table(result: RunResult) -> "Table":
-    """Return what became of the jobs as a table."""
+def table(result: RunOutcome) -> "Table":
+    """Return the jobs' results as a table."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,9 +1,9 @@
-"""What ``crossover-ddp run`` is asked to start: commands, their names and variables. Pure: starts and reads nothing.
+"""The commands that ``crossover-ddp run`` is to start, their names and variables. Pure: starts and reads nothing.
 
 [Note: no shell]
 A command given as one text is cut into words as a shell would cut it, but no shell runs it: so torchrun's own
-arguments can be read, and signals reach the job and not a shell before it. Text that means something only to a shell is
-refused, never passed on as it stands. Our design.
+arguments can be read, and signals reach the job instead of a shell. Syntax that only a shell understands is refused,
+never passed on as plain text. Our design.
 """
 
 import json
@@ -21,7 +21,7 @@ _ENTRY = '"COMMAND" or {"command": …, "name": …, "env": {…}}'
 
 
 class CommandError(ValueError):
-    """A command that cannot be started; nothing has been."""
+    """A command that cannot be started; no job has been started."""
 
 
 class Command(NamedTuple):
@@ -34,7 +34,7 @@ class Command(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A command before it has a name for sure."""
+    """A command that may still lack a name."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -113,7 +113,7 @@ def _words(text: str, where: str) -> list[str]:
     if syntax is not None:
         raise CommandError(
             f"{where}: expected a command without shell syntax, got {syntax!r} in {text!r}: no shell runs it; put "
-            "it in single quotes if it is meant as it stands, or let a shell run it: bash -c '…'"
+            "it in single quotes if it is plain text, or let a shell run it: bash -c '…'"
         )
     try:
         return shlex.split(text, comments=True)
@@ -122,7 +122,7 @@ def _words(text: str, where: str) -> list[str]:
 
 
 def shell_syntax(text: str) -> str | None:
-    """Return the first thing in ``text`` that only a shell would act on, or None; wildcards are left alone."""
+    """Return the first syntax in ``text`` on which only a shell would act, or None; wildcards do not count."""
     quote, last = "", " "
     letters = iter(text)
     for letter in letters:

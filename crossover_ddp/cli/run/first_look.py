@@ -1,4 +1,4 @@
-"""A while with the first job alone: how much memory it takes, so how many like it fit."""
+"""Watch the first job alone for a while: how much memory it takes, and so how many jobs like it fit."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,26 +7,26 @@ from crossover_ddp._system.environment import RUN_JOB
 from crossover_ddp._system.marked_processes import memory_bytes, processes_with
 from crossover_ddp.cli.doctor import machine_facts
 
-from .summary import Room, fitting, format_size
+from .summary import FreeMemory, fitting, format_size
 
 _ASK_DRIVER_S = 2.0  # nvidia-smi takes a while
 START_UP_S = 120.0  # a job that has taken no turn by then is looked at as it is
 
 
 class FirstLook:
-    """Look at the first job now and then.
+    """Measure the memory of the first job repeatedly.
 
     Args:
-        seconds: to look for, from when it takes turns.
-        rooms: what was free before it: of each GPU, or of the machine.
-        on_gpus: the rooms are GPUs.
+        seconds: how long, from the moment when it takes turns.
+        memories: what was free before it: of each GPU, or of the machine.
+        on_gpus: the memories are GPUs.
 
     On a GPU its need is what the GPU's free memory fell by, on a machine without GPUs the memory of its processes.
     """
 
-    def __init__(self, seconds: float, rooms: Sequence[Room], *, on_gpus: bool) -> None:
+    def __init__(self, seconds: float, memories: Sequence[FreeMemory], *, on_gpus: bool) -> None:
         self._seconds = seconds
-        self._rooms = rooms
+        self._free_memories = memories
         self._on_gpus = on_gpus
         self._latest_end_s = time.monotonic() + START_UP_S + seconds
         self._end_s: float | None = None
@@ -46,34 +46,37 @@ class FirstLook:
     def _used(self, marks: Mapping[str, str]) -> Iterator[tuple[str, int]]:
         if self._on_gpus:
             free = machine_facts.gpu_free_bytes()
-            for room in self._rooms:
-                if room.name in free:
-                    yield room.name, room.free_bytes - free[room.name]
+            for memory in self._free_memories:
+                if memory.name in free:
+                    yield memory.name, memory.free_bytes - free[memory.name]
         else:
             used = sum(memory_bytes(pid) for pid, mark in processes_with(RUN_JOB) if mark in marks)
-            yield from ((room.name, used) for room in self._rooms)
+            yield from ((memory.name, used) for memory in self._free_memories)
 
     def is_over(self, *, running: bool) -> bool:
-        """Tell whether enough was seen, or there is no more to see."""
+        """Return whether enough was measured, or the job has ended."""
         now_s = time.monotonic()
         return not running or now_s >= min(self._latest_end_s, self._end_s or self._latest_end_s)
 
     def fitting(self) -> int | None:
-        """Return how many jobs like it fit at once; None where it took no memory that could be seen."""
-        return fitting(self._rooms, self.peak_bytes)
+        """Return how many jobs like it fit at once; None if no memory of it was measured."""
+        return fitting(self._free_memories, self.peak_bytes)
 
     def report(self, at_once: int) -> list[str]:
-        """Say for people what was seen."""
+        """Return what was measured, for people."""
         lines = [
-            f"memory of the first job: {format_size(used)} of {format_size(room.free_bytes)} on {room.name}"
-            for room in self._rooms
-            if (used := self.peak_bytes.get(room.name, 0)) > 0
+            f"memory of the first job: {format_size(used)} of {format_size(memory.free_bytes)} on {memory.name}"
+            for memory in self._free_memories
+            if (used := self.peak_bytes.get(memory.name, 0)) > 0
         ]
         count = self.fitting()
         if count is None:
-            return [*lines, "memory of the first job: none was seen, so nothing is known about the others"]
+            return [
+                *lines,
+                "memory of the first job: none was measured, so nothing is known about the others",
+            ]
         if count < at_once:
             lines.append(
-                f"only {max(1, count)} at once instead of {at_once}: as many as fit if all are like it"
+                f"only {max(1, count)} at once instead of {at_once}: so many fit if all jobs take as much"
             )
         return lines

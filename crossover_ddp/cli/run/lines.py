@@ -1,4 +1,4 @@
-"""Cut a job's output into lines that can be shown beside those of other jobs. Pure: bytes in, lines out."""
+"""Cut a job's output into lines, to be shown between lines of other jobs. Pure: bytes in, lines out."""
 
 LIMIT_BYTES = 1 << 16
 
@@ -6,8 +6,8 @@ LIMIT_BYTES = 1 << 16
 class Lines:
     r"""The lines of one stream.
 
-    A line ends with ``\n``. What a progress bar overwrites (``\r``) is dropped, as a terminal would: `overwriting`
-    tells what it shows now.
+    A line ends with ``\n``. Text that a progress bar overwrites (``\r``) is dropped, as on a terminal; `overwriting`
+    returns what the bar shows now.
 
     Args:
         limit_bytes: a longer line comes in pieces.
@@ -17,7 +17,7 @@ class Lines:
         self._limit_bytes = limit_bytes
         self._pending = b""
         self._overwrites = False
-        self._told = b""
+        self._shown = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that ``data`` completes, without their ends."""
@@ -36,11 +36,11 @@ class Lines:
         return lines
 
     def overwriting(self) -> bytes | None:
-        """Return what a progress bar shows now; None if it shows nothing new."""
+        """Return what a progress bar shows now; None if that is not new."""
         shown = self._pending.rstrip(b"\r")
-        if not self._overwrites or not shown.strip() or shown == self._told:
+        if not self._overwrites or not shown.strip() or shown == self._shown:
             return None
-        self._told = shown
+        self._shown = shown
         return shown
 
     def rest(self) -> list[bytes]:
@@ -51,7 +51,7 @@ class Lines:
 
 
 def _visible(line: bytes) -> bytes | None:
-    """Return what a terminal would show of a line in the end; None if that was wiped out."""
+    """Return what a terminal shows of a line in the end; None if the line was erased."""
     shown = line.rstrip(b"\r")
     before, overwritten, last = shown.rpartition(b"\r")
     return None if overwritten and before and not last.strip() else last

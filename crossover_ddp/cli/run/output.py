@@ -1,4 +1,4 @@
-"""Where the output of jobs goes: line by line, each behind its job's name, to the terminal and to files."""
+"""Show the output of jobs line by line, each behind its job's name, on the terminal and in files."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ _READS_AT_ONCE: Final = 16  # then other streams have their turn
 
 
 class Terminal:
-    """What people see.
+    """The terminal, on which all jobs and the runner write.
 
     Args:
         names: of all jobs.
-        only_errors: leave standard output to something else.
+        only_errors: write everything to standard error, since standard output is for something else.
 
-    A reader that goes away ends the showing, not the jobs.
+    If the reader closes its end nothing more is shown; the jobs go on.
     """
 
     def __init__(self, names: Sequence[str], *, only_errors: bool) -> None:
@@ -57,7 +57,7 @@ class Terminal:
 
 
 def coloured(stream: TextIO, variables: Mapping[str, str]) -> bool:
-    """Tell whether the stream is a terminal that shows colours, and nobody wants none."""
+    """Return whether the stream is a terminal with colours, and the user has not switched them off."""
     if variables.get("NO_COLOR") or variables.get("TERM") == "dumb":
         return False
     return bool(variables.get("FORCE_COLOR")) or stream.isatty()
@@ -82,7 +82,7 @@ class JobOutput:
         self._lines = {stream.fileno(): (number, Lines()) for number, stream in enumerate(streams)}
 
     def read(self, fd: int, *, to_the_end: bool = False) -> bool:
-        """Show what has come on a stream; tell whether more may come.
+        """Show what has arrived on a stream; return whether more may come.
 
         Args:
             fd: the stream's.
@@ -103,14 +103,14 @@ class JobOutput:
         return True
 
     def show_progress(self) -> None:
-        """Show what progress bars say now."""
+        """Show the present state of progress bars."""
         for number, lines in self._lines.values():
             shown = lines.overwriting()
             if shown is not None:
                 self._terminal.show(self._name, number, [shown])
 
     def finish(self) -> None:
-        """Show what is left; nothing more comes, or nobody reads it."""
+        """Show what is left, at the end of the job."""
         for number, lines in self._lines.values():
             self._keep(number, lines.rest())
         if self._log is not None:
@@ -128,5 +128,5 @@ class JobOutput:
 
 
 def open_log(directory: Path | None, name: str) -> BinaryIO | None:
-    """Open the file of a job's lines anew, unbuffered: somebody may follow it."""
+    """Open the file of a job's lines anew, unbuffered, so that ``tail -f`` shows them at once."""
     return None if directory is None else (directory / f"{name}.log").open("wb", buffering=0)

@@ -1,9 +1,10 @@
 """Where each sibling job's ranks meet: a port of its own for every job. Pure: opens no port, reads no variable.
 
 [Note: ports]
-What a user has said stays. Else a job on one node lets torchrun choose a free port (``--standalone``), which no other
-program can take meanwhile. A job on several nodes gets torchrun's usual port plus its place among the commands, so
-that all nodes that run the same commands find the same ports. What is no torchrun reads ``MASTER_PORT``. Our design.
+A port that the user has named stays. Otherwise a job on one node lets torchrun choose a free port (``--standalone``),
+which no other program can take meanwhile. A job on several nodes gets torchrun's usual port plus its place among the
+commands, so all nodes that run the same commands find the same ports. A command that starts no torchrun gets
+``MASTER_PORT``. Our design.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +12,19 @@ from typing import NamedTuple
 
 from .commands import Command, CommandError
 
-STATIC_PORT = 29500  # torchrun's, where nothing is said
+STATIC_PORT = 29500  # torchrun's default
 C10D_PORT = 29400
 _LAST_PORT = 65535
 _HERE = {"", "localhost", "127.0.0.1", "::1", "[::1]"}
 
 
 class Launch(NamedTuple):
-    """What a torchrun command says of its rendezvous, defaults filled in."""
+    """The rendezvous that a torchrun command names, with torchrun's defaults."""
 
     at: int
     """The place of torchrun's own arguments among the command's words."""
     nodes: int
-    """At most so many."""
+    """The most that may take part."""
     standalone: bool = False
     backend: str = "static"
     endpoint: str = ""
@@ -32,8 +33,8 @@ class Launch(NamedTuple):
     master_port: int | None = None
 
 
-class Meeting(NamedTuple):
-    """How one job meets."""
+class Rendezvous(NamedTuple):
+    """How the ranks of one job meet."""
 
     words: tuple[str, ...]
     """The command with what was added."""
@@ -44,7 +45,7 @@ class Meeting(NamedTuple):
 
 
 class _Endpoint(NamedTuple):
-    """What only one job at a time can have."""
+    """A place that only one job at a time can use."""
 
     host: str
     port: str
@@ -54,22 +55,22 @@ class _Endpoint(NamedTuple):
         return f"{self.host}:{self.port}" + (f" with id {self.id!r}" if self.id else "")
 
 
-def meetings(
+def rendezvous(
     commands: Sequence[Command],
     launches: Sequence[Launch | None],
     inherited: Mapping[str, str],
     free_port: Callable[[], int],
     *,
     at_once: int,
-) -> list[Meeting]:
-    """Give every job a place to meet.
+) -> list[Rendezvous]:
+    """Return a place to meet for every job.
 
     Args:
         commands: all jobs.
-        launches: for each what torchrun would understand; None where the command is no torchrun.
+        launches: for each the rendezvous that it names; None if the command starts no torchrun.
         inherited: the variables that all jobs get.
         free_port: returns another free port of this machine at each call.
-        at_once: so many may run at the same time; with 1 they may share a port.
+        at_once: how many may run at the same time; with 1 they may share a port.
 
     Raises `CommandError` if two jobs name the same place.
     """
@@ -151,7 +152,7 @@ def _refuse_common(commands: Sequence[Command], named: Sequence[_Endpoint | None
 
 def _of_torchrun(
     command: Command, launch: Launch, endpoint: _Endpoint | None, index: int, ports: _Ports
-) -> Meeting:
+) -> Rendezvous:
     added: tuple[str, ...] = ()
     where = str(endpoint) if endpoint else "a free port, chosen by torchrun"
     silent = not launch.standalone and not launch.endpoint and launch.master_port is None
@@ -168,15 +169,15 @@ def _of_torchrun(
         else:
             added = ("--standalone",)
     words = (*command.words[: launch.at], *added, *command.words[launch.at :])
-    return Meeting(words, {}, where)
+    return Rendezvous(words, {}, where)
 
 
 def _of_another(
     command: Command, endpoint: _Endpoint | None, index: int, inherited: Mapping[str, str], ports: _Ports
-) -> Meeting:
+) -> Rendezvous:
     if endpoint is not None:
-        return Meeting(command.words, {}, f"MASTER_PORT={endpoint.port}")
+        return Rendezvous(command.words, {}, f"MASTER_PORT={endpoint.port}")
     first = inherited.get("MASTER_PORT", "")
     # The first job keeps an inherited one; the others are counted from it, so that all nodes agree.
     port = ports.counted(int(first), index) if first.isdecimal() and int(first) else ports.free()
-    return Meeting(command.words, {"MASTER_PORT": str(port)}, f"MASTER_PORT={port}")
+    return Rendezvous(command.words, {"MASTER_PORT": str(port)}, f"MASTER_PORT={port}")

@@ -1,6 +1,6 @@
-"""Start jobs side by side, carry their output and the signals, and end all of them for sure.
+"""Start jobs side by side, show their output, pass signals on, and end all of them whatever happens.
 
-One thread, one loop: a job's streams and its end wake it; twice a second it looks at turns. See [Note: no process is
+One thread runs one loop: a job's output and its end wake it; twice a second it looks at turns. See [Note: no process is
 left behind] in `crossover_ddp._system.job_process`.
 """
 
@@ -38,26 +38,26 @@ _PROGRESS_BAR_S: Final = 5.0
 _NOT_FOUND, _NOT_STARTED = 127, 126
 
 
-class State(enum.Enum):
-    """Where a job is."""
+class JobState(enum.Enum):
+    """How far a job is."""
 
     WAITING = "not started"
     RUNNING = "running"
     LEAVING = "leaving"
-    """The command has ended; something that it has started has not."""
+    """The command has ended, but not every process that it has started."""
     OVER = "ended"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One job as it will be started."""
+    """One job, ready to be started."""
 
     name: str
     words: Sequence[str]
     environment: Mapping[str, str]
     """All its variables."""
     where: str
-    """Where its ranks meet, for people."""
+    """The place where its ranks meet, for people."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class JobResult:
     """What became of one job; times in seconds since the run's begin."""
 
     name: str
-    state: State = State.WAITING
+    state: JobState = JobState.WAITING
     began_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None
     ended_by_us: bool = False
-    """It was told to end: by a signal to the run, or since another job had failed."""
+    """The runner ended it: because of a signal, or because another job had failed."""
     left_over: int = 0
-    """So many processes were left when the command had ended; they were ended."""
+    """How many processes were left after the command had ended; the runner ended them."""
 
     @property
     def failed(self) -> bool:
@@ -92,7 +92,7 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class RunResult:
+class RunOutcome:
     """What became of the run."""
 
     wall_s: float
@@ -124,13 +124,13 @@ class _Running:
 
 
 class Runner:
-    """Run jobs, at most so many at once, in their order.
+    """Run jobs in their order, at most ``settings.at_once`` at a time.
 
     Args:
         jobs: all of them.
-        settings: how.
+        settings: how to run them.
         terminal: where their lines and the runner's own are shown.
-        first_look: runs with the first job alone and says how many fit; None starts as many as may.
+        first_look: measures the first job alone and says how many fit; None starts ``at_once`` jobs at once.
 
     `run` must be called once, on the main thread: it takes the signals meanwhile.
     """
@@ -158,7 +158,7 @@ class Runner:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    def run(self) -> RunResult:
+    def run(self) -> RunOutcome:
         """Return once every process of every job has ended."""
         self._watch = TurnWatch(self._settings.group, RUN_JOB, self._marks)
         with self._taking_signals():
@@ -167,7 +167,7 @@ class Runner:
             finally:
                 self._end_all()
                 self._selector.close()
-        return RunResult(
+        return RunOutcome(
             wall_s=self._now_s(),
             signal=self._ending_signal(),
             jobs=self.results,
@@ -179,7 +179,7 @@ class Runner:
         look_s = bar_s = status_s = 0.0
         self._start_due()
         while self._running:
-            leaving = any(job.result.state is State.LEAVING for job in self._running.values())
+            leaving = any(job.result.state is JobState.LEAVING for job in self._running.values())
             for key, _ in self._selector.select(_SWEEP_S if leaving else _LOOK_S):
                 key.data()
             now_s = time.monotonic()
@@ -204,14 +204,16 @@ class Runner:
         return time.monotonic() - self._begin_s
 
     def _look(self) -> None:
-        self._watch.look({name for name, job in self._running.items() if job.result.state is State.RUNNING})
+        self._watch.look(
+            {name for name, job in self._running.items() if job.result.state is JobState.RUNNING}
+        )
         if self._first_look is not None:
             takes_turns = self._watch.has_joined(self.results[0].name)
             self._first_look.look(self._marks, takes_turns=takes_turns)
 
     def _heed_first_look(self) -> None:
         first_look = self._first_look
-        if first_look is None or not first_look.is_over(running=self.results[0].state is State.RUNNING):
+        if first_look is None or not first_look.is_over(running=self.results[0].state is JobState.RUNNING):
             return
         self._first_look = None
         fitting = first_look.fitting()
@@ -222,7 +224,7 @@ class Runner:
 
     def _tell_status(self) -> None:
         parts = [f"{name} {self._watch.tally.turns[name]} turns" for name in self._running]
-        waiting = sum(result.state is State.WAITING for result in self.results)
+        waiting = sum(result.state is JobState.WAITING for result in self.results)
         self._terminal.say(
             f"after {self._now_s():.0f} s: {', '.join(parts)}" + (f"; {waiting} waiting" if waiting else "")
         )
@@ -234,7 +236,7 @@ class Runner:
             alone = self._first_look is not None
             if self._stopping or len(self._running) >= (1 if alone else self.at_once):
                 return
-            if result.state is State.WAITING:
+            if result.state is JobState.WAITING:
                 self._start(result)
 
     def _start(self, result: JobResult) -> None:
@@ -246,20 +248,20 @@ class Runner:
             process = JobProcess(planned.words, planned.environment, (RUN_JOB, mark))
         except OSError as error:
             self._terminal.say(f"{planned.name} cannot be started: {planned.words[0]}: {error.strerror}")
-            result.state, result.ended_s = State.OVER, self._now_s()
+            result.state, result.ended_s = JobState.OVER, self._now_s()
             result.exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_STARTED
             self._after_end(result)
             return
         log: BinaryIO | None = open_log(self._settings.logs, planned.name)
         job = _Running(result, process, JobOutput(planned.name, process.streams, self._terminal, log))
         self._running[planned.name] = job
-        result.state = State.RUNNING
+        result.state = JobState.RUNNING
         for stream in process.streams:
             self._listen(stream.fileno(), partial(self._read, job, stream.fileno()))
             job.open_fds.add(stream.fileno())
         self._listen(process.end_fd, partial(self._selector.unregister, process.end_fd))
         self._terminal.say(f"{planned.name} started: {shlex.join(planned.words)} ({planned.where})")
-        if self._stopping and job.kill_at_s is None:  # a signal came before the job could be passed it
+        if self._stopping and job.kill_at_s is None:  # a signal came before it could be passed on to this job
             self._terminate(job, self._ending_signal() or signal.SIGTERM)
 
     def _ending_signal(self) -> int | None:
@@ -274,15 +276,15 @@ class Runner:
             job.open_fds.discard(fd)
 
     def _attend(self, job: _Running, now_s: float) -> None:
-        """Note a job's end, and end what it has left."""
+        """Note a job's end, and end the processes that it has left."""
         result = job.result
-        if result.state is State.RUNNING:
+        if result.state is JobState.RUNNING:
             code = job.process.poll()
             if code is not None:
                 result.exit_code, result.ended_s = code, self._now_s()
-                result.state = State.LEAVING
+                result.state = JobState.LEAVING
                 self._end_left_over(job, now_s)
-        if result.state is State.LEAVING and not job.process.survivors():
+        if result.state is JobState.LEAVING and not job.process.survivors():
             self._close(job)
         elif job.kill_at_s is not None and now_s >= job.kill_at_s:
             job.process.kill()
@@ -304,7 +306,7 @@ class Runner:
             self._selector.unregister(job.process.end_fd)
         job.output.finish()
         job.process.close()
-        job.result.state = State.OVER
+        job.result.state = JobState.OVER
         del self._running[job.result.name]
         self._after_end(job.result)
 
@@ -327,14 +329,14 @@ class Runner:
 
     def _terminate(self, job: _Running, number: int) -> None:
         """Ask a job to end, and set the time when it will be killed."""
-        if job.result.state is State.RUNNING:
+        if job.result.state is JobState.RUNNING:
             job.result.ended_by_us = True
         job.process.terminate(number)
         if job.kill_at_s is None:
             job.kill_at_s = time.monotonic() + self._settings.grace_s
 
     def _end_all(self) -> None:
-        """Leave nothing behind, whatever has happened here."""
+        """End every process of every job, whatever has happened here."""
         for job in list(self._running.values()):
             job.process.kill()
         deadline_s = time.monotonic() + self._settings.grace_s
@@ -348,7 +350,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _taking_signals(self) -> Iterator[None]:
-        """Handle signals at once, also while this thread waits for a slow terminal; ignored ones stay so (nohup)."""
+        """Handle signals at once, even while this thread waits for a terminal; ignored ones stay ignored (nohup)."""
         waking, wakes = socket.socketpair()
         with waking, wakes:
             for end in (waking, wakes):
@@ -368,7 +370,7 @@ class Runner:
                     signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on. Shows nothing: it may have come in the middle of showing."""
+        """Pass a signal on. Show nothing here: the signal may have interrupted a write to the terminal."""
         again = number == signal.SIGINT and number in self._signals
         self._signals.append(number)
         if number == SUSPENDING:
@@ -385,10 +387,10 @@ class Runner:
                 job.kill_at_s = time.monotonic()
 
     def _suspend(self) -> None:
-        """Stop with all jobs, whose sessions a terminal's Ctrl-Z does not reach, until somebody lets the runner go on.
+        """Stop this process and all jobs until the user continues it; a terminal's Ctrl-Z does not reach the jobs.
 
-        Jobs that went on alone would write until the pipes to the runner are full, and stop inside a turn then. Where
-        nobody could let it go on (no shell with job control) the kernel does not stop the runner, and the jobs go on.
+        Jobs that went on alone would write until their pipes are full, and then stop inside a turn. Without a shell
+        with job control nobody could continue the runner: then the kernel does not stop it, and the jobs go on.
         """
         for job in list(self._running.values()):
             job.process.pause()

@@ -1,11 +1,11 @@
-"""What sharing brought, from turns counted now and then; and how many jobs fit into memory. Pure.
+"""The speed-up of a run, from turns counted repeatedly; and how many jobs fit into memory. Pure.
 
 [Note: speed-up of a run]
-A job's time per turn *alone* is measured in those parts of the same run in which it was the only job that ran; the
-time in which all jobs that ran took turns is *shared*. One job after the other, the turns of the shared time would have
-taken the sum of turns × time per turn alone. So the speed-up is that sum over the shared time. It assumes that a turn
-of a job is the same work throughout. Where a job was never alone, the median of the others' times is taken, and said.
-Start-up, and times at which a job ran without taking turns, belong to neither side. Our design.
+A job's time per turn *alone* is measured in those parts of the run in which no other job ran. The time in which several
+jobs ran, and all of them took turns, is *shared*. One job after the other would have needed, for the turns of the
+shared time, the sum of turns × time per turn alone. The speed-up is that sum divided by the shared time. It assumes
+that each turn of a job is the same work. For a job that was never alone the median of the other jobs' times is taken,
+and the summary says so. Start-up, and time in which a job ran without taking turns, count on neither side. Our design.
 """
 
 import math
@@ -37,13 +37,13 @@ class Window:
 
     @property
     def enough(self) -> bool:
-        """Whether it is long enough to say something."""
+        """Whether it is long enough to work out a rate."""
         return self.seconds >= SHORTEST_S and self.turns.total() >= FEWEST_TURNS
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a run says of its speed-up; see [Note: speed-up of a run]."""
+    """The speed-up of a run, and what it was worked out from; see [Note: speed-up of a run]."""
 
     shared_s: float
     shared_turns: Mapping[str, int]
@@ -58,7 +58,7 @@ class Sharing:
     """Why there is no speed-up; empty if there is one."""
 
     def in_words(self) -> str:
-        """Return it for people."""
+        """Return a sentence for people."""
         if self.speedup is None or self.after_s is None:
             return f"speed-up not known: {self.why_not}"
         text = (
@@ -86,7 +86,7 @@ class Tally:
         Args:
             seconds: its length.
             turns: drawn in it, by job.
-            joined: who takes turns, strangers included, at both ends of the interval.
+            joined: the jobs that take turns, other runs' jobs included, at both ends of the interval.
             running: the run's jobs whose processes lived at any moment of it.
         """
         settled = joined == running and all(self.turns[job] >= WARM_UP_TURNS for job in joined)
@@ -129,19 +129,19 @@ class Tally:
                 return "turns are counted on the machine of the jobs' lead device, and that is another one"
             return "no turns were seen; do the scripts register crossover_hook?"
         if not self.shared.enough:
-            return "the jobs did not take turns together for long enough to tell"
+            return "the jobs took turns together for too short a time"
         if not measured:
             return "no job was alone long enough to compare with; --try-first 30 lets the first one be"
         return ""
 
 
-class Room(NamedTuple):
-    """Memory that jobs share."""
+class FreeMemory(NamedTuple):
+    """Free memory that jobs share: of one GPU, or of the machine."""
 
     name: str
     free_bytes: int
     jobs: int
-    """So many of the jobs that run at once use it."""
+    """How many of the jobs that run at once use it."""
 
 
 def parse_size(text: str) -> int:
@@ -159,22 +159,24 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes / 2 ** _UNITS[unit]:.4g} {unit}iB"
 
 
-def too_small(rooms: Sequence[Room], per_job_bytes: int) -> list[str]:
-    """Say for each room that does not hold its jobs what is asked and what is there."""
+def too_small(memories: Sequence[FreeMemory], per_job_bytes: int) -> list[str]:
+    """Return for each memory that is too small for its jobs how much they need and how much is free."""
     return [
-        f"{room.name}: {room.jobs} at once × {format_size(per_job_bytes)} is more than the "
-        f"{format_size(room.free_bytes)} that are free"
-        for room in rooms
-        if room.jobs * per_job_bytes > room.free_bytes
+        f"{memory.name}: {memory.jobs} at once × {format_size(per_job_bytes)} is more than the "
+        f"{format_size(memory.free_bytes)} that are free"
+        for memory in memories
+        if memory.jobs * per_job_bytes > memory.free_bytes
     ]
 
 
-def fitting(rooms: Sequence[Room], needs_bytes: Mapping[str, int]) -> int | None:
+def fitting(memories: Sequence[FreeMemory], needs_bytes: Mapping[str, int]) -> int | None:
     """Return how many jobs like the one measured fit at once; None where nothing was measured.
 
     Args:
-        rooms: what was free before it.
-        needs_bytes: what it needed at most, by the room's name.
+        memories: what was free before it.
+        needs_bytes: what it needed at most, by the memory's name.
     """
-    counts = [room.free_bytes // need for room in rooms if (need := needs_bytes.get(room.name, 0)) > 0]
+    counts = [
+        memory.free_bytes // need for memory in memories if (need := needs_bytes.get(memory.name, 0)) > 0
+    ]
     return min(counts) if counts else None

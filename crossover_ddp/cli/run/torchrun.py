@@ -1,4 +1,4 @@
-"""Read a torchrun command as torchrun would: with its own parser, so that a mistake is told before anything starts."""
+"""Read a torchrun command with torchrun's own parser, so that a mistake is found before anything starts."""
 
 import argparse
 import contextlib
@@ -22,13 +22,13 @@ _DEFAULTS = {
 
 
 def launch_of(command: Command, inherited: Mapping[str, str]) -> Launch | None:
-    """Return what torchrun would understand of the command; None if it starts no torchrun.
+    """Return the rendezvous that the command gives to torchrun; None if it starts no torchrun.
 
     Args:
-        command: its torchrun may stand behind others (``env``, ``numactl``, …), not inside ``bash -c``.
+        command: torchrun may stand behind other programs (``env``, ``numactl``, …), not inside ``bash -c``.
         inherited: the variables that all jobs get; ``PET_*`` are torchrun's.
 
-    Raises `CommandError` with torchrun's own words if it would refuse the command.
+    Raises `CommandError` with torchrun's own message if torchrun refuses the command.
     """
     at = _arguments_of_torchrun(command.words)
     if at is None:
@@ -64,7 +64,7 @@ def _parse(command: Command, at: int, variables: Mapping[str, str]) -> argparse.
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    # That of torch.distributed.launch; the other one never sees it.
+    # An argument of torch.distributed.launch, which torchrun does not know.
     parser.add_argument("--use-env", "--use_env", action="store_true")
     parser.set_defaults(**{name: _default(name, variables) for name in _DEFAULTS})
     said = io.StringIO()

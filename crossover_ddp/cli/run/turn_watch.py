@@ -12,7 +12,7 @@ from .summary import Tally
 
 
 class TurnWatch:
-    """Look at a group now and then.
+    """Look at a group repeatedly, and count its turns.
 
     Args:
         group: the jobs' group; others may be in it.
@@ -35,7 +35,7 @@ class TurnWatch:
         self._running: Set[str] = set()
 
     def look(self, running: Set[str]) -> None:
-        """Count what has happened since the last look.
+        """Count the turns since the last look.
 
         Args:
             running: the jobs whose processes live now.
@@ -56,14 +56,14 @@ class TurnWatch:
         self._last, self._joined, self._running = now, joined, set(running)
 
     def has_joined(self, name: str) -> bool:
-        """Tell whether a job took turns at the last look."""
+        """Return whether a job took turns at the last look."""
         return name in self._joined
 
     def _look(self) -> Look:
         return look(self._base, group=self._group)
 
     def _joined_in(self, seen: Look) -> set[str]:
-        """Return who takes turns; whoever is not of this run is called by its number."""
+        """Return the jobs that take turns, by name; a job that is not of this run is called by its number."""
         joined = set()
         for place in (place for segment in seen.segments for place in segment.places):
             if self._known.get(place.job, "").startswith("/") or place.job not in self._known:
