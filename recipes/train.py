@@ -81,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     meter = StepMeter(log_path(args.log_json, dist.get_rank()))
     meter.start(**configuration(model, args))
     try:
-        train(Job(args, device, model, optimizer, data, state, meter))
+        train(TrainingJob(args, device, model, optimizer, data, state, meter))
     finally:
         meter.flush()
     leave_the_job()
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """Everything that the functions below work on."""
 
     args: argparse.Namespace
@@ -99,7 +99,7 @@ class Job(NamedTuple):
     meter: StepMeter
 
 
-def train(job: Job) -> None:
+def train(job: TrainingJob) -> None:
     """Train to the end, evaluating after epochs and saving now and then."""
     args, sampler = job.args, _data.sampler_of(job.data.train, job.args.seed)
     per_epoch = count_steps(args, len(sampler))
@@ -132,7 +132,7 @@ def train(job: Job) -> None:
     say(f"{step} steps, {wall_s:.1f} s, parameters sha256 {sha256}")
 
 
-def train_step(job: Job, batches: Iterator[_data.Batch], step: int, total: int) -> torch.Tensor:
+def train_step(job: TrainingJob, batches: Iterator[_data.Batch], step: int, total: int) -> torch.Tensor:
     """Do one optimizer step over ``--accumulate`` batches; return this rank's mean loss."""
     args, device = job.args, job.device
     job.meter.begin_step()
@@ -158,7 +158,7 @@ def train_step(job: Job, batches: Iterator[_data.Batch], step: int, total: int) 
 
 
 @torch.no_grad()
-def evaluate(job: Job, epoch: int) -> None:
+def evaluate(job: TrainingJob, epoch: int) -> None:
     """Measure loss and accuracy on the test set, every rank on its share of it."""
     network = job.model.module.eval()
     # Each rank has batch statistics of its own; training goes on with those of rank 0.
@@ -181,7 +181,7 @@ def evaluate(job: Job, epoch: int) -> None:
     say(f"epoch {epoch}: accuracy {accuracy:.4f}, loss {loss:.4f}")
 
 
-def save_checkpoint(job: Job, step: int) -> None:
+def save_checkpoint(job: TrainingJob, step: int) -> None:
     """Write the state after ``step`` steps, from rank 0; a crash leaves the previous file whole."""
     if job.args.checkpoint is None:
         return
@@ -196,7 +196,7 @@ def save_checkpoint(job: Job, step: int) -> None:
             os.replace(unfinished, job.args.checkpoint)
 
 
-def load_checkpoint(job: Job) -> int:
+def load_checkpoint(job: TrainingJob) -> int:
     """Continue from ``--checkpoint`` if it is there; return how many steps are done.
 
     Starting afresh when there is no file lets a batch system repeat one and the same command. Rank 0

@@ -28,7 +28,7 @@ WARM_UP_STEPS: Final = 3
 
 
 @dataclass(frozen=True)
-class Step:
+class MeteredStep:
     """One step of one rank, as its meter saw it."""
 
     step: int
@@ -100,7 +100,7 @@ def wire_s(wire_bytes: float, rate_mbit: float | None) -> float:
 
 def job_figures(
     job: str,
-    steps: Mapping[int, Sequence[Step]],
+    steps: Mapping[int, Sequence[MeteredStep]],
     spans: Sequence[TimelineSpan],
     *,
     rate_mbit: float | None,
@@ -140,12 +140,12 @@ def job_figures(
     )
 
 
-def _without_warm_up(log: Sequence[Step], warm_up: int) -> Sequence[Step]:
+def _without_warm_up(log: Sequence[MeteredStep], warm_up: int) -> Sequence[MeteredStep]:
     return log[warm_up:] if len(log) > warm_up else log
 
 
 def _settled_spans(
-    spans: Iterable[TimelineSpan], kind: str, settled: Mapping[int, Sequence[Step]]
+    spans: Iterable[TimelineSpan], kind: str, settled: Mapping[int, Sequence[MeteredStep]]
 ) -> list[float]:
     begins_s = {rank: log[0].begin_s for rank, log in settled.items() if log}
     return [
@@ -155,7 +155,7 @@ def _settled_spans(
     ]
 
 
-def _over_ranks(logs: Mapping[int, Sequence[Step]], name: str) -> float | None:
+def _over_ranks(logs: Mapping[int, Sequence[MeteredStep]], name: str) -> float | None:
     # The slowest or most loaded rank: the others wait for it.
     medians = []
     for log in logs.values():
@@ -166,7 +166,7 @@ def _over_ranks(logs: Mapping[int, Sequence[Step]], name: str) -> float | None:
     return max(medians, default=None)
 
 
-def _mean_busy_s(logs: Mapping[int, Sequence[Step]]) -> float | None:
+def _mean_busy_s(logs: Mapping[int, Sequence[MeteredStep]]) -> float | None:
     # The kernel counts a core's busy time in ticks of 10 ms: the mean keeps what a median rounds.
     means = []
     for log in logs.values():
@@ -180,7 +180,7 @@ def _median_of(lengths_s: Sequence[float]) -> float | None:
     return median(lengths_s) if lengths_s else None
 
 
-def makespan_s(logs: Iterable[Sequence[Step]]) -> float | None:
+def makespan_s(logs: Iterable[Sequence[MeteredStep]]) -> float | None:
     """From the first step's begin to the last one's end, over all the logs given."""
     filled = [log for log in logs if log]
     if not filled:
@@ -188,7 +188,7 @@ def makespan_s(logs: Iterable[Sequence[Step]]) -> float | None:
     return max(log[-1].end_s for log in filled) - min(log[0].begin_s for log in filled)
 
 
-def _first(steps: Mapping[int, Sequence[Step]]) -> Sequence[Step]:
+def _first(steps: Mapping[int, Sequence[MeteredStep]]) -> Sequence[MeteredStep]:
     return steps[min(steps)] if steps else []
 
 

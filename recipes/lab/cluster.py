@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .jobs import Attempt, Job, RunResult
+from .jobs import Job, LabRun, RunResult
 from .nodes import Nodes
 
 RUN_FILE: Final = "lab.json"
@@ -45,7 +45,7 @@ class Cluster(Nodes):
             raise ValueError(f"expected jobs with different names, got {[job.name for job in jobs]}")
         directory = Path(out).resolve()
         sent_before, dropped_before = self.sent_bytes(), self.dropped()
-        attempt = Attempt(self, jobs, directory)
+        attempt = LabRun(self, jobs, directory)
         try:
             attempt.until_done(timeout_s, watch)
         finally:

@@ -77,7 +77,7 @@ class RunResult:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _LaunchedRank:
     job: str
     rank: int
     process: "subprocess.Popen[Any]"
@@ -102,14 +102,14 @@ def _how_it_ended(returncode: int | None) -> str:
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"
 
 
-class Attempt:
+class LabRun:
     """One run: which jobs are still to start, which ranks run, which jobs are done."""
 
     def __init__(self, cluster: Nodes, jobs: Sequence[Job], directory: Path) -> None:
         self._cluster = cluster
         self._directory = directory
         self._to_start = sorted(jobs, key=lambda job: job.delay_s, reverse=True)
-        self.ranks: list[_Rank] = []
+        self.ranks: list[_LaunchedRank] = []
         self.begin_s = time.monotonic()
         self.job_end_s: dict[str, float] = {}
 
@@ -152,7 +152,7 @@ class Attempt:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
-            self.ranks.append(_Rank(job.name, node, process, log))
+            self.ranks.append(_LaunchedRank(job.name, node, process, log))
 
     def _note_ends(self) -> bool:
         """Note which jobs are done; say whether a rank is still running."""

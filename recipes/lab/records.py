@@ -12,7 +12,7 @@ from crossover_ddp._timeline.files import FoundTimelines, read_file
 from crossover_ddp._timeline.picture import Window, draw
 from crossover_ddp._timeline.spans import TimelineSpan, occupancy
 
-from .analysis import JobFigures, Step, job_figures, makespan_s
+from .analysis import JobFigures, MeteredStep, job_figures, makespan_s
 from .cluster import RUN_FILE
 
 
@@ -25,7 +25,7 @@ class Run:
     rate_mbit: float | None
     devices: Sequence[str]
     jobs: Sequence[str]
-    steps: Mapping[str, Mapping[int, Sequence[Step]]]
+    steps: Mapping[str, Mapping[int, Sequence[MeteredStep]]]
     spans: Sequence[TimelineSpan]
     lab: Mapping[str, Any]
 
@@ -118,7 +118,7 @@ def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
     return sorted(spans, key=lambda span: span.begin_s)
 
 
-def load_steps(directory: Path) -> dict[int, list[Step]]:
+def load_steps(directory: Path) -> dict[int, list[MeteredStep]]:
     """Read the step logs of one job, by rank."""
     logs = {}
     for path in directory.glob("rank*.jsonl"):
@@ -128,9 +128,9 @@ def load_steps(directory: Path) -> dict[int, list[Step]]:
     return dict(sorted(logs.items()))
 
 
-def _step(record: Mapping[str, Any]) -> Step:
+def _step(record: Mapping[str, Any]) -> MeteredStep:
     names = ("step", "begin_s", "end_s", "core_busy_s", "wire_bytes", "loss")
-    return Step(**{name: record.get(name) for name in names})  # type: ignore[arg-type]
+    return MeteredStep(**{name: record.get(name) for name in names})  # type: ignore[arg-type]
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 MeasurePreset = Callable[[Cluster, str, argparse.Namespace, Callable[[], None]], Iterable[Row]]
 
 
-class Rank:
+class AskedRank:
     """One rank of one job, and the conversation with it."""
 
     def __init__(self, process: subprocess.Popen[str], name: str, log: Path) -> None:
@@ -92,7 +92,7 @@ class Ranks:
                     stderr=errors,
                     text=True,
                 )
-            self._ranks.append(Rank(process, f"job {job}, rank {node}", log))
+            self._ranks.append(AskedRank(process, f"job {job}, rank {node}", log))
         # A rank that still starts would disturb what others measure.
         self.hear("up")
 

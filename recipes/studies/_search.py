@@ -60,7 +60,7 @@ def draw(space: Space, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """One training.
 
     Args:
@@ -114,15 +114,15 @@ class Result:
         return median(self.each)
 
 
-def by_config(trials: Sequence[Trial]) -> dict[int, list[Trial]]:
+def by_config(trials: Sequence[SearchTrial]) -> dict[int, list[SearchTrial]]:
     """Group trials by their configuration."""
-    groups: dict[int, list[Trial]] = {}
+    groups: dict[int, list[SearchTrial]] = {}
     for trial in trials:
         groups.setdefault(trial.config, []).append(trial)
     return groups
 
 
-def late_loss(trials: Sequence[Trial], budget: int, share: float) -> float:
+def late_loss(trials: Sequence[SearchTrial], budget: int, share: float) -> float:
     """Return the loss that the best configuration has after ``share`` of the budget: the target for everybody.
 
     Best is who has the lowest median loss at the end of the budget.
@@ -132,7 +132,7 @@ def late_loss(trials: Sequence[Trial], budget: int, share: float) -> float:
     return median(trial.value_at(round(share * budget)) for trial in best)
 
 
-def best_of(optimizer: str, trials: Sequence[Trial], target: float, *, falling: bool) -> Result:
+def best_of(optimizer: str, trials: Sequence[SearchTrial], target: float, *, falling: bool) -> Result:
     """Return the configuration that meets the target first, by the median over its seeds."""
     groups = by_config([trial for trial in trials if trial.optimizer == optimizer])
     times = {

@@ -25,7 +25,7 @@ from lab.meter import Reading, pinned_core
 Order = dict[str, Any]
 
 
-class Job:
+class WorkerJob:
     """A fresh copy of a training job; how it is made is for its worker to say."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Job:
             self.state.close()
 
 
-class Turn(Protocol):
+class WorkerTurn(Protocol):
     """The mutex of a job, if it takes turns."""
 
     def acquire(self) -> object:
@@ -87,12 +87,12 @@ def heard() -> Order:
 
 
 def measure(
-    job: Job,
+    job: WorkerJob,
     steps: int,
     *,
     warm_up: int,
     swing: int = 0,
-    mutex: Callable[[], Turn | None] = lambda: None,
+    mutex: Callable[[], WorkerTurn | None] = lambda: None,
     synchronize: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Warm up, wait for the start signal, run the steps; return what a step took, and all losses.

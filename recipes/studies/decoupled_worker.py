@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _models
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
-from studies._worker import Job, Order, measure, say, serve
+from studies._worker import Order, WorkerJob, measure, say, serve
 
 WARM_UP_STEPS = 5  # DDP rebuilds its buckets after the first; decoupled training defers from the third
 SWING_STEPS = 2
@@ -24,7 +24,7 @@ PLANNING_STEPS = 12
 FINEST = 48
 
 
-class Run(Job):
+class DecoupledRun(WorkerJob):
     """A fresh copy of the job, trained one way."""
 
     def __init__(self, preset: str, way: str, options: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def sharded(network: nn.Module) -> nn.Module:
 
 
 def run(preset: str, order: Order) -> None:
-    job = Run(preset, order["way"], order["options"])
+    job = DecoupledRun(preset, order["way"], order["options"])
     warm_up = order.get("warm_up", WARM_UP_STEPS)
     answer = measure(job, order["steps"], warm_up=warm_up, swing=SWING_STEPS)
     say(event="done", **answer, deferring=job.state.deferring if job.state is not None else None)
@@ -69,7 +69,7 @@ def plan(preset: str, order: Order) -> None:
     """Record steps with the finest buckets and let the package choose."""
     network, _, _ = _models.build(preset, 0)
     size_bytes = sum(p.numel() * p.element_size() for p in network.parameters())
-    job = Run(preset, "decoupled", {"bucket_cap_mb": size_bytes / FINEST / 2**20})
+    job = DecoupledRun(preset, "decoupled", {"bucket_cap_mb": size_bytes / FINEST / 2**20})
     for _ in range(PLANNING_STEPS):
         job.step()
     chosen = job.state.plan_buckets()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import _data
 import _models
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from studies._worker import Job, Order, measure, say, serve
+from studies._worker import Order, WorkerJob, measure, say, serve
 
 BATCH_SIZE = 16  # per rank
 IMAGE_SIZE = 64
@@ -77,7 +77,7 @@ def peer(path: Path) -> Any:
         return importlib.import_module("kfac.preconditioner").KFACPreconditioner
 
 
-class Run(Job):
+class ComparisonRun(WorkerJob):
     """A fresh copy of the job, trained one way."""
 
     def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path, bucket_mb: float) -> None:
@@ -113,7 +113,7 @@ class Run(Job):
 
 def run(args: argparse.Namespace, order: Order) -> None:
     # A whole number of periods is measured, wherever it begins.
-    job = Run(args.model, order["way"], tuple(order["periods"]), args.peer, args.bucket_mb)
+    job = ComparisonRun(args.model, order["way"], tuple(order["periods"]), args.peer, args.bucket_mb)
     say(event="done", **measure(job, order["steps"], warm_up=WARM_UP_STEPS))
     job.close()
 

@@ -31,7 +31,7 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
 from studies._digits import PEER, Choice, Training, make_problem, mean_over_ranks, one_job
-from studies._search import Log, OneOf, Result, Space, Trial, best_of, draw, late_loss
+from studies._search import Log, OneOf, Result, SearchTrial, Space, best_of, draw, late_loss
 from studies._tables import Cells, show_table
 
 SMOKE_CONFIGS: Final = 2
@@ -138,7 +138,7 @@ class Study:
         self.args = args
         self.problem = make_problem(args.study)
         self.contenders = contenders(args.study, args.configs, peer=args.peer, only=args.only)
-        self.trials: list[Trial] = []
+        self.trials: list[SearchTrial] = []
         self.falling = args.study == "autoencoder"
         self.target = -math.inf if self.falling else ACCURACY
         self.seconds: dict[str, float] = {}
@@ -158,7 +158,7 @@ class Study:
                 self.target = late_loss(self.trials, self.args.budget, LATE)
             yield
 
-    def _trial(self, name: str, config: int, choice: Choice, seed: int) -> Trial:
+    def _trial(self, name: str, config: int, choice: Choice, seed: int) -> SearchTrial:
         training = Training(self.problem, choice, seed)
         began_s = time.process_time()
         if self.falling:
@@ -167,7 +167,7 @@ class Study:
             at, values = train_classifier(training, self.args.budget)
         step_s = (time.process_time() - began_s) / training.steps
         training.close()
-        return Trial(name, config, seed, at, values, step_s)
+        return SearchTrial(name, config, seed, at, values, step_s)
 
     def results(self) -> list[Result]:
         """Return what is known of those that have had all their trials."""

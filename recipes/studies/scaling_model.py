@@ -62,7 +62,7 @@ _COLOURS: Final = ("#999999", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E
 
 
 @dataclass(frozen=True)
-class Layer:
+class CostedLayer:
     """A layer with its costs, and the multiply-adds of its two factors for one image."""
 
     cost: LayerCost
@@ -93,9 +93,9 @@ class Phases:
 
 
 @functools.cache
-def layers_of(model: str) -> tuple[Layer, ...]:
+def layers_of(model: str) -> tuple[CostedLayer, ...]:
     """Return the layers of a torchvision model that have factors, as an image of 224 × 224 meets them."""
-    found: list[Layer] = []
+    found: list[CostedLayer] = []
 
     def note(name: str, module: nn.Module, output: torch.Tensor) -> None:
         if isinstance(module, nn.Conv2d):
@@ -111,7 +111,7 @@ def layers_of(model: str) -> tuple[Layer, ...]:
         gradient = sum(p.numel() for p in module.parameters()) * _BYTES
         triangles = groups * (_triangle(a_dim) + _triangle(g_dim)) * _BYTES
         work = groups * places * (a_dim**2 + g_dim**2)
-        found.append(Layer(LayerCost(name, groups, a_dim, g_dim, gradient, triangles), work))
+        found.append(CostedLayer(LayerCost(name, groups, a_dim, g_dim, gradient, triangles), work))
 
     with torch.device("meta"), torch.no_grad():
         net = torchvision.models.get_model(model).eval()
@@ -125,7 +125,7 @@ def _triangle(dim: int) -> int:
     return dim * (dim + 1) // 2
 
 
-class Network:
+class CostedNetwork:
     """What the designs need to know of a torchvision model."""
 
     def __init__(self, model: str) -> None:
@@ -184,7 +184,7 @@ def device_of_constants(overhead_s: float = 0.0) -> Device:
     Args:
         overhead_s: of each inversion; not published.
     """
-    net = Network("resnet50")
+    net = CostedNetwork("resnet50")
     factors, cubes = busiest_worker(net.dims, WORKERS)
     cubic_s = (INVERSION_S - overhead_s * factors) / cubes
     return Device(
@@ -206,7 +206,7 @@ def designs(overhead_s: float = 0.0, rate_gbit: float | None = None) -> list[Pha
         overhead_s: of each inversion.
         rate_gbit: what an all-reduce of the gradients gets out of the network; default: as published.
     """
-    net, device = Network("resnet50"), device_of_constants(overhead_s)
+    net, device = CostedNetwork("resnet50"), device_of_constants(overhead_s)
     slower = device.gradient_gbit / rate_gbit if rate_gbit else 1.0
     raw_s = (FACTORS_IN_TURN_S - FACTOR_COMPUTE_S) * slower
     hidden_s = FACTORS_IN_TURN_S - FACTOR_COMPUTE_S - FACTOR_EXCHANGE_EXPOSED_S
@@ -250,7 +250,7 @@ def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:
     device = device_of_constants(overhead_s)
     rows = []
     for model, published in PUBLISHED_S.items():
-        net = Network(model)
+        net = CostedNetwork(model)
         all_s, by_factor_s, _ = net.inversion_s(device.inverse)
         rows.append(
             {
@@ -265,7 +265,7 @@ def published_differences(overhead_s: float = 0.0) -> list[dict[str, Any]]:
 
 def traffic_bytes() -> dict[str, float]:
     """Return what each worker sends in a step that renews everything, by design, for ResNet-50."""
-    net, share = Network("resnet50"), (WORKERS - 1) / WORKERS
+    net, share = CostedNetwork("resnet50"), (WORKERS - 1) / WORKERS
     gradient, factors = share * net.gradient_bytes, share * net.factor_bytes
     return {
         "D-KFAC": 2 * gradient + 2 * factors,
@@ -292,7 +292,7 @@ def less_than_spd(found: Sequence[Phases]) -> list[dict[str, Any]]:
 
 def report(overhead_s: float = 0.0) -> dict[str, Any]:
     """Collect all that the tables show."""
-    net, traffic, found = Network("resnet50"), traffic_bytes(), designs(overhead_s)
+    net, traffic, found = CostedNetwork("resnet50"), traffic_bytes(), designs(overhead_s)
     return {
         "workers": WORKERS,
         "layers": len(net.layers),

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 import _models
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from lab.meter import fingerprint
-from studies._worker import Job, Order, measure, say, serve
+from studies._worker import Order, WorkerJob, measure, say, serve
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first one
 PREPARED_BATCHES = 4
 
 
-class Run(Job):
+class SiblingRun(WorkerJob):
     """A fresh copy of the job under one hook; ``work`` repeats its passes, for a job of other speed."""
 
     model: DistributedDataParallel
@@ -69,7 +69,7 @@ def prepared(preset: str, seed: int, scale: int, device: str) -> list[Any]:
 
 
 def run(args: argparse.Namespace, order: Order) -> None:
-    job = Run(args, order["hook"], order.get("work", 1))
+    job = SiblingRun(args, order["hook"], order.get("work", 1))
     on_gpu = torch.device(args.device).type == "cuda"
     answer = measure(
         job,

@@ -43,7 +43,7 @@ VARIANTS = {"unmanaged": "none", "crossover": "crossover"}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SiblingOutcome:
     """What the ranks of the active jobs said of one run."""
 
     answers: dict[str, list[Answer]]
@@ -92,11 +92,11 @@ class Siblings:
             for seed, job in enumerate(JOBS)
         }
 
-    def run(self, hook: str, steps: int, jobs: Sequence[str] = JOBS) -> Outcome:
+    def run(self, hook: str, steps: int, jobs: Sequence[str] = JOBS) -> SiblingOutcome:
         """Run ``steps`` steps of the jobs under one hook, started together."""
         orders = [{"hook": hook, "steps": steps, "work": self.work[job]} for job in jobs]
         answers = run_together([self._jobs[job] for job in jobs], orders)
-        return Outcome(dict(zip(jobs, answers, strict=True)))
+        return SiblingOutcome(dict(zip(jobs, answers, strict=True)))
 
     def close(self) -> None:
         for job in self._jobs.values():
@@ -105,9 +105,9 @@ class Siblings:
 
 def measure_once(
     siblings: Siblings, steps: int, variants: Mapping[str, str], seed: int, baseline: str = "none"
-) -> dict[str, Outcome]:
+) -> dict[str, SiblingOutcome]:
     """Run each job alone under the baseline's hook, and both under every variant's, in random order."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SiblingOutcome] = {}
     order = ["alone", *variants]
     random.Random(seed).shuffle(order)
     for variant in order:
@@ -118,7 +118,7 @@ def measure_once(
     return outcomes
 
 
-def figures(outcomes: Mapping[str, Outcome], steps: int) -> dict[str, Any]:
+def figures(outcomes: Mapping[str, SiblingOutcome], steps: int) -> dict[str, Any]:
     """Compare the variants; speed-ups are against one job after the other."""
     alone = [outcomes[f"alone {job}"] for job in JOBS]
     after_s = sum(outcome.makespan_s for outcome in alone)

@@ -45,7 +45,7 @@ class Compute(torch.autograd.Function):
         return gradient, None, None
 
 
-class Layer(nn.Module):
+class SleepyLayer(nn.Module):
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    network = nn.Sequential(*(Layer(args.forward, args.backward) for _ in range(args.layers)))
+    network = nn.Sequential(*(SleepyLayer(args.forward, args.backward) for _ in range(args.layers)))
     model = DistributedDataParallel(network, bucket_cap_mb=args.bucket_cap_mb, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     register(model, optimizer, args.hook)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 import lab
 from crossover_ddp._timeline.spans import TimelineSpan
 from lab import command
-from lab.analysis import Step, bound, job_figures, rate_for
+from lab.analysis import MeteredStep, bound, job_figures, rate_for
 from lab.cluster import RUN_FILE
 from tests.unit.made_up_spans import siblings, span
 
 
 def steps(
     lengths_s: Sequence[float], *, busy_s: float | None = None, wire_bytes: int | None = None
-) -> list[Step]:
+) -> list[MeteredStep]:
     log, begin_s = [], 0.0
     for number, length_s in enumerate(lengths_s):
-        log.append(Step(number, begin_s, begin_s + length_s, busy_s, wire_bytes, 0.0))
+        log.append(MeteredStep(number, begin_s, begin_s + length_s, busy_s, wire_bytes, 0.0))
         begin_s += length_s
     return log
 
@@ -95,7 +95,7 @@ def test_figures_of_a_job_alone() -> None:
 
 
 def test_busy_time_is_a_mean_since_the_kernel_counts_in_ticks() -> None:
-    log = [Step(i, i, i + 1, 0.01 if i % 4 else 0.02) for i in range(43)]
+    log = [MeteredStep(i, i, i + 1, 0.01 if i % 4 else 0.02) for i in range(43)]
     figures = job_figures("a", {0: log}, [], rate_mbit=None, alone=True)
     assert figures.busy_s == pytest.approx(0.0125)
 

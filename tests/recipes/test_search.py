@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from studies._search import Log, OneOf, Result, Trial, best_of, draw, late_loss
+from studies._search import Log, OneOf, Result, SearchTrial, best_of, draw, late_loss
 
 SPACE = {"lr": Log(1e-3, 1.0), "clip": OneOf((None, 1e-3, 1e-2))}
 
 
-def trial(optimizer: str, config: int, seed: int, *values: float) -> Trial:
-    return Trial(optimizer, config, seed, range(len(values)), values, step_s=0.1 * (seed + 1))
+def trial(optimizer: str, config: int, seed: int, *values: float) -> SearchTrial:
+    return SearchTrial(optimizer, config, seed, range(len(values)), values, step_s=0.1 * (seed + 1))
 
 
 def test_the_same_seed_draws_the_same() -> None:
