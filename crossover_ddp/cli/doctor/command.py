@@ -65,7 +65,7 @@ def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Fin
         *findings.platform(system.sysname, system.release),
         *findings.software(software),
         *gpu_findings.features(software.gpu_needs, gpu_count),
-        *gpu_findings.nccl(os.environ, software.nccl, gpu_count),
+        *gpu_findings.nccl(os.environ, gpu_count if software.nccl else 0),
         *gpu_findings.cuda(os.environ, gpu_count),
         *findings.gpus(gpus, mps),
         *gpu_findings.visible_devices(gpus.visible, mps, gpu_count),
