@@ -198,6 +198,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "convnext": Preset(
             "timm:convnext_atto", 128, 0.4, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
         ),
+        # For tests: a step takes some ten milliseconds.
+        "tiny": Preset(
+            "timm:vit_tiny_patch16_224",
+            8,
+            0.05,
+            "adamw",
+            1e-3,
+            {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2},
+            image_size=32,
+        ),
         # The last bucket holds the tied embedding, more than half of all bytes.
         "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
     }

@@ -60,7 +60,7 @@ def test_presets_have_the_size_they_promise(name: str, process_group: dist.Proce
     inputs, targets = next(batches(0, 2))
     assert len(inputs) == len(targets) == preset.batch_size
     sizes = bucket_sizes(model, inputs[:2], targets[:2], loss_of, preset.bucket_cap_mb)
-    assert 2e6 <= sum(sizes) <= 6e6
+    assert sum(sizes) < 1e6 if name == "tiny" else 2e6 <= sum(sizes) <= 6e6
     assert 4 <= len(sizes) <= 8
     if name == "gpt":
         assert 0.5 <= sizes[-1] / sum(sizes) <= 0.6
