@@ -18,7 +18,7 @@ from tests.harness import documents, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for path in DOCUMENTS for block in documents.blocks(path.read_text(), "python")]
 LINKS = [
     (path.name, link)
