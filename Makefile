@@ -6,6 +6,10 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Many tests wait for other processes, so a second worker fills the cores. A file stays with one worker: what its tests
+# share is made once. Each worker has its own group of siblings, its own ranks and its own network namespaces.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help test marked demo bench campaign lint format setup clean
@@ -16,11 +20,11 @@ help: ## say what each target does
 # Torch's own annotations differ between its versions, so the code is checked against the newest only.
 test: $(if $(TORCH),$(INSTALLED),lint) ## lint, type check and all tests; benchmarks in their smoke form
 	@echo "test: all tests; benchmarks run once, untimed"
-	@CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 marked: $(INSTALLED) ## only the tests that depend on what torch itself does
 	@echo "marked: the tests that depend on what torch itself does"
-	@$(BIN)/python -m pytest -m torch_version $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m torch_version $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
 	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"
