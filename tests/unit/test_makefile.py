@@ -19,7 +19,8 @@ def commands(*words: str) -> str:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("MAKE", "MFLAGS")) and name not in ("TORCH", "PYTEST_ARGS", "PYTHON", "WORKERS")
+        if not name.startswith(("MAKE", "MFLAGS"))
+        and name not in ("TORCH", "PYTEST_ARGS", "PYTHON", "WORKERS")
     }
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", *words],
