@@ -229,7 +229,7 @@ Predict = Callable[[Workload, Link], float]
 def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s) -> BucketPlan:
     """Choose the size of buckets with the shortest predicted step; of about equal ones the largest, which costs least.
 
-    A size of its own for each bucket was tried, and was not better: docs/measurements.md.
+    A size of its own for each bucket was tried, and was not better: docs/history.md.
 
     Args:
         work: recorded with buckets as small as DDP makes them; no plan can cut finer.

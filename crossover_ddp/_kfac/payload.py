@@ -106,7 +106,7 @@ class BucketPayload:
         plan = round.plan
         self._spread = SpreadPayload(plan, round.curvatures, round.spread)
         self._with_factors = plan.takes_factors and plan.factors_travel
-        sizes = tuple([self._load(each) for each in layers])
+        sizes = tuple([self._sizes(each) for each in layers])
         has_message = last and (plan.kl_clip is not None or round.counts is not None)
         self._count_numel = 0 if round.counts is None else round.counts.numel()
         message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
@@ -150,7 +150,7 @@ class BucketPayload:
         for rank in range(self._round.plan.world_size) if self._message_numel else ():
             self._message(rank, self._there).zero_()
 
-    def _load(self, layer: BucketLayer) -> LayerSizes:
+    def _sizes(self, layer: BucketLayer) -> LayerSizes:
         plan, shape = self._round.plan, layer.shape
         packings = layer.packings(plan.world_size) if self._with_factors else ()
         rows = () if layer.spread is None else self._spread.rows_numel(shape)

@@ -1,9 +1,13 @@
-"""Groups of late factors: consecutive, complete, of about the same size."""
+"""Groups of late factors: consecutive, complete, of about the same size; and none is lost without an error."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._kfac.late import in_equal_groups
+from crossover_ddp._exchange.transfer import Payload
+from crossover_ddp._kfac.late import LateFactors, in_equal_groups
+from crossover_ddp._kfac.packing import FactorPacking, TravellingFactors
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=30), count=st.integers(1, 20))
@@ -23,3 +27,20 @@ def test_no_group_has_more_than_its_share_and_one_more(sizes: list[int], count: 
 def test_equal_sizes_make_equal_groups() -> None:
     assert [len(group) for group in in_equal_groups([5] * 12, 4)] == [3, 3, 3, 3]
     assert [len(group) for group in in_equal_groups([7], 4)] == [1]
+
+
+def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
+    sent: list[torch.futures.Future[torch.Tensor]] = []
+
+    def reduce(payload: Payload) -> torch.futures.Future[torch.Tensor]:
+        sent.append(torch.futures.Future())
+        return sent[-1]
+
+    late = LateFactors(curvatures={}, like=torch.empty(0), rank=0, world_size=1, reduce=reduce)
+    packing = FactorPacking(groups=1, dim=2, room=0, world_size=1)
+    late.hold([TravellingFactors(0, 0, (packing, packing), (None, None))], groups=1, decay=0.9)
+    late.leave()
+    sent[0].set_exception(RuntimeError("a peer has gone"))  # type: ignore[arg-type]
+    late.leave()  # as in each later step
+    with pytest.raises(RuntimeError, match="a peer has gone"):
+        late.settle()

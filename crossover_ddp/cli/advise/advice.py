@@ -23,7 +23,7 @@ SMALL_SHARE: Final = 0.05
 WORTH: Final = 1.05
 """Least expected factor that is worth a change."""
 OF_BOUND: Final = 0.94
-"""Median of what two siblings reached of their bound (0.88 to 0.97 in docs/measurements.md)."""
+"""Median of what two siblings reached of their bound (0.88 to 0.99 in docs/measurements.md)."""
 OUT_OF_LINE: Final = 0.15
 FINEST_PIECES: Final = 24
 # Processor time of one half of a bucket's exchange, where compute and communication share a core: what the split
