@@ -1,6 +1,7 @@
 """How an engine ends: with its process group, with the interpreter, although a bucket may be in flight."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -48,10 +49,14 @@ def end_engine(workers: Sequence[Worker], ring: Ring, order: GatherOrder) -> Non
 def stop_workers(workers: Sequence[Worker], timeout_s: float) -> bool:
     """End all threads after what they have; return whether each did in ``timeout_s`` seconds.
 
+    A thread that takes longer still ends the next one when it ends itself.
+
     ``workers``: one that gives work to another comes before it.
     """
-    for worker in workers:
-        worker.stop()
-        if not worker.join(timeout_s):
-            return False
-    return True
+    _stop_in_order(workers)
+    return all(worker.join(timeout_s) for worker in workers)
+
+
+def _stop_in_order(workers: Sequence[Worker]) -> None:
+    if workers:
+        workers[0].stop(then=functools.partial(_stop_in_order, workers[1:]))

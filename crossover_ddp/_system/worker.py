@@ -42,14 +42,23 @@ class Worker:
                 self._thread.start()
             self._jobs.put(job)
 
-    def stop(self) -> None:
-        """Take no more jobs; the thread ends after the jobs that it has. May be called again, and in a fork."""
+    def stop(self, then: Job | None = None) -> None:
+        """Take no more jobs; the thread ends after the jobs that it has, and the first call's ``then``.
+
+        May be called again, and in a fork.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if not self._stopped and self._thread is not None:
-                self._jobs.put(_STOP)
+            if self._stopped:
+                return
             self._stopped = True
+            if self._thread is not None:
+                for job in (then, _STOP) if then is not None else (_STOP,):
+                    self._jobs.put(job)
+                return
+        if then is not None:
+            then()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end after ``stop``; return whether it has."""
