@@ -6,9 +6,9 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# WORKERS=4 runs that many tests at a time, a file in one worker. Not by default: tests of faults and of the emulated
-# cluster have bounds in seconds, and with two workers on two slow cores some of them were too slow.
-WORKERS ?=
+# So many tests run at a time, a file in one worker; WORKERS= runs one after the other. Tests of faults and of the
+# emulated cluster, which have bounds in seconds, run alone nevertheless (tests/harness/turnstile.py).
+WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
 
 .DEFAULT_GOAL := help
