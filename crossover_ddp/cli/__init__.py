@@ -9,7 +9,7 @@ from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
 from crossover_ddp.cli.advise import command as cli_advise
 from crossover_ddp.cli.doctor import command as cli_doctor
-from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingRichError
+from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingPackageError
 from crossover_ddp.cli.run import command as cli_run
 from crossover_ddp.cli.run.commands import split_groups
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
-    except MissingRichError as error:
+    except MissingPackageError as error:
         sys.stderr.write(f"{error}\n")
         return USAGE
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does

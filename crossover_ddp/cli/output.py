@@ -21,11 +21,6 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 """Ctrl-C, as shells number it."""
 
-MISSING_RICH = (
-    "crossover-ddp: expected the package rich for tables, got none; pip install 'crossover_ddp[cli]' (or pip install "
-    "rich), or use --json"
-)
-
 
 def add_command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
@@ -67,21 +62,24 @@ def number(text: str) -> float:
         return math.nan
 
 
-class MissingRichError(Exception):
-    """Tables were asked for without rich."""
+class MissingPackageError(Exception):
+    """A package of the extra ``cli`` is missing; the text says what to do."""
 
 
-def require_rich() -> None:
-    """Raise `MissingRichError` if tables cannot be shown."""
+def require(name: str) -> None:
+    """Raise `MissingPackageError` if a package of the extra ``cli`` is not there: rich for tables, or psutil."""
     try:
-        import rich  # noqa: F401
+        __import__(name)
     except ImportError as error:
-        raise MissingRichError(MISSING_RICH) from error
+        raise MissingPackageError(
+            f"crossover-ddp: expected the package {name}, got none; pip install 'crossover_ddp[cli]' (or pip install "
+            f"{name})" + ", or use --json" * (name == "rich")
+        ) from error
 
 
 def console() -> "Console":
     """Return the console for tables."""
-    require_rich()
+    require("rich")
     from rich.console import Console
 
     return Console(highlight=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import Look, look
 
-from .output import FINE, FOUND, add_command, console, group_name, number, require_rich, write_json
+from .output import FINE, FOUND, add_command, console, group_name, number, require, write_json
 from .turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _seconds(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Show the status once or until Ctrl-C; return the exit code."""
     if not arguments.json:
-        require_rich()  # before the first second is over
+        require("rich")  # before the first second is over
     reports = observe(arguments.group, arguments.watch or _INTERVAL_S)
     if arguments.watch is None:
         last = next(reports)

@@ -17,7 +17,7 @@ from crossover_ddp._timeline.merge import Merged, describe, merge, milliseconds
 from crossover_ddp._timeline.spans import DeviceShares, Statistics, device_shares, extent_s
 from crossover_ddp._timeline.trace import chrome_trace
 
-from .output import FINE, FOUND, USAGE, add_command, console, number, require_rich, write_json
+from .output import FINE, FOUND, USAGE, add_command, console, number, require, write_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -101,7 +101,7 @@ def _seconds(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Merge, write what was asked for, and show the table; return the exit code."""
     if not arguments.json:
-        require_rich()
+        require("rich")
     try:
         result = _work(arguments)
     except (_TimelineUsageError, OSError) as error:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from crossover_ddp._system.children import Child, wait_any
 
 from .network import LabError
 from .nodes import Nodes
-from .processes import wait_any
 
 # Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
 # chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
@@ -80,7 +81,7 @@ class RunResult:
 class _LaunchedRank:
     job: str
     rank: int
-    process: "subprocess.Popen[Any]"
+    process: Child
     log: Path
 
     def running(self) -> bool:
@@ -92,7 +93,7 @@ class _LaunchedRank:
     def describe(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         text = "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
-        how = _how_it_ended(self.process.returncode)
+        how = _how_it_ended(self.process.poll())
         return f"job {self.job}, rank {self.rank}: {how}; its last lines in {self.log}:\n{text}"
 
 

@@ -1,25 +1,29 @@
 """The nodes of an emulated cluster on one machine, and processes that run on them.
 
 Node i is a network namespace with a shaped link, and core i, which all jobs' rank i share:
-that core is "device i". The pieces are in network.py and processes.py.
+that core is "device i". See [Note: no process is left behind] in `crossover_ddp._system.children`:
+the mark is ``CROSSOVER_LAB``. By it processes are found by the lab as it closes, by the next lab as it
+starts, and by ``python recipes/lab clean``.
 """
 
 import os
+import shutil
+import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
+from crossover_ddp._system.children import Child, end, end_marked, marked
 from crossover_ddp._system.signals import endings_raise, undisturbed
 
-from . import processes
 from .network import INTERFACE, LabError, LabId, Network, delete_namespace, lab_namespaces, why_not_shaped
 
+LAB_VARIABLE: Final = "CROSSOVER_LAB"
 _serials = count()
 _FIRST_PORT: Final = 29500
 _NodesOrMore = TypeVar("_NodesOrMore", bound="Nodes")
@@ -58,7 +62,7 @@ class Nodes:
         self.cores = _cores(nodes, pin)
         self.network: Network | None = None
         self._shaped = shaped
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[Child] = []
         self._ports = count(_FIRST_PORT)
         self._exits = ExitStack()
         self.lab = LabId.of_this_process(next(_serials))
@@ -139,10 +143,10 @@ class Nodes:
 
     def popen(
         self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> "subprocess.Popen[Any]":
+    ) -> Child:
         """Start one process on a node, pinned to its core, and return it.
 
-        It leads a session of its own: ``os.killpg(process.pid, SIGSTOP)`` stops it with all its
+        It leads a session of its own: ``process.signal_session(SIGSTOP)`` stops it with all its
         children. It is ended with the cluster.
 
         Args:
@@ -154,23 +158,25 @@ class Nodes:
         if not 0 <= node < self.nodes:
             raise ValueError(f"expected a node from 0 to {self.nodes - 1}, got node={node}")
         variables = {**os.environ, **self.environment(node), **(env or {})}
-        variables[processes.LAB_VARIABLE] = str(self.lab)
+        variables[LAB_VARIABLE] = str(self.lab)
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
-        process = processes.start(
-            words,
-            enter=self.network.enter(node) if self.network else [],
+        if shutil.which(words[0], path=variables["PATH"]) is None:
+            raise LabError(f"expected a program to run on node {node}, got {words[0]!r}, which is none")
+        process = Child(
+            [*(self.network.enter(node) if self.network else []), *words],
+            variables,
+            death_signal=signal.SIGKILL,
             core=self.cores[node],
-            environment=variables,
             **options,
         )
         self._processes.append(process)
         return process
 
-    def end(self, *started: "subprocess.Popen[Any]") -> None:
+    def end(self, *started: Child) -> None:
         """End processes of ``popen`` and their sessions, and forget them; Ctrl-C waits meanwhile."""
         with undisturbed():
-            processes.end(started)
+            end(started)
             for process in started:
                 with suppress(ValueError):
                     self._processes.remove(process)
@@ -181,9 +187,9 @@ class Nodes:
 
     def _clear(self) -> None:
         with undisturbed():
-            processes.end(self._processes)
+            end(self._processes)
             self._processes.clear()
-            processes.kill_all_of(self.lab)
+            end_marked(LAB_VARIABLE, str(self.lab))
             if self.network:
                 self.network.close()
                 self.network = None
@@ -195,9 +201,9 @@ def clean() -> list[str]:
     Running labs, this one included, and everything that is not a lab's are left alone.
     """
     done = []
-    stale = {lab for lab, _ in processes.marked_processes() if not lab.alive()}
+    stale = {lab for lab, _ in marked_labs() if not lab.alive()}
     for lab in sorted(stale, key=str):
-        done += [f"process {pid} of {lab}" for pid in processes.kill_all_of(lab)]
+        done += [f"process {pid} of {lab}" for pid in end_marked(LAB_VARIABLE, str(lab))]
     for lab, namespace in list(lab_namespaces()):
         if not lab.alive():
             # Another lab that starts now may be cleaning as well.
@@ -205,6 +211,14 @@ def clean() -> list[str]:
                 delete_namespace(namespace)
                 done.append(f"namespace {namespace}")
     return done
+
+
+def marked_labs() -> Iterator[tuple[LabId, int]]:
+    """Every other process of this user that carries some lab's mark, with the lab."""
+    for pid, mark in marked(LAB_VARIABLE):
+        lab = LabId.parse(mark)
+        if lab is not None:
+            yield lab, pid
 
 
 def _cores(nodes: int, pin: str) -> list[int | None]:

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from _models import PRESETS
+from crossover_ddp._system.children import Child
 from lab import STEADY_MEMORY, Cluster
 from studies._tables import Cells, show_table
 
@@ -36,28 +36,17 @@ MeasurePreset = Callable[[Cluster, str, argparse.Namespace, Callable[[], None]],
 class AskedRank:
     """One rank of one job, and the conversation with it."""
 
-    def __init__(self, process: subprocess.Popen[str], name: str, log: Path) -> None:
+    def __init__(self, process: Child, name: str, log: Path) -> None:
         self.process = process
         self._name = name
         self._log = log
 
-    def tell(self, order: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-
     def hear(self, event: str) -> Answer:
         """Wait for one answer; a rank that hangs is killed, and a dead one says its last words."""
-        assert self.process.stdout is not None
-        watchdog = threading.Timer(ANSWER_TIMEOUT_S, self.process.kill)
-        watchdog.start()
         try:
-            line = self.process.stdout.readline()
-        finally:
-            watchdog.cancel()
-        if not line:
-            raise RuntimeError(f"{self._name} ended: {self._log.read_text()[-2000:]}")
-        answer: Answer = json.loads(line)
+            answer: Answer = self.process.hear(ANSWER_TIMEOUT_S)
+        except EOFError as error:
+            raise RuntimeError(f"{self._name} ended: {self._log.read_text()[-2000:]}") from error
         if answer["event"] != event:
             raise RuntimeError(f"expected {self._name} to say {event!r}, got {answer['event']!r}")
         return answer
@@ -98,7 +87,7 @@ class Ranks:
 
     def tell(self, **order: Any) -> None:
         for rank in self._ranks:
-            rank.tell(order)
+            rank.process.tell(order)
 
     def hear(self, event: str) -> list[Answer]:
         return [rank.hear(event) for rank in self._ranks]

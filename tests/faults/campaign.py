@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
+from crossover_ddp._system.children import Child
 from lab import Cluster, why_not_shaped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,7 @@ SLACK_S = 1.5  # the machine may be busy; a stall without lease would be endless
 ENDLESS = 1_000_000
 NODES = 2
 STEADY_SEED = 0
+ANSWER_S = 120.0  # then the nursery hangs
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Campaign:
     cluster: Cluster
     directory: Path
     group: str
-    nurseries: list["subprocess.Popen[str]"] = field(default_factory=list)
+    nurseries: list[Child] = field(default_factory=list)
     serial: Iterator[int] = field(default_factory=itertools.count)
 
     def open(self) -> None:
@@ -111,7 +113,7 @@ class Campaign:
             )
             self.nurseries.append(nursery)
         for nursery in self.nurseries:
-            self._hear(nursery)
+            nursery.hear(ANSWER_S)
 
     def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
         number = next(self.serial)
@@ -129,17 +131,9 @@ class Campaign:
         ranks = []
         for node, nursery in enumerate(self.nurseries):
             log = self.directory / f"job{number}-rank{node}"
-            assert nursery.stdin is not None
-            nursery.stdin.write(json.dumps(order | {"log": str(log)}) + "\n")
-            nursery.stdin.flush()
-            ranks.append(Rank(self._hear(nursery)["pid"], log))
+            nursery.tell(order | {"log": str(log)})
+            ranks.append(Rank(nursery.hear(ANSWER_S)["pid"], log))
         return Job(seed, ranks, stop)
-
-    @staticmethod
-    def _hear(nursery: "subprocess.Popen[str]") -> dict[str, Any]:
-        assert nursery.stdout is not None
-        answer: dict[str, Any] = json.loads(nursery.stdout.readline())
-        return answer
 
 
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:

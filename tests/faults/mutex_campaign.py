@@ -12,6 +12,7 @@ namespaces of their own are left out: a full /dev/shm, process ids used again, c
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crossover_ddp._system.children import Child, end, wait_any
 from tests.faults import oracles, schedules
 from tests.faults.oracles import Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
@@ -35,6 +37,7 @@ FAULTS_EACH = 40
 LEAD_IN_S = 0.05
 ENDING_S = 30.0  # longest time that ranks may take to end by themselves
 SLACK_S = 0.35
+ANSWER_S = 120.0  # then the nursery hangs
 _TICK_S = 0.01
 _LATE_S = 0.05
 SHARED_MEMORY_SIZE = "2m"
@@ -58,35 +61,22 @@ class Lane:
 
     def __init__(self, enter: Sequence[str]) -> None:
         command = [*enter, sys.executable, "-m", "tests.faults.mutex_nursery"]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        pipe = subprocess.PIPE
+        self._process = Child(command, os.environ, cwd=ROOT, text=True, stdin=pipe, stdout=pipe)
 
     def wait_until_up(self) -> None:
-        self._hear()
+        self._process.hear(ANSWER_S)
 
     def tell(self, what: str, /, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"expected an answer of the nursery, got its end ({self._process.wait()})")
-        return json.loads(line)
+        self._process.tell({"do": what, **arguments})
+        return self._process.hear(ANSWER_S)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_any([self._process], 5.0)
+        end([self._process], grace_s=0.0)
 
 
 @dataclass

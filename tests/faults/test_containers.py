@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,28 +47,24 @@ class Container:
 
     def __init__(self, rank: int) -> None:
         environment = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "CROSSOVER_DEVICE": f"dev{rank}"}
-        self._process = subprocess.Popen(
+        self.process = Child(
             [*ENTER, sys.executable, "-m", "tests.faults.nursery"],
+            os.environ | environment,
             cwd=ROOT,
-            env=os.environ | environment,
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
 
     def hear(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        return self.process.hear(TIMEOUT_S)
 
     def bear(self, order: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        self.process.tell(order)
         return int(self.hear()["pid"])
 
     def kill(self) -> None:
-        self._process.kill()  # and the kernel kills all in it
-        self._process.wait()
+        end([self.process], grace_s=0.0)  # and the kernel kills all in it
 
     def __enter__(self) -> "Container":
         return self

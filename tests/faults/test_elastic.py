@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
 
@@ -45,13 +45,12 @@ class Torchrun:
         ]
         command += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "tests.faults.elastic_worker"]
         self._output = (directory / f"{name}.output").open("w+")
-        self.process = subprocess.Popen(
+        self.process = Child(
             [*command, json.dumps(told)],
+            {**os.environ, **ENVIRONMENT},
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
 
     def rank(self, rank: int, life: int = 0) -> Rank:
@@ -66,15 +65,7 @@ class Torchrun:
         return self._output.read()[-3000:]
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGTERM
-            )  # the agent ends its ranks, which lead sessions of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10.0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end([self.process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
         self._output.close()
 
 

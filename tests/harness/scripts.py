@@ -1,6 +1,5 @@
 """Run a script in several processes as torchrun would, with a handle on each of them."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+from crossover_ddp._system.children import Child, end, wait_any
 
 ROOT = Path(__file__).resolve().parents[2]
 # From SIGABRT until the interpreter has written its stacks, even on a busy machine.
@@ -31,18 +32,18 @@ class ScriptRanks:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
         self.command = list(command)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Child] = []
         for rank, environment in enumerate(environments):
             with self._path(rank).open("wb") as output:
                 self.processes.append(
-                    subprocess.Popen(
+                    Child(
                         self.command,
-                        env=dict(environment),
+                        environment,
+                        death_signal=signal.SIGKILL,
                         cwd=cwd,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # a group of its own, that can be ended as a whole
                     )
                 )
 
@@ -72,7 +73,7 @@ class ScriptRanks:
         failed = [
             f"rank {rank} {self._death(rank)}"
             for rank, process in enumerate(self.processes)
-            if process.returncode != expected.get(rank, 0) and rank not in hung
+            if process.poll() != expected.get(rank, 0) and rank not in hung
         ]
         aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
         failed += [f"rank {rank} {aftermath}" for rank in hung]
@@ -97,14 +98,11 @@ class ScriptRanks:
 
     def send_signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank and to all its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.processes[rank].pid, number)
+        self.processes[rank].signal_session(number)
 
     def end(self) -> None:
         """Kill what is left of every rank and of its children."""
-        for rank, process in enumerate(self.processes):
-            self.send_signal(rank, signal.SIGKILL)
-            process.wait()
+        end(self.processes, grace_s=0.0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _path(self, rank: int) -> Path:
@@ -114,22 +112,21 @@ class ScriptRanks:
         """Return the ranks that have not ended in time, which is little once a rank has ended badly."""
         deadline_s = time.monotonic() + timeout_s
         running = set(range(len(self.processes)))
-        while running and time.monotonic() < deadline_s:
+        while running and (left_s := deadline_s - time.monotonic()) > 0:
+            wait_any([self.processes[rank] for rank in running], left_s)
             ended = {rank for rank in running if self.processes[rank].poll() is not None}
             running -= ended
-            if any(self.processes[rank].returncode != expected.get(rank, 0) for rank in ended):
+            if any(self.processes[rank].poll() != expected.get(rank, 0) for rank in ended):
                 deadline_s = min(deadline_s, time.monotonic() + AFTERMATH_S)
-            time.sleep(0.01)
         return sorted(running)
 
     def _dump(self, rank: int) -> None:
-        self.send_signal(rank, signal.SIGABRT)
-        self.send_signal(rank, signal.SIGCONT)  # it may have been stopped
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[rank].wait(DUMP_TIMEOUT_S)
+        self.processes[rank].signal_session(signal.SIGABRT, signal.SIGCONT)  # it may have been stopped
+        wait_any([self.processes[rank]], DUMP_TIMEOUT_S)
 
     def _death(self, rank: int) -> str:
-        status = self.processes[rank].returncode
+        status = self.processes[rank].poll()
+        assert status is not None
         return (
             f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         )

@@ -4,9 +4,12 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -109,6 +112,15 @@ def test_without_rich_a_line_says_how_to_get_it(
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["doctor", "--json"], ["run", "--json", "--", "true"]])
+def test_without_psutil_a_line_says_how_to_get_it(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert cli.main(words) == USAGE
+    assert "pip install 'crossover_ddp[cli]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line", re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
 )
@@ -179,26 +191,23 @@ def test_shared_memory_is_described(tmp_path: Path) -> None:
     assert not machine_facts.shared_memory(str(tmp_path / "missing")).present
 
 
-def test_interfaces_are_read_as_far_as_they_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_are_read_as_far_as_they_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "odd0")
-    for name, flags, speed in (
-        ("fast0", "0x1003", "10000"),
-        ("odd0", "nonsense", "-1"),
-        ("lo0", "0x9", None),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "flags").write_text(flags + "\n")
-        if speed is not None:
-            (tmp_path / name / "speed").write_text(speed + "\n")
-    (tmp_path / "bonding_masters").write_text("")
-    found = machine_facts.network(str(tmp_path))
+    seen = {"odd0": ("broadcast", 0), "fast0": ("up,broadcast,running", 10_000), "lo0": ("up,loopback", 0)}
+    stats = {name: SimpleNamespace(flags=flags, speed=speed) for name, (flags, speed) in seen.items()}
+    inet6 = SimpleNamespace(family=socket.AF_INET6, address="fe80::1%fast0")
+    inet = SimpleNamespace(family=socket.AF_INET, address="10.0.0.1")
+    link = SimpleNamespace(family=socket.AF_PACKET, address="00:00:00:00:00:01")
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"fast0": [link, inet6, inet], "gone0": [inet]})
+    found = machine_facts.network()
     assert found.chosen == "odd0"
     assert [(each.name, each.up, each.loopback, each.mbit_s) for each in found.interfaces] == [
         ("fast0", True, False, 10_000),
         ("lo0", True, True, None),
         ("odd0", False, False, None),
     ]
-    assert machine_facts.network(str(tmp_path / "missing")).interfaces == ()
+    assert [each.addresses for each in found.interfaces] == [("10.0.0.1", "fe80::1"), (), ()]
 
 
 def test_this_machine_has_a_loopback_with_addresses() -> None:

@@ -13,19 +13,22 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from crossover_ddp import cli
+from crossover_ddp._system.children import marked
 from crossover_ddp._system.environment import RUN_JOB
-from crossover_ddp._system.marked_processes import processes_with
 from crossover_ddp.cli.doctor import machine_facts
 from crossover_ddp.cli.doctor.findings import Gpu, Gpus
 from crossover_ddp.cli.output import FINE, USAGE
 from crossover_ddp.cli.run import command as cli_run
 from crossover_ddp.cli.run import first_look
 from crossover_ddp.cli.run.commands import from_groups, named
+from crossover_ddp.cli.run.first_look import FreeMemory, fitting, format_size
 from tests.harness.waiting import eventually, state
 from tests.unit.mutexes import files_of
 
@@ -48,7 +51,7 @@ def runs(
 
 
 def own_processes() -> list[int]:
-    return [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{os.getpid()}-")]
+    return [pid for pid, mark in marked(RUN_JOB) if mark.startswith(f"{os.getpid()}-")]
 
 
 def shell(text: str) -> list[str]:
@@ -81,8 +84,7 @@ def test_all_is_well_if_all_jobs_end_well(capsys: "pytest.CaptureFixture[str]") 
     document = runs(capsys, ["true"], ["true"])
     assert (document["exit_code"], codes(document)) == (FINE, [0, 0])
     assert [job["state"] for job in document["jobs"]] == ["ended", "ended"]
-    assert document["sharing"]["speedup"] is None
-    assert "crossover_hook" in document["sharing"]["why_not"]
+    assert [job["turns"] for job in document["jobs"]] == [0, 0]
 
 
 def test_the_first_job_that_fails_gives_the_code_and_the_others_go_on(
@@ -156,7 +158,7 @@ def test_a_killed_runner_takes_its_jobs_along(tmp_path: Path) -> None:
         runner.kill()
         runner.wait()
     deadline_s = time.monotonic() + 10
-    while left := [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{runner.pid}-")]:
+    while left := [pid for pid, mark in marked(RUN_JOB) if mark.startswith(f"{runner.pid}-")]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.02)
 
@@ -217,7 +219,7 @@ def test_ctrl_z_stops_all_jobs_until_the_runner_goes_on() -> None:
         assert runner.stderr is not None
 
         def of_jobs() -> list[int]:
-            return [pid for pid, mark in processes_with(RUN_JOB) if mark.startswith(f"{runner.pid}-")]
+            return [pid for pid, mark in marked(RUN_JOB) if mark.startswith(f"{runner.pid}-")]
 
         try:
             for _ in range(2):
@@ -275,7 +277,7 @@ def test_without_json_each_stream_goes_where_it_belongs(capsys: "pytest.CaptureF
     assert "a   | out" in captured.out
     assert "a   | err" in captured.err
     assert "exit code" in captured.out
-    assert "speed-up not known" in captured.out
+    assert re.search(r"exit code +seconds +turns", captured.out)
 
 
 def test_logs_hold_each_jobs_lines_of_this_run(capsys: "pytest.CaptureFixture[str]", tmp_path: Path) -> None:
@@ -334,11 +336,9 @@ def test_each_job_has_a_timeline_directory_of_its_own(
 def test_commands_come_from_files(
     capsys: "pytest.CaptureFixture[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines, listed = tmp_path / "sweep.txt", tmp_path / "sweep.json"
+    lines = tmp_path / "sweep.txt"
     lines.write_text("# a sweep\nLR=1 env\nLR=2 env # and another\n")
-    listed.write_text(json.dumps([{"name": "low", "command": "env", "env": {"LR": "3"}}]))
     assert sorted(variables(runs(capsys, options=["--commands", str(lines)]), "LR")) == ["1", "2"]
-    assert "low | LR=3" in runs(capsys, options=["--commands", str(listed)])["shown"]
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -353,7 +353,6 @@ def test_nothing_is_started_if_anything_is_wrong(
     assert "for both a and b" in refused(capsys, "--", f"MASTER_PORT=7 {touch}", "--", "MASTER_PORT=7 true")
     assert "expected a file of commands" in refused(capsys, "--commands", f"{tmp_path}/none", "--", touch)
     assert "expected a directory to write to" in refused(capsys, "--logs", "/dev/null/x", "--", touch)
-    assert "run fewer --at-once" in refused(capsys, "--memory-per-job", "900T", "--", touch, "--", "true")
     assert "got none" in refused(capsys)
     assert not (tmp_path / "started").exists()
 
@@ -363,7 +362,6 @@ def test_nothing_is_started_if_anything_is_wrong(
     [
         ["--at-once", "0"],
         ["--grace", "-1"],
-        ["--memory-per-job", "much"],
         ["--group", "a/b"],
         ["--try-first", "x"],
     ],
@@ -435,14 +433,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *free_mib: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_on_gpus_each_one_must_hold_the_jobs_that_see_it(
+def test_the_smallest_memory_says_how_many_fit() -> None:
+    memories = [FreeMemory("GPU-1", 100), FreeMemory("GPU-2", 50), FreeMemory("GPU-3", 1)]
+    assert fitting(memories, {"GPU-1": 30, "GPU-2": 20, "GPU-3": 0}) == 2
+    assert fitting(memories, {"GPU-1": 101}) == 0
+    assert fitting(memories, {}) is None
+    assert [format_size(size) for size in (1 << 10, 200 << 20, 3 << 29)] == ["1 KiB", "200 MiB", "1.5 GiB"]
+
+
+def test_only_gpus_that_a_job_sees_count(
     capsys: "pytest.CaptureFixture[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(monkeypatch, 1000, 600)
-    options = ["--memory-per-job", "400M"]
-    assert "GPU-1: 2 at once × 400 MiB" in refused(capsys, *options, "--", "true", "--", "true")
-    one_each = [["CUDA_VISIBLE_DEVICES=1 true"], ["CUDA_VISIBLE_DEVICES=0 true"]]
-    assert codes(runs(capsys, *one_each, options=options)) == [0, 0]
+    document = runs(capsys, ["CUDA_VISIBLE_DEVICES=1 true"], ["CUDA_VISIBLE_DEVICES=1 true"])
+    assert [(each["name"], each["free_bytes"]) for each in document["memory"]] == [("GPU-1", 600 << 20)]
 
 
 def test_on_gpus_a_jobs_need_is_what_the_free_memory_falls_by(
@@ -471,12 +475,9 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, seen
     assert cli_run.sees(visible, 1, Gpu("GPU-abc", "test", None, None, "Default")) is seen
 
 
-def test_available_memory_is_the_least_that_is_told(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:   4096 kB\n")
-    nowhere = str(tmp_path / "none")
-    assert machine_facts.available_memory_bytes(str(meminfo), nowhere) == 4096 << 10
-    assert machine_facts.available_memory_bytes(nowhere, nowhere) is None
+def test_available_memory_is_the_least_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4096 << 10))
+    assert machine_facts.available_memory_bytes(str(tmp_path / "none")) == 4096 << 10
     cgroup = tmp_path / "cgroup"
     cgroup.write_text("4:memory:/old\n0::/slurm/job\n")
     for part, limit in (("slurm/job", "max"), ("slurm", "1000")):

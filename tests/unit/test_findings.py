@@ -22,7 +22,7 @@ from crossover_ddp.cli.doctor.findings import (
 
 OK, NOTE, PROBLEM = Severity
 
-SOFTWARE = Software((3, 11, 7), "2.15.0+cu132", {"bucket_cap_mb_list": True}, (2, 30, 7), True, "13.2")
+SOFTWARE = Software((3, 11, 7), "2.15.0+cu132", (2, 30, 7), True, "13.2")
 GPU = Gpu("GPU-1", "H", 80_000, 70_000, "Default")
 NO_MPS = Mps("/tmp/nvidia-mps", False, False)
 MPS = Mps("/tmp/nvidia-mps", True, True)
@@ -54,7 +54,6 @@ def test_a_good_installation_has_nothing_to_mend() -> None:
         ({"python": (3, 9, 1)}, PROBLEM, "3.10 or newer"),
         ({"torch": "2.10.1"}, PROBLEM, "pip install 'torch>=2.11'"),
         ({"torch": "unknown"}, PROBLEM, "pip install 'torch>=2.11'"),
-        ({"features": {"register_pre_hook": False}}, NOTE, "register_pre_hook missing"),
         ({"gloo": False}, PROBLEM, "built without gloo"),
         ({"nccl": None}, NOTE, "use the gloo backend"),
     ],

@@ -53,11 +53,8 @@ PURE = {
     "cli.advise.advice",
     "cli.advise.step_figures",
     "cli.doctor.findings",
-    "cli.doctor.gpu_findings",
     "cli.run.commands",
     "cli.run.lines",
-    "cli.run.ports",
-    "cli.run.summary",
     "cli.turn_report",
 }
 PURE_IMPORTS = {
@@ -99,7 +96,7 @@ WITHOUT_TORCH = {
     "cli",
     "errors",
 }
-MAY_USE_TORCH = {"cli.doctor.machine_facts", "cli.run.torchrun"}
+MAY_USE_TORCH = {"cli.doctor.machine_facts", "cli.run.ports"}
 HOOK_MODULES = {"comm_hooks", "kfac_hooks", "_decoupled.state", "_decoupled.training"}
 
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))

@@ -1,6 +1,5 @@
 """Commands of `crossover-ddp run`: how they are read, what is refused before anything starts."""
 
-import json
 import shlex
 
 import pytest
@@ -11,7 +10,6 @@ from crossover_ddp.cli.run.commands import (
     CommandError,
     default_name,
     from_groups,
-    from_json,
     from_lines,
     named,
     shell_syntax,
@@ -80,40 +78,6 @@ def test_what_only_a_shell_understands_is_found(text: str, found: str | None) ->
 def test_lines_have_comments_and_may_be_continued() -> None:
     entries = from_lines("# a sweep\n\ntrain.py --lr 0.1  # low\n  \ntrain.py \\\n  --lr 0.2\n")
     assert [entry.words for entry in entries] == [["train.py", "--lr", "0.1"], ["train.py", "--lr", "0.2"]]
-
-
-def test_json_lists_hold_texts_and_objects() -> None:
-    entries = from_json(
-        json.dumps(
-            [
-                "LR=1 x.py",
-                {"command": ["x.py", "a b; c"], "name": "low", "env": {"LR": "2"}},
-                {"command": "y.py"},
-            ]
-        )
-    )
-    first, second, third = named(entries)
-    assert (first.name, first.environment, first.words) == ("a", {"LR": "1"}, ("x.py",))
-    assert (second.name, second.environment, second.words) == ("low", {"LR": "2"}, ("x.py", "a b; c"))
-    assert (third.name, third.words) == ("c", ("y.py",))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "no JSON"),
-        ("{}", "got dict"),
-        ("[3]", "entry 1: expected"),
-        ('["x", {"name": "a"}]', "entry 2: expected"),
-        ('[{"command": "x", "nmae": "a"}]', "entry 1: expected"),
-        ('[{"command": 3}]', "expected texts"),
-        ('[{"command": "x", "env": {"A": 1}}]', "expected env"),
-        ('[{"command": []}]', "got none"),
-    ],
-)
-def test_json_that_lists_no_commands_is_refused(text: str, message: str) -> None:
-    with pytest.raises(CommandError, match=message):
-        from_json(text)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import pytest
 
 from crossover_ddp.cli.run.commands import CommandError, from_groups, named
 from crossover_ddp.cli.run.ports import Rendezvous, rendezvous
-from crossover_ddp.cli.run.torchrun import launch_of
 
 
 def meet(*texts: str, at_once: int = 2, **inherited: str) -> list[Rendezvous]:
     commands = named(from_groups([[text] for text in texts]))
-    ports = itertools.count(40000)
-    launches = [launch_of(command, inherited) for command in commands]
-    return rendezvous(commands, launches, inherited, lambda: next(ports), at_once=at_once)
+    ports = itertools.count(80000)  # each twice
+    return rendezvous(commands, inherited, lambda: next(ports) // 2, at_once=at_once)
 
 
 def words_of(*texts: str, **inherited: str) -> list[str]:
@@ -58,18 +56,15 @@ def test_a_c10d_rendezvous_without_a_place_gets_a_free_port() -> None:
     assert words_of("torchrun --rdzv-backend=c10d x.py") == [
         "torchrun --rdzv-endpoint=localhost:0 --rdzv-backend=c10d x.py"
     ]
-    with pytest.raises(CommandError, match="expected --rdzv-endpoint HOST:PORT for 2 nodes"):
+    with pytest.raises(CommandError, match="a: expected a port for 1:2 nodes, got none"):
         words_of("torchrun --rdzv-backend=c10d --nnodes 1:2 x.py")
 
 
-def test_jobs_on_several_nodes_get_the_same_ports_on_all_of_them() -> None:
-    job = "torchrun --nnodes 2 --master-addr host x.py"
-    taken = "torchrun --nnodes 2 --master-addr host --master-port 29501 x.py"
-    assert words_of(job, job, taken) == [
-        "torchrun --master-port=29500 --nnodes 2 --master-addr host x.py",
-        "torchrun --master-port=29504 --nnodes 2 --master-addr host x.py",
-        taken,
-    ]
+def test_jobs_on_several_nodes_must_name_a_port() -> None:
+    with pytest.raises(CommandError, match="a: expected a port for 2 nodes, got none; add --master-port"):
+        words_of("torchrun --nnodes 2 --master-addr host x.py")
+    named = "torchrun --nnodes 2 --master-addr host --master-port 29501 x.py"
+    assert words_of(named) == [named]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +72,7 @@ def test_jobs_on_several_nodes_get_the_same_ports_on_all_of_them() -> None:
     [
         ["torchrun --master-port 7 x.py", "torchrun --master_port=7 y.py"],
         ["torchrun --master-port 7 x.py", "torchrun --rdzv-endpoint localhost:7 y.py"],
-        ["torchrun --rdzv-backend c10d --rdzv-endpoint h x.py", "torchrun --rdzv-endpoint h:29400 y.py"],
+        ["torchrun --rdzv-backend c10d --rdzv-endpoint h x.py"] * 2,
         ["MASTER_PORT=7 python x.py", "torchrun --master-port 7 y.py"],
         ["torchrun --rdzv-backend etcd --rdzv-endpoint h:7 x.py"] * 2,
         ["PET_MASTER_PORT=7 torchrun x.py", "torchrun --master-port 7 y.py"],
@@ -112,17 +107,17 @@ def environments(*texts: str, **inherited: str) -> list[Mapping[str, str]]:
 
 def test_other_programs_get_master_port() -> None:
     found = environments("python x.py", "MASTER_PORT=40001 python y.py", "bash -c 'torchrun x.py'")
-    assert found == [{"MASTER_PORT": "40000"}, {}, {"MASTER_PORT": "40002"}]
+    assert found == [{"MASTER_PORT": "40000"}, {}, {"MASTER_PORT": "40001"}]
 
 
 def test_an_inherited_master_port_is_counted_on() -> None:
-    assert environments("x", "y", "torchrun --master-port 301 z.py", MASTER_PORT="300") == [
+    assert environments("x", "y", "torchrun --master-port 400 z.py", MASTER_PORT="300") == [
         {"MASTER_PORT": "300"},
-        {"MASTER_PORT": "304"},
+        {"MASTER_PORT": "301"},
         {},
     ]
-    with pytest.raises(CommandError, match="expected ports up to 65535, got 65536"):
-        environments("x", "y", MASTER_PORT="65535")
+    with pytest.raises(CommandError, match="localhost:301 for both b and c"):
+        environments("x", "y", "torchrun --master-port 301 z.py", MASTER_PORT="300")
 
 
 @pytest.mark.parametrize(

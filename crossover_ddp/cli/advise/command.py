@@ -25,7 +25,7 @@ from crossover_ddp.cli.output import (
     add_command,
     console,
     number,
-    require_rich,
+    require,
     write_json,
 )
 
@@ -113,7 +113,7 @@ def _steps(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, advise, show; return the exit code."""
     if not arguments.json:
-        require_rich()  # before the run
+        require("rich")  # before the run
     try:
         found = _measured(arguments)
     except _AdviseUsageError as error:
@@ -138,6 +138,7 @@ def _measured(arguments: argparse.Namespace) -> Figures:
         raise _AdviseUsageError(
             f"expected a directory with a timeline, or a command after --, got {words[0]!r}"
         )
+    require("psutil")
     group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings: it is measured alone
     with _clearing_up(group) as directory:
         recording = directory / "timeline"

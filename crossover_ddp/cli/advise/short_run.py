@@ -1,11 +1,11 @@
 """Run a command for a short while with its timeline recorded, and leave nothing of it behind.
 
 Every process that the command starts inherits ``CROSSOVER_TIMELINE``, whose directory no other run uses: that marks it.
-See [Note: no process is left behind] in `crossover_ddp._system.job_process`.
+See [Note: no process is left behind] in `crossover_ddp._system.children`.
 """
 
 import os
-import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from crossover_ddp._system.children import SHELLS_OFFSET, Child, end, end_marked, wait_any
 from crossover_ddp._system.environment import TIMELINE
-from crossover_ddp._system.job_process import JobProcess
-from crossover_ddp._system.marked_processes import send
 from crossover_ddp._system.signals import endings_raise, undisturbed
 
 _LOOK_S: Final = 0.25
@@ -63,36 +62,25 @@ def run(
     with tempfile.TemporaryFile() as output, endings_raise():
         # Our standard output is for the advice.
         shown = _STDERR if show else output.fileno()
-        process = JobProcess(command, variables, (TIMELINE, str(directory)), shown)
+        process = Child(
+            command,
+            {**variables, TIMELINE: str(directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=shown,
+            stderr=shown,
+        )
         try:
             began_s = time.monotonic()
             while process.poll() is None and not enough(time.monotonic() - began_s):
-                process.wait(_LOOK_S)
+                wait_any([process], _LOOK_S)
             returncode = process.poll()
         finally:
             with undisturbed():
-                _end(process, grace_s)
+                end([process], grace_s=grace_s)
+                end_marked(TIMELINE, str(directory), grace_s=grace_s)
+        if returncode is not None and returncode < 0:
+            returncode = SHELLS_OFFSET - returncode
         return Ended(returncode, _tail(output))
-
-
-def _end(process: JobProcess, grace_s: float) -> None:
-    """End the command and every process with its mark: with SIGTERM first, then with SIGKILL."""
-    process.terminate(signal.SIGTERM)
-    deadline_s = time.monotonic() + grace_s
-    while time.monotonic() < deadline_s and _is_left(process):
-        if process.poll() is not None:
-            send(process.survivors(), signal.SIGTERM, signal.SIGCONT)
-        time.sleep(_LOOK_S / 5)
-    deadline_s = time.monotonic() + grace_s
-    while time.monotonic() < deadline_s and _is_left(process):
-        process.kill()
-        time.sleep(_LOOK_S / 25)
-    if process.poll() is not None:
-        process.close()
-
-
-def _is_left(process: JobProcess) -> bool:
-    return process.poll() is None or bool(process.survivors())
 
 
 def _tail(output: IO[bytes]) -> str:

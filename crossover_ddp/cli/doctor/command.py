@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from crossover_ddp._system import environment
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import look, printable, sweep
-from crossover_ddp.cli.doctor import findings, gpu_findings, machine_facts
-from crossover_ddp.cli.output import FINE, FOUND, add_command, console, require_rich, write_json
+from crossover_ddp.cli.doctor import findings, machine_facts
+from crossover_ddp.cli.output import FINE, FOUND, add_command, console, require, write_json
 
 from .findings import Finding, Severity
 
@@ -45,7 +45,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Show the findings; return the exit code."""
     if not arguments.json:
-        require_rich()
+        require("rich")
+    require("psutil")
     found = examine(sweep_first=arguments.sweep)
     if arguments.json:
         rows = [{**each._asdict(), "state": each.state.value} for each in found]
@@ -58,18 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Finding]:
     """Return the findings about this machine; with ``sweep_first`` remove what dead jobs have left before."""
     swept = sweep(base) if sweep_first else []
-    mps, gpus, software = machine_facts.mps(), machine_facts.gpus(), machine_facts.software()
+    mps, gpus = machine_facts.mps(), machine_facts.gpus()
     gpu_count = len(gpus.listed) or gpus.torch_count
     system = os.uname()
     found = [
         *findings.platform(system.sysname, system.release),
-        *findings.software(software),
-        *gpu_findings.features(software.gpu_needs, gpu_count),
-        *gpu_findings.nccl(os.environ, gpu_count if software.nccl else 0),
-        *gpu_findings.cuda(os.environ, gpu_count),
+        *findings.software(machine_facts.software()),
+        *findings.cuda(os.environ, gpu_count),
         *findings.gpus(gpus, mps),
-        *gpu_findings.visible_devices(gpus.visible, mps, gpu_count),
-        *gpu_findings.ordering(
+        *findings.ordering(
             machine_facts.orderings(), os.environ.get(environment.DEVICE_ORDER), environment.DEVICE_ORDERS
         ),
         *findings.multi_process_service(mps, gpu_count),

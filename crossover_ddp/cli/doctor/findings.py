@@ -7,7 +7,7 @@ what mends it.
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from crossover_ddp._system.environment import CHECK, DEVICE, DISABLE, FOR_USERS, GROUP, TIMELINE, is_set
@@ -43,16 +43,13 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Software:
-    """Versions and features of Python and torch."""
+    """Versions of Python and torch."""
 
     python: tuple[int, int, int]
     torch: str
-    features: Mapping[str, bool]
     nccl: tuple[int, ...] | None
     gloo: bool
     cuda_build: str | None
-    gpu_needs: Mapping[str, bool] = field(default_factory=dict)
-    """The functions of torch that turns on GPUs call: whether each is there, by name."""
 
 
 class Gpu(NamedTuple):
@@ -73,6 +70,14 @@ class Gpus:
     torch_count: int
     visible: str | None
     """``CUDA_VISIBLE_DEVICES``."""
+
+
+class Ordering(NamedTuple):
+    """What a GPU offers to order turns by, as the driver says."""
+
+    name: str
+    events: bool
+    semaphores: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def version_of(text: str) -> tuple[int, ...]:
 
 
 def software(seen: Software) -> list[Finding]:
-    """Judge Python, torch and its features."""
+    """Judge Python and torch."""
     python = ".".join(map(str, seen.python))
     old_python = seen.python[:2] < PYTHON_AT_LEAST
     old_torch = version_of(seen.torch) < TORCH_AT_LEAST
@@ -150,10 +155,6 @@ def software(seen: Software) -> list[Finding]:
         if old_torch
         else Finding("torch", Severity.OK, f"{seen.torch}, {_build(seen)}"),
     ]
-    for name, present in seen.features.items():
-        what = f"{name} {'present' if present else 'missing'}"
-        mend = "" if present else "not needed; pip install -U torch for it"
-        found.append(Finding("torch", Severity.OK if present else Severity.NOTE, what, mend))
     if not seen.gloo:
         found.append(
             Finding(
@@ -229,6 +230,44 @@ def multi_process_service(seen: Mps, gpu_count: int) -> list[Finding]:
         return [Finding("mps", Severity.NOTE, what, "start it: nvidia-cuda-mps-control -d")]
     what = "off: kernels of two jobs are time-sliced; gloo's exchange overlaps nevertheless, NCCL's needs MPS"
     return [Finding("mps", Severity.NOTE, what, "with NCCL: nvidia-cuda-mps-control -d")]
+
+
+def cuda(variables: Mapping[str, str], gpu_count: int) -> list[Finding]:
+    """Judge settings that keep the host from running ahead, so that nothing overlaps."""
+    if not gpu_count:
+        return []
+    found = []
+    if is_set("CUDA_LAUNCH_BLOCKING", variables):
+        what = "CUDA_LAUNCH_BLOCKING set: the host waits for every kernel, nothing overlaps (a setting for debugging)"
+        found.append(Finding("cuda", Severity.PROBLEM, what, "unset CUDA_LAUNCH_BLOCKING"))
+    if is_set("TORCH_NCCL_BLOCKING_WAIT", variables):
+        what = "TORCH_NCCL_BLOCKING_WAIT set: on NCCL the host waits for every bucket within backward"
+        found.append(Finding("cuda", Severity.PROBLEM, what, "unset TORCH_NCCL_BLOCKING_WAIT"))
+    return found or [Finding("cuda", Severity.OK, "no setting of CUDA or torch prevents overlap")]
+
+
+def ordering(seen: Sequence[Ordering], wanted: str | None, ways: Sequence[str]) -> list[Finding]:
+    """Say how turns will be ordered on each GPU.
+
+    Args:
+        seen: the GPUs.
+        wanted: ``CROSSOVER_DEVICE_ORDER``.
+        ways: what it may be, the default first.
+    """
+    way = wanted or ways[0]
+    if way not in ways:
+        what = f"CROSSOVER_DEVICE_ORDER={wanted!r} is none of {', '.join(ways)}: jobs refuse to start"
+        return [Finding("environment", Severity.PROBLEM, what, "unset CROSSOVER_DEVICE_ORDER")]
+    return [_ordered(each, way) for each in seen]
+
+
+def _ordered(gpu: Ordering, way: str) -> Finding:
+    works = {"events": gpu.events, "semaphores": gpu.semaphores, "host": True}
+    if works[way]:
+        risk = "; a sibling that dies may leave this job's stream waiting for ever" if way == "events" else ""
+        return Finding("gpu", Severity.OK, f"turns on {gpu.name} are ordered by {way}{risk}")
+    what = f"the driver says that {gpu.name} has no {way}: the host orders the turns instead"
+    return Finding("gpu", Severity.NOTE, what, "unset CROSSOVER_DEVICE_ORDER")
 
 
 # --- shared memory ------------------------------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import contextlib
 import csv
-import fcntl
-import inspect
 import os
 import shutil
 import socket
 import stat
-import struct
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -24,8 +21,7 @@ from crossover_ddp._system.cuda_driver import (
 )
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 
-from .findings import Directory, Gpu, Gpus, Interface, Mps, NetworkFacts, SharedMemory, Software
-from .gpu_findings import Ordering
+from .findings import Directory, Gpu, Gpus, Interface, Mps, NetworkFacts, Ordering, SharedMemory, Software
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -35,43 +31,20 @@ _NVIDIA_SMI = (
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _DEFAULT_MPS_DIRECTORY = "/tmp/nvidia-mps"
 _MPS_CONTROL = "nvidia-cuda-mps"  # as much of the name as the kernel keeps
-_GPU_NEEDS = (
-    "Event.from_ipc_handle",
-    "Event.ipc_handle",
-    "Stream.wait_event",
-    "is_current_stream_capturing",
-    "get_device_properties",
-)
-_SIOCGIFADDR = 0x8915
-_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 
 
 def software() -> Software:
-    """Return versions, and which optional features torch has."""
+    """Return versions."""
     from torch import distributed
-    from torch.nn.parallel import DistributedDataParallel
 
     available = distributed.is_available()
-    group = getattr(distributed, "ProcessGroup", object)
     return Software(
         python=sys.version_info[:3],
         torch=str(torch.__version__),
-        features={
-            "bucket_cap_mb_list": "bucket_cap_mb_list"
-            in inspect.signature(DistributedDataParallel.__init__).parameters,
-            "register_pre_hook": hasattr(group, "register_pre_hook"),
-        },
         nccl=_nccl_version() if available and distributed.is_nccl_available() else None,
         gloo=available and distributed.is_gloo_available(),
         cuda_build=torch.version.cuda,
-        gpu_needs={f"torch.cuda.{name}": _has(torch.cuda, name) for name in _GPU_NEEDS},
     )
-
-
-def _has(found: object, name: str) -> bool:
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is not None
 
 
 def _nccl_version() -> tuple[int, ...] | None:
@@ -141,11 +114,9 @@ def mps() -> Mps:
 
 
 def _process_names() -> Iterable[str]:
-    names = set()
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has ended since the listing
-            names.add(path.read_text(errors="replace").strip()[:15])
-    return names
+    import psutil
+
+    return {(process.info["name"] or "")[: len(_MPS_CONTROL)] for process in psutil.process_iter(["name"])}
 
 
 def shared_memory(base: str = SHARED_MEMORY) -> SharedMemory:
@@ -197,14 +168,14 @@ def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
 # --- network ------------------------------------------------------------------------------------------------------
 
 
-def network(root: str = "/sys/class/net") -> NetworkFacts:
+def network() -> NetworkFacts:
     """Return the interfaces from which gloo chooses."""
     host_name = socket.gethostname()
     return NetworkFacts(
         chosen=os.environ.get("GLOO_SOCKET_IFNAME"),
         host_name=host_name,
         host_addresses=_resolved(host_name),
-        interfaces=_interfaces(Path(root)),
+        interfaces=_interfaces(),
     )
 
 
@@ -216,50 +187,29 @@ def _resolved(host_name: str) -> tuple[str, ...]:
     return tuple([*dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)])
 
 
-def _interfaces(root: Path) -> tuple[Interface, ...]:
-    try:
-        paths = sorted(path for path in root.iterdir() if path.is_dir())
-    except OSError:
-        return ()
-    later = _ipv6_addresses()
-    return tuple([_interface(path, later.get(path.name, ())) for path in paths])
+def _interfaces() -> tuple[Interface, ...]:
+    import psutil
 
-
-def _interface(path: Path, ipv6: tuple[str, ...]) -> Interface:
-    flags = _number(path / "flags", base=16) or 0
-    speed = _number(path / "speed")
-    return Interface(
-        name=path.name,
-        addresses=(*_ipv4_address(path.name), *ipv6),
-        up=bool(flags & _IFF_UP),
-        loopback=bool(flags & _IFF_LOOPBACK),
-        mbit_s=speed if speed and speed > 0 else None,  # -1 where the driver does not know
+    addresses = psutil.net_if_addrs()
+    return tuple(
+        [
+            Interface(
+                name=name,
+                addresses=tuple(
+                    [
+                        each.address.partition("%")[0]
+                        for each in sorted(addresses.get(name, ()), key=lambda each: each.family)
+                        if each.family in (socket.AF_INET, socket.AF_INET6)
+                    ]
+                ),
+                up="up" in flags,
+                loopback="loopback" in flags,
+                mbit_s=found.speed or None,  # 0 where the driver does not know
+            )
+            for name, found in sorted(psutil.net_if_stats().items())
+            for flags in [found.flags.split(",")]
+        ]
     )
-
-
-def _number(path: Path, base: int = 10) -> int | None:
-    try:
-        return int(path.read_text().strip(), base)
-    except (OSError, ValueError):  # some drivers answer a read with an error
-        return None
-
-
-def _ipv4_address(name: str) -> tuple[str, ...]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # it has none
-            return ()
-    return (socket.inet_ntoa(answer[20:24]),)
-
-
-def _ipv6_addresses(path: str = "/proc/net/if_inet6") -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(path).read_text().splitlines():
-            packed, *_, name = line.split()
-            found[name] = (*found.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed)))
-    return found
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -270,18 +220,21 @@ def gpu_free_bytes() -> dict[str, int]:
     return {gpu.uuid: gpu.free_mib << 20 for gpu in _listed_gpus() if gpu.free_mib is not None}
 
 
-def available_memory_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/proc/self/cgroup") -> int | None:
-    """Return what new programs can take without swapping, in this cgroup (v2) and outside; None if unknown."""
-    found = [_meminfo_available(meminfo), *_cgroup_free_bytes(cgroup)]
-    return min((each for each in found if each is not None), default=None)
+def memory_bytes(pid: int) -> int:
+    """Return the memory of a process, pages shared with n others counted as 1/n; 0 if it has ended."""
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except (psutil.Error, OSError):
+        return 0
 
 
-def _meminfo_available(path: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(path).read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
+def available_memory_bytes(cgroup: str = "/proc/self/cgroup") -> int:
+    """Return what new programs can take without swapping, in this cgroup (v2) and outside."""
+    import psutil
+
+    return min([int(psutil.virtual_memory().available), *_cgroup_free_bytes(cgroup)])
 
 
 def _cgroup_free_bytes(path: str, root: str = "/sys/fs/cgroup") -> Iterable[int]:

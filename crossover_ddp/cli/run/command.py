@@ -1,4 +1,4 @@
-"""``crossover-ddp run``: start sibling jobs, and show their speed-up at the end."""
+"""``crossover-ddp run``: start sibling jobs, and show at the end what became of them."""
 
 import argparse
 import dataclasses
@@ -22,17 +22,15 @@ from crossover_ddp.cli.output import (
     console,
     group_name,
     number,
-    require_rich,
+    require,
     write_json,
 )
 
-from .commands import Command, CommandError, from_groups, from_json, from_lines, named
-from .first_look import FirstLook
+from .commands import Command, CommandError, from_groups, from_lines, named
+from .first_look import FirstLook, FreeMemory, format_size
 from .output import Terminal
 from .ports import Rendezvous, rendezvous
 from .runner import JobResult, Planned, Runner, RunOutcome, Settings
-from .summary import FreeMemory, format_size, parse_size, too_small
-from .torchrun import launch_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +42,7 @@ _EXAMPLES = """\
 examples:
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp run --commands sweep.txt --logs logs/     one command per line, two at a time
-  crossover-ddp run --try-first -- '…' -- '…'             the first one alone for a while: its memory, its speed
+  crossover-ddp run --try-first -- '…' -- '…'             the first one alone for a while: its memory
 
 A first Ctrl-C (SIGTERM, SIGHUP) goes to all jobs, a second one kills them.
 
@@ -68,7 +66,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--commands",
         metavar="FILE",
-        help="commands, one per line, or a JSON list (*.json); - is standard input",
+        help="commands, one per line; - is standard input",
     )
     parser.add_argument(
         "--name",
@@ -101,16 +99,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="kill a job that has not ended so long after it was asked to (default 30)",
     )
     parser.add_argument("--fail-fast", action="store_true", help="end all jobs when one fails")
-    _add_memory_arguments(parser)
-
-
-def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory-per-job",
-        type=_size,
-        metavar="SIZE",
-        help="that a job takes on each GPU, or of the machine where no GPU is used: start nothing if they do not fit",
-    )
     parser.add_argument(
         "--try-first",
         nargs="?",
@@ -118,7 +106,7 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         metavar="SECONDS",
         help="run the first job alone until it has taken turns for SECONDS (default 30): measure its memory, "
-        "run only as many at once as fit, and measure its speed alone",
+        "and run only as many at once as fit",
     )
 
 
@@ -135,17 +123,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the jobs; return the exit code."""
+    require("psutil")
     if not arguments.json:
-        require_rich()  # before hours of training
+        require("rich")  # before hours of training
     group = (
         arguments.group or os.environ.get(environment.GROUP) or f"run-{os.getpid()}-{secrets.token_hex(3)}"
     )
@@ -179,16 +161,9 @@ def _prepare(arguments: argparse.Namespace, group: str) -> tuple[list[Planned], 
     inherited = {"PYTHONUNBUFFERED": "1", **os.environ, environment.GROUP: group}
     for command in commands:
         _check_program(command, inherited)
-    launches = [launch_of(command, inherited) for command in commands]
-    places = rendezvous(commands, launches, inherited, _free_port, at_once=arguments.at_once)
+    places = rendezvous(commands, inherited, _free_port, at_once=arguments.at_once)
     jobs = [_planned(command, place, inherited) for command, place in zip(commands, places, strict=True)]
-    memories, on_gpus = _free_memories(jobs, arguments.at_once)
-    if arguments.memory_per_job:
-        too_much = too_small(memories, arguments.memory_per_job)
-        if too_much:
-            raise CommandError(
-                f"expected all jobs to fit into memory, got too little on {'; '.join(too_much)}; run fewer --at-once"
-            )
+    memories, on_gpus = _free_memories(jobs)
     if arguments.logs is not None:
         try:
             arguments.logs.mkdir(parents=True, exist_ok=True)
@@ -210,7 +185,7 @@ def _read_commands(arguments: argparse.Namespace) -> tuple[Command, ...]:
             raise CommandError(
                 f"expected a file of commands, got --commands {arguments.commands}: {error}"
             ) from error
-        entries += from_json(text) if arguments.commands.endswith(".json") else from_lines(text)
+        entries += from_lines(text)
     return named(entries, arguments.name)
 
 
@@ -237,18 +212,17 @@ def _planned(command: Command, place: Rendezvous, inherited: Mapping[str, str]) 
     return Planned(command.name, place.words, variables, place.where)
 
 
-def _free_memories(jobs: Sequence[Planned], at_once: int) -> tuple[list[FreeMemory], bool]:
+def _free_memories(jobs: Sequence[Planned]) -> tuple[list[FreeMemory], bool]:
     """Return the memory that the jobs share, and whether it is memory of GPUs."""
     found = machine_facts.gpus()
     memories = []
     for index, gpu in enumerate(found.listed):
-        users = sum(sees(job.environment.get("CUDA_VISIBLE_DEVICES"), index, gpu) for job in jobs)
-        if users and gpu.free_mib is not None:
-            memories.append(FreeMemory(gpu.uuid, gpu.free_mib << 20, min(at_once, users)))
+        used = any(sees(job.environment.get("CUDA_VISIBLE_DEVICES"), index, gpu) for job in jobs)
+        if used and gpu.free_mib is not None:
+            memories.append(FreeMemory(gpu.uuid, gpu.free_mib << 20))
     if memories:
         return memories, True
-    free_bytes = machine_facts.available_memory_bytes()
-    return [] if free_bytes is None else [FreeMemory(_MACHINE, free_bytes, min(at_once, len(jobs)))], False
+    return [FreeMemory(_MACHINE, machine_facts.available_memory_bytes())], False
 
 
 def sees(visible: str | None, index: int, gpu: Gpu) -> bool:
@@ -273,10 +247,8 @@ def _introduce(
     terminal.say(f"{len(jobs)} jobs, {arguments.at_once} at once, in group {group}")
     for memory in memories:
         terminal.say(f"memory: {format_size(memory.free_bytes)} free on {memory.name}")
-    if not memories:
-        terminal.say("memory: how much is free is not known here")
-    elif not arguments.memory_per_job and not arguments.try_first:
-        terminal.say("memory: whether the jobs fit is not known; --memory-per-job or --try-first checks it")
+    if not arguments.try_first:
+        terminal.say("memory: whether the jobs fit is not known; --try-first checks it")
 
 
 # --- at the end ---------------------------------------------------------------------------------------------------
@@ -309,7 +281,6 @@ def _document(
             }
             for each, job in zip(result.jobs, jobs, strict=True)
         ],
-        "sharing": dataclasses.asdict(result.sharing),
         "memory": [
             {"name": memory.name, "free_bytes": memory.free_bytes, "first_job_bytes": peaks.get(memory.name)}
             for memory in memories
@@ -325,9 +296,7 @@ def _seconds_of(result: JobResult) -> float | None:
 
 def _show(result: RunOutcome) -> None:
     try:
-        screen = console()
-        screen.print(table(result))
-        screen.print(result.sharing.in_words(), soft_wrap=True)
+        console().print(table(result))
     except BrokenPipeError:  # the exit code is that of the jobs, even if nobody reads the table
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -343,18 +312,15 @@ def table(result: RunOutcome) -> "Table":
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for name in ("job", "exit code", "seconds", "turns", "together", "s per turn alone"):
+    for name in ("job", "exit code", "seconds", "turns"):
         shown.add_column(name, justify="left" if name == "job" else "right")
     for job in result.jobs:
         seconds = _seconds_of(job)
-        alone_s = result.sharing.alone_turn_s.get(job.name)
         shown.add_row(
             Text(job.name),
             "not started" if job.exit_code is None else str(job.exit_code),
             "" if seconds is None else f"{seconds:.1f}",
             str(result.turns[job.name]),
-            str(result.sharing.shared_turns.get(job.name, 0)),
-            "?" if alone_s is None else f"{alone_s:.4g}",
             style="red" if job.failed else None,
         )
     return shown

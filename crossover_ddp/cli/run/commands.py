@@ -6,18 +6,16 @@ arguments can be read, and signals reach the job instead of a shell. Syntax that
 never passed on as plain text. Our design.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,31}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _EXPANDED = "$`"
 _OPERATORS = "|&;<>()"
-_ENTRY = '"COMMAND" or {"command": …, "name": …, "env": {…}}'
 
 
 class CommandError(ValueError):
@@ -34,11 +32,10 @@ class Command(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A command that may still lack a name."""
+    """A command that lacks a name."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
-    name: str | None = None
 
 
 def split_groups(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -68,32 +65,6 @@ def from_lines(text: str) -> list[Entry]:
         if line.strip() and not line.lstrip().startswith("#"):
             entries.append(_entry(line, f"line {number}"))
     return entries
-
-
-def from_json(text: str) -> list[Entry]:
-    """Read a JSON list of commands: texts, or objects with ``command`` (text or list), ``name`` and ``env``."""
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"expected a JSON list of commands, got text that is no JSON: {error}") from error
-    if not isinstance(document, list):
-        raise CommandError(f"expected a JSON list of commands, got {type(document).__name__}")
-    return [_json_entry(each, f"entry {number}") for number, each in enumerate(document, start=1)]
-
-
-def _json_entry(each: Any, where: str) -> Entry:
-    if isinstance(each, str):
-        return _entry(each, where)
-    if not isinstance(each, dict) or "command" not in each or each.keys() - {"command", "name", "env"}:
-        raise CommandError(f"{where}: expected {_ENTRY}, got {json.dumps(each)}")
-    command, name, variables = each["command"], each.get("name"), each.get("env", {})
-    texts = command if isinstance(command, list) else [command]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(name, str | None):
-        raise CommandError(f"{where}: expected texts, got {json.dumps(each)}")
-    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
-        raise CommandError(f"{where}: expected env to map names to texts, got {json.dumps(variables)}")
-    entry = _entry(command, where)
-    return entry._replace(environment={**variables, **entry.environment}, name=name)
 
 
 def _entry(command: str | Sequence[str], where: str) -> Entry:
@@ -159,16 +130,13 @@ def named(entries: Sequence[Entry], names: Sequence[str] = ()) -> tuple[Command,
 
     Args:
         entries: the commands in their order.
-        names: one for each; default those in the entries, else a, b, …
+        names: one for each; default a, b, …
     """
     if not entries:
         raise CommandError("expected commands after -- or in --commands FILE, got none")
     if names and len(names) != len(entries):
         raise CommandError(f"expected one --name per command, got {len(names)} for {len(entries)}")
-    chosen = [
-        names[index] if names else entry.name if entry.name is not None else default_name(index)
-        for index, entry in enumerate(entries)
-    ]
+    chosen = list(names) or [default_name(index) for index in range(len(entries))]
     for index, name in enumerate(chosen):
         if not NAME.fullmatch(name):
             raise CommandError(

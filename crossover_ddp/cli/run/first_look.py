@@ -2,15 +2,41 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from crossover_ddp._system.children import marked
 from crossover_ddp._system.environment import RUN_JOB
-from crossover_ddp._system.marked_processes import memory_bytes, processes_with
 from crossover_ddp.cli.doctor import machine_facts
-
-from .summary import FreeMemory, fitting, format_size
 
 _ASK_DRIVER_S = 2.0  # nvidia-smi takes a while
 START_UP_S = 120.0  # a job that has taken no turn by then is looked at as it is
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class FreeMemory(NamedTuple):
+    """Free memory that jobs share: of one GPU, or of the machine."""
+
+    name: str
+    free_bytes: int
+
+
+def format_size(size_bytes: float) -> str:
+    """Return a size for people."""
+    unit = next((unit for unit in "TGM" if size_bytes >= 2 ** _UNITS[unit]), "K")
+    return f"{size_bytes / 2 ** _UNITS[unit]:.4g} {unit}iB"
+
+
+def fitting(memories: Sequence[FreeMemory], needs_bytes: Mapping[str, int]) -> int | None:
+    """Return how many jobs like the one measured fit at once; None where nothing was measured.
+
+    Args:
+        memories: what was free before it.
+        needs_bytes: what it needed at most, by the memory's name.
+    """
+    counts = [
+        memory.free_bytes // need for memory in memories if (need := needs_bytes.get(memory.name, 0)) > 0
+    ]
+    return min(counts) if counts else None
 
 
 class FirstLook:
@@ -50,7 +76,7 @@ class FirstLook:
                 if memory.name in free:
                     yield memory.name, memory.free_bytes - free[memory.name]
         else:
-            used = sum(memory_bytes(pid) for pid, mark in processes_with(RUN_JOB) if mark in marks)
+            used = sum(machine_facts.memory_bytes(pid) for pid, mark in marked(RUN_JOB) if mark in marks)
             yield from ((memory.name, used) for memory in self._free_memories)
 
     def is_over(self, *, running: bool) -> bool:

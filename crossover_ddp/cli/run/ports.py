@@ -1,36 +1,31 @@
-"""Where each sibling job's ranks meet: a port of its own for every job. Pure: opens no port, reads no variable.
+"""Where each sibling job's ranks meet: a place of its own for every job.
 
 [Note: ports]
-A port that the user has named stays. Otherwise a job on one node lets torchrun choose a free port (``--standalone``),
-which no other program can take meanwhile. A job on several nodes gets torchrun's usual port plus its place among the
-commands, so all nodes that run the same commands find the same ports. A command that starts no torchrun gets
-``MASTER_PORT``. Our design.
+A place that the user has named stays. Otherwise torchrun on one node chooses a free port (``--standalone``), which no
+other program can take meanwhile, and a command that starts no torchrun gets ``MASTER_PORT``. Several nodes must agree
+on a port, so there the user names it. torchrun's own parser reads its arguments: a mistake is found before anything
+starts. Our design.
 """
 
+import argparse
+import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from .commands import Command, CommandError
 
-STATIC_PORT = 29500  # torchrun's default
-C10D_PORT = 29400
-_LAST_PORT = 65535
-_HERE = {"", "localhost", "127.0.0.1", "::1", "[::1]"}
-
-
-class Launch(NamedTuple):
-    """The rendezvous that a torchrun command names, with torchrun's defaults."""
-
-    at: int
-    """The place of torchrun's own arguments among the command's words."""
-    nodes: int
-    """The most that may take part."""
-    standalone: bool = False
-    backend: str = "static"
-    endpoint: str = ""
-    id: str = "none"
-    master_address: str = "127.0.0.1"
-    master_port: int | None = None
+_MODULES = {"torch.distributed.run", "torch.distributed.launch"}
+_DEFAULTS: dict[str, Any] = {
+    "nnodes": "1:1",
+    "rdzv_backend": "static",
+    "rdzv_endpoint": "",
+    "rdzv_id": "none",
+    "master_addr": "127.0.0.1",
+    "master_port": None,
+    "standalone": False,
+}
 
 
 class Rendezvous(NamedTuple):
@@ -41,23 +36,13 @@ class Rendezvous(NamedTuple):
     environment: Mapping[str, str]
     """What was added to its variables."""
     where: str
-    """For people."""
-
-
-class _Endpoint(NamedTuple):
-    """A place that only one job at a time can use."""
-
-    host: str
-    port: str
-    id: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}" + (f" with id {self.id!r}" if self.id else "")
+    """For people; the same for two jobs only if they would disturb each other."""
+    named: bool
+    """Whether the user has named the place."""
 
 
 def rendezvous(
     commands: Sequence[Command],
-    launches: Sequence[Launch | None],
     inherited: Mapping[str, str],
     free_port: Callable[[], int],
     *,
@@ -66,118 +51,99 @@ def rendezvous(
     """Return a place to meet for every job.
 
     Args:
-        commands: all jobs.
-        launches: for each the rendezvous that it names; None if the command starts no torchrun.
-        inherited: the variables that all jobs get.
+        commands: all jobs. torchrun may stand behind other programs (``env``, ``numactl``, …), not in ``bash -c``.
+        inherited: the variables that all jobs get; ``PET_*`` are torchrun's.
         free_port: returns another free port of this machine at each call.
-        at_once: how many may run at the same time; with 1 they may share a port.
+        at_once: how many may run at the same time; with 1 they may share a place.
 
-    Raises `CommandError` if two jobs name the same place.
+    Raises `CommandError` if two jobs name the same place, or torchrun refuses a command, with torchrun's message.
     """
-    named = [_named(command, launch) for command, launch in zip(commands, launches, strict=True)]
-    if at_once > 1:
-        _refuse_common(commands, named)
-    ports = _Ports({endpoint.port for endpoint in named if endpoint}, len(commands), free_port)
-    return [
-        _of_torchrun(command, launch, endpoint, index, ports)
-        if launch is not None
-        else _of_another(command, endpoint, index, inherited, ports)
-        for index, (command, launch, endpoint) in enumerate(zip(commands, launches, named, strict=True))
-    ]
+    taken: set[int] = set()
 
-
-class _Ports:
-    """Ports that no job has named."""
-
-    def __init__(self, named: set[str], count: int, free_port: Callable[[], int]) -> None:
-        self._taken = set(named)
-        self._count = count
-        self._free_port = free_port
-
-    def free(self) -> int:
-        while str(port := self._free_port()) in self._taken:
+    def another_port() -> int:
+        while (port := free_port()) in taken:
             pass
-        self._taken.add(str(port))
+        taken.add(port)
         return port
 
-    def counted(self, first: int, index: int) -> int:
-        """Return the same port on every node: that of the ``index``-th job, counted from ``first``."""
-        port = first + index
-        while str(port) in self._taken:
-            port += self._count
-        if port > _LAST_PORT:
-            raise CommandError(f"expected ports up to {_LAST_PORT}, got {port}; choose a lower MASTER_PORT")
-        self._taken.add(str(port))
-        return port
+    places = [_place(each, index, inherited, another_port) for index, each in enumerate(commands)]
+    first: dict[str, str] = {}
+    for command, place in zip(commands, places, strict=True):
+        other = first.setdefault(place.where, command.name) if place.named else command.name
+        if other != command.name and at_once > 1:
+            raise CommandError(
+                f"expected a rendezvous of its own for each job, got {place.where} for both {other} and "
+                f"{command.name}; give one of them another port, or leave it out on one node"
+            )
+    return places
 
 
-def _named(command: Command, launch: Launch | None) -> _Endpoint | None:
-    """Return the place that the user has named for this job alone; None if there is none, or torchrun chooses."""
-    if launch is None:
-        port = command.environment.get("MASTER_PORT")
-        host = command.environment.get("MASTER_ADDR", "")
-        return _Endpoint(_host(host), port) if port else None
-    if launch.standalone:
-        return None
-    if launch.backend not in ("static", "c10d"):
-        return _Endpoint(launch.endpoint, launch.backend, launch.id)
-    if launch.endpoint:
-        host, colon, port = launch.endpoint.rpartition(":")
-        if not colon or not port.isdecimal():
-            host, port = launch.endpoint, str(C10D_PORT if launch.backend == "c10d" else STATIC_PORT)
-        return _Endpoint(_host(host), port) if port != "0" else None
-    if launch.backend == "static" and launch.master_port is not None:
-        return (
-            _Endpoint(_host(launch.master_address), str(launch.master_port)) if launch.master_port else None
-        )
+def _place(
+    command: Command, index: int, inherited: Mapping[str, str], free_port: Callable[[], int]
+) -> Rendezvous:
+    at = _arguments_of_torchrun(command.words)
+    if at is not None:
+        return _place_of_torchrun(command, at, _parse(command, at, {**inherited, **command.environment}))
+    own, first = command.environment.get("MASTER_PORT"), inherited.get("MASTER_PORT", "")
+    if own:
+        host = command.environment.get("MASTER_ADDR") or "localhost"
+        return Rendezvous(command.words, {}, f"{host}:{own}", named=True)
+    # Counted from an inherited one, so that all nodes agree.
+    counted = first.isdecimal() and int(first) > 0
+    port = int(first) + index if counted else free_port()
+    return Rendezvous(command.words, {"MASTER_PORT": str(port)}, f"localhost:{port}", named=counted)
+
+
+def _place_of_torchrun(command: Command, at: int, found: argparse.Namespace) -> Rendezvous:
+    added: tuple[str, ...] = ()
+    where, endpoint = "", found.rdzv_endpoint
+    if not endpoint and found.master_port is not None:
+        endpoint = f"{found.master_addr}:{found.master_port}"
+    if endpoint and not found.standalone and not endpoint.endswith(":0"):
+        where = endpoint.replace("127.0.0.1:", "localhost:")
+        if found.rdzv_id != _DEFAULTS["rdzv_id"]:
+            where += f" with id {found.rdzv_id!r}"
+    elif not endpoint and not found.standalone:
+        if _most_nodes(command, found) > 1:
+            raise CommandError(
+                f"{command.name}: expected a port for {found.nnodes} nodes, got none; add --master-port PORT (or "
+                "--rdzv-endpoint HOST:PORT), another one for each job"
+            )
+        added = ("--standalone",) if found.rdzv_backend == "static" else ("--rdzv-endpoint=localhost:0",)
+    words = (*command.words[:at], *added, *command.words[at:])
+    return Rendezvous(words, {}, where or "a free port, chosen by torchrun", named=bool(where))
+
+
+def _most_nodes(command: Command, found: argparse.Namespace) -> int:
+    try:
+        return int(str(found.nnodes).rpartition(":")[2])
+    except ValueError as error:
+        raise CommandError(f"{command.name}: expected --nnodes N or MIN:MAX, got {found.nnodes!r}") from error
+
+
+def _arguments_of_torchrun(words: tuple[str, ...]) -> int | None:
+    for index, word in enumerate(words):
+        if PurePath(word).name == "torchrun":
+            return index + 1
+        if word == "-m" and index and words[index + 1 : index + 2] and words[index + 1] in _MODULES:
+            return index + 2
     return None
 
 
-def _host(host: str) -> str:
-    return "localhost" if host in _HERE else host
+def _parse(command: Command, at: int, variables: Mapping[str, str]) -> argparse.Namespace:
+    from torch.distributed.run import get_args_parser
 
-
-def _refuse_common(commands: Sequence[Command], named: Sequence[_Endpoint | None]) -> None:
-    first: dict[_Endpoint, str] = {}
-    for command, endpoint in zip(commands, named, strict=True):
-        if endpoint is None:
-            continue
-        if endpoint in first:
-            raise CommandError(
-                f"expected a rendezvous of its own for each job, got {endpoint} for both {first[endpoint]} and "
-                f"{command.name}; give one of them another port, or leave it out on one node"
-            )
-        first[endpoint] = command.name
-
-
-def _of_torchrun(
-    command: Command, launch: Launch, endpoint: _Endpoint | None, index: int, ports: _Ports
-) -> Rendezvous:
-    added: tuple[str, ...] = ()
-    where = str(endpoint) if endpoint else "a free port, chosen by torchrun"
-    silent = not launch.standalone and not launch.endpoint and launch.master_port is None
-    if silent and launch.backend == "c10d":
-        if launch.nodes > 1:
-            raise CommandError(
-                f"{command.name}: expected --rdzv-endpoint HOST:PORT for {launch.nodes} nodes, got none"
-            )
-        added = ("--rdzv-endpoint=localhost:0",)
-    elif silent and launch.backend == "static":
-        if launch.nodes > 1:
-            port = ports.counted(STATIC_PORT, index)
-            added, where = (f"--master-port={port}",), f"{launch.master_address}:{port}"
-        else:
-            added = ("--standalone",)
-    words = (*command.words[: launch.at], *added, *command.words[launch.at :])
-    return Rendezvous(words, {}, where)
-
-
-def _of_another(
-    command: Command, endpoint: _Endpoint | None, index: int, inherited: Mapping[str, str], ports: _Ports
-) -> Rendezvous:
-    if endpoint is not None:
-        return Rendezvous(command.words, {}, f"MASTER_PORT={endpoint.port}")
-    first = inherited.get("MASTER_PORT", "")
-    # The first job keeps an inherited one; the others are counted from it, so that all nodes agree.
-    port = ports.counted(int(first), index) if first.isdecimal() and int(first) else ports.free()
-    return Rendezvous(command.words, {"MASTER_PORT": str(port)}, f"MASTER_PORT={port}")
+    parser = get_args_parser()
+    # An argument of torch.distributed.launch, which torchrun does not know.
+    parser.add_argument("--use-env", "--use_env", action="store_true")
+    named = {name: variables.get(f"PET_{name.upper()}", default) for name, default in _DEFAULTS.items()}
+    parser.set_defaults(**named | {"standalone": named["standalone"] not in (False, "", "0")})
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return parser.parse_args(command.words[at:])
+    except SystemExit as error:
+        reason = said.getvalue().strip().rpartition("\n")[2].partition("error: ")[2]
+        raise CommandError(
+            f"{command.name}: expected a command that torchrun takes, got {' '.join(command.words)!r}: {reason}"
+        ) from error

@@ -1,7 +1,7 @@
 """Start jobs side by side, show their output, pass signals on, and end all of them whatever happens.
 
 One thread runs one loop: a job's output and its end wake it; twice a second it looks at turns. See [Note: no process is
-left behind] in `crossover_ddp._system.job_process`.
+left behind] in `crossover_ddp._system.children`.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import selectors
 import shlex
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, Final
 
+from crossover_ddp._system.children import SHELLS_OFFSET, Child, send, with_mark
 from crossover_ddp._system.environment import RUN_JOB
-from crossover_ddp._system.job_process import JobProcess
-from crossover_ddp._system.marked_processes import send
 
 from .first_look import FirstLook
 from .output import JobOutput, Terminal, open_log
-from .summary import Sharing
 from .turn_watch import TurnWatch
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -90,6 +89,19 @@ class JobResult:
         """Whether it ended badly on its own."""
         return self.exit_code not in (None, 0) and not self.ended_by_us
 
+    def in_words(self) -> str:
+        """Return how it ended, for people."""
+        how = "ended"
+        if self.exit_code:
+            how = (
+                f"was ended, exit code {self.exit_code},"
+                if self.ended_by_us
+                else f"failed ({self.exit_code})"
+            )
+        duration_s = (self.ended_s or 0.0) - (self.began_s or 0.0)
+        left = f"; ended what it left running ({self.left_over})" if self.left_over else ""
+        return f"{self.name} {how} after {duration_s:.1f} s{left}"
+
 
 @dataclass(frozen=True)
 class RunOutcome:
@@ -100,13 +112,12 @@ class RunOutcome:
     """The first signal that asked it to end."""
     jobs: Sequence[JobResult]
     turns: Mapping[str, int]
-    sharing: Sharing
 
     @property
     def exit_code(self) -> int:
         """0 if all ended well; 128 + the signal that ended the run; else the code of the first job that failed."""
         if self.signal is not None:
-            return 128 + self.signal
+            return SHELLS_OFFSET + self.signal
         failed = [job for job in self.jobs if job.failed]
         first = min(failed, key=lambda job: job.ended_s or 0.0, default=None)
         return (first.exit_code or 0) if first is not None else 0
@@ -117,10 +128,33 @@ class _Running:
     """A job that has been started."""
 
     result: JobResult
-    process: JobProcess
+    process: Child
+    mark: str
     output: JobOutput
     open_fds: set[int] = field(default_factory=set)
     kill_at_s: float | None = None
+
+    def survivors(self) -> list[int]:
+        """Return the living processes of the job; after the command has ended, those that it has left."""
+        return with_mark(RUN_JOB, self.mark)
+
+    def kill(self) -> None:
+        """Kill all processes of the job. Call it again later: one may fork between the look and the kill."""
+        self.process.signal_session(signal.SIGKILL)
+        send(self.survivors(), signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Stop all processes of the job; twice, since one may fork between the look and the stop."""
+        for _ in range(2):
+            send(self.survivors(), signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Close what this process holds open of the job, once the command has ended."""
+        self.process.signal_session(signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 class Runner:
@@ -171,8 +205,7 @@ class Runner:
             wall_s=self._now_s(),
             signal=self._ending_signal(),
             jobs=self.results,
-            turns={name: self._watch.tally.turns[name] for name in self._planned},
-            sharing=self._watch.tally.sharing(),
+            turns={name: self._watch.turns[name] for name in self._planned},
         )
 
     def _loop(self) -> None:
@@ -204,9 +237,7 @@ class Runner:
         return time.monotonic() - self._begin_s
 
     def _look(self) -> None:
-        self._watch.look(
-            {name for name, job in self._running.items() if job.result.state is JobState.RUNNING}
-        )
+        self._watch.look()
         if self._first_look is not None:
             takes_turns = self._watch.has_joined(self.results[0].name)
             self._first_look.look(self._marks, takes_turns=takes_turns)
@@ -223,7 +254,7 @@ class Runner:
             self.at_once = max(1, min(self.at_once, fitting))
 
     def _tell_status(self) -> None:
-        parts = [f"{name} {self._watch.tally.turns[name]} turns" for name in self._running]
+        parts = [f"{name} {self._watch.turns[name]} turns" for name in self._running]
         waiting = sum(result.state is JobState.WAITING for result in self.results)
         self._terminal.say(
             f"after {self._now_s():.0f} s: {', '.join(parts)}" + (f"; {waiting} waiting" if waiting else "")
@@ -245,21 +276,31 @@ class Runner:
         self._marks[mark] = planned.name
         result.began_s = self._now_s()
         try:
-            process = JobProcess(planned.words, planned.environment, (RUN_JOB, mark))
+            process = Child(
+                planned.words,
+                {**planned.environment, RUN_JOB: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         except OSError as error:
             self._terminal.say(f"{planned.name} cannot be started: {planned.words[0]}: {error.strerror}")
             result.state, result.ended_s = JobState.OVER, self._now_s()
             result.exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_STARTED
             self._after_end(result)
             return
+        assert process.stdout is not None and process.stderr is not None
+        streams = (process.stdout, process.stderr)
         log: BinaryIO | None = open_log(self._settings.logs, planned.name)
-        job = _Running(result, process, JobOutput(planned.name, process.streams, self._terminal, log))
+        job = _Running(result, process, mark, JobOutput(planned.name, streams, self._terminal, log))
         self._running[planned.name] = job
         result.state = JobState.RUNNING
-        for stream in process.streams:
+        for stream in streams:
+            os.set_blocking(stream.fileno(), False)
             self._listen(stream.fileno(), partial(self._read, job, stream.fileno()))
             job.open_fds.add(stream.fileno())
-        self._listen(process.end_fd, partial(self._selector.unregister, process.end_fd))
+        end_fd = os.pidfd_open(process.pid)
+        self._listen(end_fd, partial(self._note_end, end_fd))
         self._terminal.say(f"{planned.name} started: {shlex.join(planned.words)} ({planned.where})")
         if self._stopping and job.kill_at_s is None:  # a signal came before it could be passed on to this job
             self._terminate(job, self._ending_signal() or signal.SIGTERM)
@@ -275,25 +316,31 @@ class Runner:
             self._selector.unregister(fd)
             job.open_fds.discard(fd)
 
+    def _note_end(self, end_fd: int) -> None:
+        """Only wake the loop."""
+        self._selector.unregister(end_fd)
+        os.close(end_fd)
+
     def _attend(self, job: _Running, now_s: float) -> None:
         """Note a job's end, and end the processes that it has left."""
         result = job.result
         if result.state is JobState.RUNNING:
             code = job.process.poll()
             if code is not None:
-                result.exit_code, result.ended_s = code, self._now_s()
+                result.exit_code = code if code >= 0 else SHELLS_OFFSET - code
+                result.ended_s = self._now_s()
                 result.state = JobState.LEAVING
                 self._end_left_over(job, now_s)
-        if result.state is JobState.LEAVING and not job.process.survivors():
+        if result.state is JobState.LEAVING and not job.survivors():
             self._close(job)
         elif job.kill_at_s is not None and now_s >= job.kill_at_s:
-            job.process.kill()
+            job.kill()
 
     def _end_left_over(self, job: _Running, now_s: float) -> None:
-        left = job.process.survivors()
+        left = job.survivors()
         job.result.left_over = len(left)
         if left:
-            job.process.terminate(signal.SIGTERM)
+            job.process.signal_session(signal.SIGTERM, signal.SIGCONT)
             send(left, signal.SIGTERM, signal.SIGCONT)
             if job.kill_at_s is None:
                 job.kill_at_s = now_s + self._settings.grace_s
@@ -302,26 +349,14 @@ class Runner:
         for fd in list(job.open_fds):
             job.output.read(fd, to_the_end=True)
             self._selector.unregister(fd)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(job.process.end_fd)
         job.output.finish()
-        job.process.close()
+        job.close()
         job.result.state = JobState.OVER
         del self._running[job.result.name]
         self._after_end(job.result)
 
     def _after_end(self, result: JobResult) -> None:
-        code = result.exit_code
-        duration_s = (result.ended_s or 0.0) - (result.began_s or 0.0)
-        left = f"; ended what it left running ({result.left_over})" if result.left_over else ""
-        how = (
-            "ended"
-            if code == 0
-            else f"was ended, exit code {code},"
-            if result.ended_by_us
-            else f"failed ({code})"
-        )
-        self._terminal.say(f"{result.name} {how} after {duration_s:.1f} s{left}")
+        self._terminal.say(result.in_words())
         if result.failed and self._settings.fail_fast and not self._stopping:
             self._stopping = True
             for other in self._running.values():
@@ -331,18 +366,19 @@ class Runner:
         """Ask a job to end, and set the time when it will be killed."""
         if job.result.state is JobState.RUNNING:
             job.result.ended_by_us = True
-        job.process.terminate(number)
+        # A stopped process takes no signal before it goes on.
+        job.process.signal_session(number, signal.SIGCONT)
         if job.kill_at_s is None:
             job.kill_at_s = time.monotonic() + self._settings.grace_s
 
     def _end_all(self) -> None:
         """End every process of every job, whatever has happened here."""
         for job in list(self._running.values()):
-            job.process.kill()
+            job.kill()
         deadline_s = time.monotonic() + self._settings.grace_s
         while self._running and time.monotonic() < deadline_s:
             for job in list(self._running.values()):
-                job.process.kill()
+                job.kill()
                 self._attend(job, time.monotonic())
             time.sleep(_SWEEP_S / 10)
 
@@ -379,11 +415,11 @@ class Runner:
         self._stopping = self._stopping or number in ENDING
         for job in list(self._running.values()):
             if number in PASSED_ON:
-                job.process.signal_group(number)
+                job.process.signal_session(number)
                 continue
             self._terminate(job, number)
             if again:
-                job.process.signal_group(signal.SIGKILL)
+                job.process.signal_session(signal.SIGKILL)
                 job.kill_at_s = time.monotonic()
 
     def _suspend(self) -> None:
@@ -393,12 +429,12 @@ class Runner:
         with job control nobody could continue the runner: then the kernel does not stop it, and the jobs go on.
         """
         for job in list(self._running.values()):
-            job.process.pause()
+            job.pause()
         before = signal.signal(SUSPENDING, signal.SIG_DFL)
         os.kill(os.getpid(), SUSPENDING)
         signal.signal(SUSPENDING, before)
         for job in list(self._running.values()):
-            job.process.resume()
+            send(job.survivors(), signal.SIGCONT)
 
     def _tell_signals(self) -> None:
         while self._signals_told < len(self._signals):
