@@ -41,6 +41,7 @@ STUDIES_MAY = {
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
+    "_exchange.filling",
     "_exchange.layout",
     "_kfac.payload_layout",
     "_kfac.placement",
