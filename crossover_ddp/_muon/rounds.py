@@ -150,7 +150,7 @@ class MuonRounds:
         if foreign:
             raise UnsupportedConfigurationError(
                 f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
-                f"does not have, the first of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
+                f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
             )
 
     def _check_ranks(self, device: torch.device, group: dist.ProcessGroup) -> None:
