@@ -17,6 +17,7 @@ from crossover_ddp.errors import (
 )
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 __all__ = [
     "CrossoverError",
@@ -25,6 +26,7 @@ __all__ = [
     "ExchangeError",
     "GPUMutex",
     "KFACState",
+    "MuonState",
     "SegmentError",
     "TurnError",
     "UnsupportedConfigurationError",
@@ -32,5 +34,6 @@ __all__ = [
     "crossover_wrapper",
     "decoupled_hook",
     "kfac_hook",
+    "muon_hook",
     "reduce_scatter_all_gather_hook",
 ]

@@ -72,12 +72,13 @@ class Exchange:
             channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
         ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
         reducer, gatherer = Worker("crossover-reduce"), Worker("crossover-gather")
+        stepper = Worker("crossover-step")
         # Waits for others' collectives, which may use this exchange.
         self._follower = Worker("crossover-follow")
-        self._workers = reducer, gatherer, self._follower
+        self._workers = reducer, stepper, gatherer, self._follower
         self._order = GatherOrder(ring)
         self.routes = Routes(
-            process_group, ring, self._order, reducer, gatherer, records=timeline is not None
+            process_group, ring, self._order, reducer, gatherer, stepper, records=timeline is not None
         )
         self.engine = Engine(self.rank, self.world_size, self.spans, self._order.abandon)
         self._step = Step()

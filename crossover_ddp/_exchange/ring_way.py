@@ -6,10 +6,16 @@ are gathered. Both block in gloo or on an empty queue and never poll; each wakes
 gatherer of two ranks once per bucket). They are daemons, are started by the first bucket that needs them,
 and end with the engine. Both work strictly in the order of the buckets, which is the same on all ranks, so
 that no rank waits for a bucket that a peer will not come to.
+
+[Note: long steps] An owner's step that takes long, such as Muon's, would hold up the gathers of the buckets before
+its own on the gatherer of this rank, and so of all ranks. It runs on a third thread, the *stepper*. The gather of the
+bucket takes its place in the gatherer's order all the same, and waits there for the step: the order of gathers must
+not depend on how long steps take.
 """
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -34,13 +40,17 @@ class RingWay:
         ring: whose ranks exchange.
         order: of deferred gathers.
         reducer, gatherer: see [Note: two workers].
+        stepper: see [Note: long steps].
     """
 
-    def __init__(self, ring: Ring, order: GatherOrder, reducer: Worker, gatherer: Worker) -> None:
+    def __init__(
+        self, ring: Ring, order: GatherOrder, reducer: Worker, gatherer: Worker, stepper: Worker
+    ) -> None:
         self._ring = ring
         self._order = order
         self._reducer = reducer
         self._gatherer = gatherer
+        self._stepper = stepper
 
     def begin(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
@@ -126,8 +136,23 @@ class RingWay:
             following = functools.partial(self._gather_next, engine)
             engine.put(self._gatherer, transfer, "choice of the next gather", following)
         else:
-            gather = functools.partial(self._gather, engine, transfer, halves)
+            stepped = self._step_apart(engine, transfer, halves) if transfer.has_long_step else None
+            gather = functools.partial(self._gather, engine, transfer, halves, stepped)
             engine.put(self._gatherer, transfer, "all-gather", gather)
+
+    def _step_apart(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> threading.Event:
+        """Have the owner's step run on the stepper; what is returned is set when it is over, failed or not."""
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                step = functools.partial(self._step, transfer, halves)
+                engine.guarded(transfer, "owner's step", step, on_worker=True)
+            finally:
+                over.set()
+
+        self._stepper.put(run)
+        return over
 
     def _gather_and_finish(self, engine: Engine, transfer: Transfer) -> None:
         self._gather_alone(transfer, Sharded(transfer.tensor, transfer.layout))
@@ -142,13 +167,23 @@ class RingWay:
         engine.spans.half("reduce_scatter", begin_s, transfer)
         self._gather(engine, transfer, halves)
 
-    def _gather(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> None:
+    def _gather(
+        self,
+        engine: Engine,
+        transfer: Transfer,
+        halves: RingHalves,
+        stepped: threading.Event | None = None,
+    ) -> None:
         begin_s = time.monotonic()
         if halves.gather is not None and transfer.deferred:
             # Not before: gloo's thread pays dearly for every receive that waits long.
             halves.gather.start()
-        if transfer.owner_step is not None:
-            halves.buffer.step(transfer.layout.part(self._ring.rank), transfer.owner_step)
+        if stepped is not None:
+            stepped.wait()  # the stepper ends what it has begun, and does not begin after a failure
+            if transfer.finished:
+                return
+        else:
+            self._step(transfer, halves)
         engine.end_kept_compute(transfer)
         if transfer.keeps_turn and transfer.last_turn is not None:
             transfer.last_turn.request()
@@ -159,6 +194,10 @@ class RingWay:
         engine.complete(transfer)
         if transfer.deferred:
             self._order.gathered()
+
+    def _step(self, transfer: Transfer, halves: RingHalves) -> None:
+        if transfer.owner_step is not None:
+            halves.buffer.step(transfer.layout.part(self._ring.rank), transfer.owner_step)
 
     def _gather_buffer(self, transfer: Transfer, halves: RingHalves) -> None:
         buffer, scatter, gather = halves

@@ -32,6 +32,7 @@ class Routes:
         process_group: whose backends decide.
         ring, order: of its messages.
         reducer, gatherer: threads, see [Note: two workers].
+        stepper: thread, see [Note: long steps].
         records: whether a timeline wants to know all of a bucket.
     """
 
@@ -42,6 +43,7 @@ class Routes:
         order: GatherOrder,
         reducer: Worker,
         gatherer: Worker,
+        stepper: Worker,
         *,
         records: bool,
     ) -> None:
@@ -52,7 +54,7 @@ class Routes:
         self.world_size = process_group.size()
         self.backends = _backends(process_group)
         self.sides: dict[torch.device, Side] = {}
-        self.ring = RingWay(ring, order, reducer, gatherer)
+        self.ring = RingWay(ring, order, reducer, gatherer, stepper)
         self.native = NativeWay(NativeHalves(process_group), gatherer)
         self.alone = AloneWay(gatherer)
 

@@ -76,6 +76,7 @@ class Payload:
         keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
         arriving: called before ``step``, on the same thread, with the number of leading elements of the own part that
             have arrived. Not called with one rank, for a device's memory, or on NCCL.
+        is_long: ``step`` takes so long that it runs on a thread of its own, beside the gathers of earlier buckets.
     """
 
     scatter: Sharded
@@ -84,6 +85,7 @@ class Payload:
     unload: Callable[[], None]
     keeps_turn: bool = False
     arriving: Callable[[int], None] | None = None
+    is_long: bool = False
 
 
 def _no_report(numel: int) -> None:
@@ -165,6 +167,11 @@ class Transfer:
     def keeps_turn(self) -> bool:
         """Whether the owner's step is compute inside the turn."""
         return self.payload is not None and self.payload.keeps_turn
+
+    @property
+    def has_long_step(self) -> bool:
+        """Whether the owner's step runs on a thread of its own."""
+        return self.payload is not None and self.payload.is_long
 
     @property
     def deferred(self) -> bool:

@@ -6,12 +6,11 @@ lie, only on the way there, the factors of its layers, and, only on the way back
 both ways are the same up to the appendices.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
+from crossover_ddp._exchange.filling import PassingSpan, cut_up, fill_up
 from crossover_ddp._exchange.layout import Layout, Span
 
 
@@ -28,14 +27,6 @@ class LayerSizes(NamedTuple):
     factor_numel: int = 0
     solver_numel: int = 0
     rows_numel: tuple[int, ...] = ()
-
-
-class PassingSpan(NamedTuple):
-    """A run of elements that pass through: where they are in the bucket, and in the part of ``owner``."""
-
-    bucket: Span
-    owner: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ def payload_layout(
             gradients.append((filled[layer.owner],))
             filled[layer.owner] += layer.gradient_numel
     shares = fill_up(filled, sum(span.numel for span in passing))
-    cut = tuple([*_cut(passing, shares, filled)])
+    cut = tuple(cut_up(passing, shares, filled))
     number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
     there = [offset + number_numel for offset in number_offsets]
     back = list(there)
@@ -106,43 +97,3 @@ def payload_layout(
         number_offsets,
         in_place=not any(layer.factor_numel or layer.solver_numel for layer in layers),
     )
-
-
-def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
-    """PassingSpan out ``numel`` elements so that the fullest part is as small as it can be; the emptiest gets most."""
-    order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
-    for count in range(1, len(order) + 1):
-        lowest = order[:count]
-        level, over = divmod(sum(filled[rank] for rank in lowest) + numel, count)
-        if count == len(order) or level + (over > 0) <= filled[order[count]]:
-            break
-    shares = [0] * len(filled)
-    for place, rank in enumerate(sorted(lowest)):
-        # The last ones get the odd elements, as in Layout.equal.
-        shares[rank] = level - filled[rank] + (place >= count - over)
-    return tuple(shares)
-
-
-def _cut(passing: Sequence[Span], shares: Sequence[int], offsets: Sequence[int]) -> Iterator[PassingSpan]:
-    """Hand out the spans in their order: rank 0's share first."""
-    borders = list(accumulate(shares))
-    done, rank = 0, 0
-    for span in _merged(passing):
-        start = span.start
-        while start < span.stop:
-            while borders[rank] <= done:
-                rank += 1
-            stop = min(span.stop, start + borders[rank] - done)
-            yield PassingSpan(Span(start, stop), rank, offsets[rank] + done - (borders[rank] - shares[rank]))
-            done += stop - start
-            start = stop
-
-
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].stop == span.start:
-            merged[-1] = Span(merged[-1].start, span.stop)
-        elif span.numel:
-            merged.append(span)
-    return merged

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crossover_ddp._exchange.contents import Content, contents_of
 from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .buckets import Content, contents_of
 from .layers import Layer, unwrapped
 from .packing import TravellingFactors
 from .payload import BucketPayload, KFACRound

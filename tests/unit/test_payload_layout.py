@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossover_ddp._exchange.filling import fill_up
 from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._kfac.payload_layout import LayerSizes, PayloadLayout, fill_up, payload_layout
+from crossover_ddp._kfac.payload_layout import LayerSizes, PayloadLayout, payload_layout
 
 
 @st.composite

@@ -18,6 +18,7 @@ from crossover_ddp.comm_hooks import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
@@ -110,6 +111,14 @@ def kfac_of_nothing(
     state.close()
 
 
+@contextlib.contextmanager
+def muon_of_nothing(model: DistributedDataParallel) -> Iterator[None]:
+    """Muon has a matrix that is not trained, so that all of the model passes through its payload."""
+    frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    model.register_comm_hook(MuonState(torch.optim.Muon([frozen])), muon_hook)
+    yield
+
+
 VIEWS = {"gradient_as_bucket_view": True}
 NO_VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
@@ -125,4 +134,5 @@ HOOKS: dict[str, Row] = {
     "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
     "kfac_of_nothing": Row(attach=kfac_of_nothing),
+    "muon_of_nothing": Row(muon_of_nothing),
 }

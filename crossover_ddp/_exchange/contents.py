@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from crossover_ddp._exchange.layout import Span
 from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .layout import Span
 
 
 class Content(NamedTuple):
@@ -29,7 +30,7 @@ def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
     if start != buffer.numel():
         raise UnsupportedConfigurationError(
             f"expected a bucket of {start} elements, got {buffer.numel()}; this torch lays out its buckets in a way "
-            "that K-FAC does not know"
+            "that this hook does not know"
         )
     return contents
 

@@ -1,0 +1,1 @@
+"""Muon with each matrix on one owner; see `crossover_ddp.muon_hooks`."""

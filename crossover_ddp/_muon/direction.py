@@ -1,0 +1,126 @@
+"""torch's Muon in two halves: what an owner computes of a matrix, and what all ranks do with the result.
+
+[Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of, in its order, so
+that results are equal to the last bit whatever torch does in them. They are private to torch: `check_torch` compares
+both halves with a whole step, once a process, and refuses a torch in which they are not the same.
+"""
+
+import functools
+import inspect
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Muon
+from torch.optim import _muon as torch_muon
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+_MOMENTUM: Final = "momentum_buffer"
+
+
+class DirectionSettings(NamedTuple):
+    """What of a parameter group enters a direction; ``newton_schulz``: further arguments of torch's function."""
+
+    momentum: float
+    nesterov: bool
+    newton_schulz: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> "DirectionSettings":
+        """Take the settings of this moment."""
+        return cls(group["momentum"], group["nesterov"], tuple([(name, group[name]) for name in _ns_names()]))
+
+
+@functools.cache
+def _ns_names() -> tuple[str, ...]:
+    """Name the settings of torch's Newton-Schulz, which differ between versions of torch."""
+    try:
+        names = list(inspect.signature(torch_muon._zeropower_via_newtonschulz).parameters)
+    except AttributeError:
+        raise _unknown_torch("has no torch.optim._muon._zeropower_via_newtonschulz") from None
+    return tuple(names[1:])
+
+
+def direction_of(
+    gradient: Tensor, momentum: Tensor, new_momentum: Tensor, settings: DirectionSettings
+) -> Tensor:
+    """Return the direction of a matrix, bfloat16, as torch's Muon computes it.
+
+    Args:
+        gradient: mean over the ranks, of the matrix's shape and order in memory.
+        momentum: before the step; not changed.
+        new_momentum: filled with the momentum after the step.
+        settings: of the matrix's group.
+    """
+    torch.lerp(momentum, gradient, 1 - settings.momentum, out=new_momentum)
+    update = gradient.lerp(new_momentum, settings.momentum) if settings.nesterov else new_momentum
+    if update is new_momentum and update.dtype == torch.bfloat16:
+        update = update.clone()  # torch before 2.15 normalises its argument in place (pytorch#194664)
+    return torch_muon._zeropower_via_newtonschulz(update, **dict(settings.newton_schulz))
+
+
+def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+    """Update ``parameter`` as torch's Muon does, with the group's learning rate and weight decay of this moment."""
+    lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+    adjusted_lr = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
+    parameter.mul_(1 - lr * group["weight_decay"])
+    parameter.add_(direction, alpha=-adjusted_lr)
+
+
+def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
+    """Return the direction in ``flat`` in the order in memory that torch's has, so that sums take the same way.
+
+    Args:
+        flat: bfloat16, one number for each of the matrix.
+        shape: of the matrix.
+    """
+    rows, columns = shape
+    return flat.view(columns, rows).T if rows > columns else flat.view(rows, columns)
+
+
+def matrix_view(flat: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient in ``flat`` as a matrix of the shape of ``like`` and, unless that has gaps, its strides."""
+    if not like.is_contiguous() and like.T.is_contiguous():
+        return flat.view(like.shape[1], like.shape[0]).T
+    return flat.view(like.shape)
+
+
+def momentum_in(state: dict[str, Any]) -> Tensor | None:
+    """Return the momentum in what torch's Muon keeps of a parameter."""
+    return state.get(_MOMENTUM)
+
+
+def put_momentum(state: dict[str, Any], momentum: Tensor) -> None:
+    """Keep ``momentum`` where torch's Muon keeps it."""
+    state[_MOMENTUM] = momentum
+
+
+@functools.cache
+def check_torch() -> None:
+    """Refuse a torch whose Muon is not made of our two halves. Takes about a millisecond, once a process."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5, 3), (3, 5)):
+        start, *gradients = (torch.randn(shape, generator=generator, device="cpu") for _ in range(3))
+        whole, halves = start.clone().requires_grad_(), start.clone()
+        muon = Muon([whole], lr=0.3, weight_decay=0.2, momentum=0.9)
+        momentum, new_momentum = torch.zeros_like(halves), torch.zeros_like(halves)
+        group = muon.param_groups[0]
+        for gradient in gradients:
+            whole.grad = gradient.clone()
+            muon.step()
+            with torch.no_grad():
+                direction = direction_of(gradient, momentum, new_momentum, DirectionSettings.of(group))
+                take_step(halves, direction, group)
+            momentum, new_momentum = new_momentum, momentum
+        if direction.dtype != torch.bfloat16 or not torch.equal(whole, halves):
+            raise _unknown_torch("computes another step than its parts do")
+        if not torch.equal(momentum, muon.state[whole][_MOMENTUM]):
+            raise _unknown_torch("keeps another momentum")
+
+
+def _unknown_torch(what: str) -> UnsupportedConfigurationError:
+    return UnsupportedConfigurationError(
+        f"expected a torch.optim.Muon as of torch 2.11 to 2.15, got torch {torch.__version__}, which {what}; "
+        "use plain DDP, or one of these versions"
+    )

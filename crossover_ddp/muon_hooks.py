@@ -1,0 +1,261 @@
+"""Muon on the gradient's own buckets: register `muon_hook` with ``ddp_model.register_comm_hook``.
+
+Our design: under DDP every rank repeats Muon's Newton-Schulz of every matrix. Here each matrix has an owner. The
+reduce-scatter brings it the summed gradient, it keeps the momentum and computes the direction, once for all ranks, and
+the all-gather brings the direction to everybody, in bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce
+of float32 gradients. ``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim import Muon
+
+from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp._muon.consolidation import consolidate
+from crossover_ddp._muon.direction import check_torch
+from crossover_ddp._muon.momentum import OwnedMomentum
+from crossover_ddp._muon.ownership import newton_schulz_flop, own
+from crossover_ddp._muon.rounds import MuonRounds, power_of_two
+from crossover_ddp._muon.stepping import Stepping, check_optimizer
+
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex, turns_disabled
+
+__all__ = ["MuonState", "muon_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class MuonState(Pausable):
+    """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised once, on its owner.
+
+    The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the optimizer that has the
+    other parameters. ``muon.step()`` applies the direction that came with the exchange, with the learning rate, weight
+    decay and ``adjust_lr_fn`` of its own moment; ``momentum``, ``nesterov`` and the settings of Newton-Schulz are those
+    of ``backward()``. Parameters equal those of plain DDP and ``torch.optim.Muon`` to the last bit with one or two
+    ranks, and with more up to the order in which gradients are added.
+
+    After ``backward()`` the gradients of Muon's matrices are zero on all ranks, or NaN if the mean was not finite, so
+    that a GradScaler skips the step everywhere. The other parameters' gradients are the mean over the ranks. Clipping
+    therefore sees the others only; Muon's directions do not depend on the size of a gradient. `grad_norm` tells the
+    norm of what the matrices had.
+
+    The momentum of a matrix is on its owner only. Call `consolidate` on all ranks before ``muon.state_dict()``, which
+    then is torch's own format, and can be loaded with and without this hook, with any number of ranks.
+
+    A step that is not taken changes nothing: after a mean that is not finite the next ``backward()`` goes on; after
+    others call ``muon.zero_grad()``. Otherwise a second exchange without ``muon.step()`` is an error. Accumulate in
+    ``no_sync()``.
+
+    Args:
+        muon: the optimizer; its matrices must be the DDP model's. Parameters of other optimizers need no mention.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no turns.
+        loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``: a power of two,
+            or a function that returns one. Default 1.
+
+    Attributes:
+        owners: rank of each matrix, in the order of ``muon.param_groups``.
+        loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the smaller side.
+
+    On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no power of two;
+    ``UnsupportedConfigurationError``, here, from ``backward()`` or from ``muon.step()``, for what cannot work, with
+    what to change; ``ExchangeError`` from ``backward()`` when a peer dies.
+
+    **Collective**: all ranks make the state, of Muons that are built alike, and register the hook.
+    ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce, and leaves Muon alone.
+
+    Example::
+
+        model.register_comm_hook(MuonState(muon), muon_hook)
+    """
+
+    def __init__(
+        self,
+        muon: Muon,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        mutex: GPUMutex | None = None,
+        loss_scale: float | Callable[[], float] = 1.0,
+    ) -> None:
+        check_optimizer(muon)
+        check_torch()
+        if not callable(loss_scale):
+            power_of_two(loss_scale)
+        self.process_group = process_group
+        self.muon = muon
+        self.mutex = mutex
+        group = resolve_group(process_group)
+        self._rank, self._world_size = group.rank(), group.size()
+        pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
+        self._matrices = [matrix for matrix, _ in pairs]
+        ownership = own(
+            [newton_schulz_flop(_shape(matrix), each["ns_steps"]) for matrix, each in pairs], group.size()
+        )
+        self.owners, self.loads = ownership.owners, ownership.loads
+        self._stepping: Stepping | None = None
+        if turns_disabled():
+            return
+        self._momentum = OwnedMomentum(muon, self._matrices, self.owners, group.rank())
+        self._stepping = Stepping(muon, self._matrices, self._momentum, lambda: self._rounds.take())
+        self._rounds = MuonRounds(
+            self._matrices,
+            self.owners,
+            group.rank(),
+            group.size(),
+            self._momentum,
+            settings=self._stepping.settings,
+            loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
+            keeps_turn=mutex is not None,
+            state=self,
+        )
+        logger.info("%s", self)
+
+    # --- for users -------------------------------------------------------------------------------------------
+
+    @property
+    def newton_schulz_calls(self) -> int:
+        """Number of directions that this rank has computed so far."""
+        return self._rounds.calls_so_far if self._stepping is not None else 0
+
+    def grad_norm(self) -> torch.Tensor:
+        """Return the 2-norm of the matrices' mean gradients in the last backward pass, without the loss's scale.
+
+        With the norm n of the other parameters' gradients, such as ``clip_grad_norm_`` returns, that of the model is
+        ``math.hypot(state.grad_norm(), n)``. float64, the same on all ranks. Not collective.
+
+        Raises ``UnsupportedConfigurationError`` before the first exchange.
+        """
+        latest = self._rounds.latest if self._stepping is not None else None
+        if latest is None:
+            raise UnsupportedConfigurationError(
+                "expected a backward() with muon_hook before grad_norm(), got none yet; with CROSSOVER_DISABLE=1 the "
+                "gradients are in p.grad"
+            )
+        return latest.grad_norm()
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Bring the momentum of all matrices into ``muon.state``, where it stays until the next step.
+
+        Args:
+            to: the rank of the group that keeps all of it; None: all ranks do.
+
+        On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
+
+        **Collective**: all ranks, between two steps.
+
+        Example::
+
+            state.consolidate(to=0)
+            if rank == 0:
+                torch.save(muon.state_dict(), path)
+        """
+        if to is not None and not 0 <= to < self._world_size:
+            raise ValueError(
+                f"expected 0 <= to < {self._world_size}, got to={to}; pass a rank of the group, or None"
+            )
+        if self._stepping is not None:
+            consolidate(self._matrices, self.owners, self._momentum, resolve_group(self.process_group), to)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""
+        if self._stepping is None:
+            return {"momentum": 0, "next_momentum": 0, "buffers": 0}
+        return {**self._momentum.memory_usage(), "buffers": self._rounds.nbytes}
+
+    def close(self) -> None:
+        """Give Muon back as torch made it. Later exchanges fail. Not collective, but after `consolidate` on all ranks.
+
+        Raises ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
+        """
+        if self._stepping is None:
+            return
+        if not self._momentum.is_whole:
+            raise UnsupportedConfigurationError(
+                "expected state.consolidate() on all ranks before close(), got the momentum of this rank's own "
+                "matrices only; call it after the last step"
+            )
+        self._stepping.close()
+
+    def __repr__(self) -> str:
+        own_count = sum(owner == self._rank for owner in self.owners)
+        share = max(self.loads) / max(1, sum(self.loads))
+        return (
+            f"MuonState({len(self.owners)} matrices, {own_count} of them on rank {self._rank} of {self._world_size}, "
+            f"the busiest rank has {share:.0%} of the cost)"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "expected a model without its hook, got a MuonState to be pickled or copied, which belongs to one process; "
+            "copy or save model.module, and after consolidate() muon.state_dict()"
+        )
+
+    # --- for the hook ----------------------------------------------------------------------------------------
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether ``CROSSOVER_DISABLE=1`` was set when the state was made."""
+        return self._stepping is None
+
+    def exchange(
+        self, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``; for `muon_hook`. Raises what makes it impossible."""
+        try:
+            turn = cast(Turn | None, self.mutex)
+            payload = functools.partial(self._rounds.payload, bucket, group)
+            return Exchange.of(group).submit(bucket, turn=turn, payload=payload, state=self)
+        finally:
+            if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
+                self._rounds.end()
+
+
+def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over the ranks, and bring the directions of Muon's matrices to all of them.
+
+    Args:
+        state: made once per model, on all ranks; see `MuonState`.
+        bucket: DDP's bucket.
+
+    Returns:
+        A Future of the bucket's own buffer, with zeros for Muon's matrices; all Futures of a step complete together.
+
+    On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. Nothing leaves the hook.
+
+    **Collective**: DDP calls it on all ranks in the same order.
+
+    Example::
+
+        model.register_comm_hook(MuonState(muon), muon_hook)
+    """
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(state, MuonState):
+            raise UnsupportedConfigurationError(
+                f"expected a MuonState, got state={type(state).__name__}; pass MuonState(muon), with mutex= to share "
+                "the device"
+            )
+        group = resolve_group(state.process_group)
+        if state.is_disabled:
+            return allreduce_hook(group, bucket)
+        check_not_capturing(bucket)
+        return state.exchange(group, bucket)
+
+    return guarded(bucket, answer)
+
+
+def _shape(matrix: torch.Tensor) -> tuple[int, int]:
+    rows, columns = matrix.shape
+    return rows, columns

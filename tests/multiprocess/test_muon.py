@@ -1,0 +1,249 @@
+"""Muon on its owners in real ranks: the bits of plain DDP and torch's Muon, work done once, a quarter of the state."""
+
+import copy
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness import run_ranks
+from tests.multiprocess.muon_training import (
+    ByOwners,
+    Training,
+    batch,
+    equal,
+    loss_of,
+    mixture,
+)
+
+pytestmark = pytest.mark.torch_version
+
+STEPS = 200
+FEW = 12
+LONG = pytest.mark.skipif(
+    not os.environ.get("CROSSOVER_CAMPAIGN"), reason="half a minute: only with CROSSOVER_CAMPAIGN=1"
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "no nesterov": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    "views": {"options": {"gradient_as_bucket_view": True}},
+    "static graph": {"options": {"static_graph": True}},
+    "one bucket": {"options": {"bucket_cap_mb": 25}},
+}
+
+
+def many_steps(rank: int, world_size: int, steps: int, variant: str) -> list[int]:
+    """Return the steps after which a parameter differs from plain DDP's."""
+    settings = copy.deepcopy(VARIANTS[variant])
+    ours = Training(mixture(), hook=True, **copy.deepcopy(settings))
+    plain = Training(mixture(), hook=False, **settings)
+    different = []
+    for step in range(steps):
+        for each in (ours, plain):
+            each.step(batch(rank, step))
+        if not equal(ours.parameters(), plain.parameters()):
+            different.append(step)
+    return different
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(1, FEW), (2, STEPS)])
+def test_parameters_are_those_of_ddp_and_muon_to_the_last_bit(world_size: int, steps: int) -> None:
+    assert run_ranks(many_steps, world_size, args=(steps, "as they are")) == [[]] * world_size
+
+
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "as they are"])
+def test_the_bits_are_the_same_with_other_settings(variant: str) -> None:
+    assert run_ranks(many_steps, 2, args=(FEW, variant)) == [[]] * 2
+
+
+def by_owners(rank: int, world_size: int, steps: int) -> tuple[list[int], int, list[float]]:
+    """Return the steps after which a parameter differs, the calls of Newton-Schulz, and both norms of one step."""
+    ours = Training(mixture(), hook=True)
+    assert ours.state is not None
+    theirs = ByOwners(mixture(), ours.state.owners)
+    different, norms = [], []
+    for step in range(steps):
+        loss_of(ours.model, batch(rank, step)).backward()
+        others = [None if p.grad is None else p.grad.clone() for p in ours.module.parameters()]
+        theirs.backward(batch(rank, step), others)
+        gradients = [matrix.grad.flatten() for matrix in theirs.module.matrices() if matrix.grad is not None]
+        norms = [float(ours.state.grad_norm()), float(torch.cat(gradients).double().norm())]
+        assert all(m.grad is not None and not m.grad.any() for m in ours.module.matrices())
+        ours.update()
+        theirs.update()
+        if not equal(ours.parameters(), theirs.parameters()):
+            different.append(step)
+    return different, ours.state.newton_schulz_calls, norms
+
+
+@pytest.mark.parametrize(
+    ("world_size", "steps"),
+    [(3, FEW), (4, FEW), pytest.param(3, STEPS, marks=LONG), pytest.param(4, STEPS, marks=LONG)],
+)
+def test_parameters_are_those_of_muon_fed_the_owners_sums(world_size: int, steps: int) -> None:
+    results = run_ranks(by_owners, world_size, args=(steps,))
+    assert [different for different, _, _ in results] == [[]] * world_size
+    assert sum(calls for _, calls, _ in results) == steps * 5, "once per matrix, all ranks together"
+    for _, _, (ours, theirs) in results:
+        assert ours == pytest.approx(theirs, rel=1e-12)
+        assert ours == results[0][2][0]
+
+
+def accumulated(rank: int, world_size: int) -> list[int]:
+    trainings = [Training(mixture(), hook=hook) for hook in (True, False)]
+    different = []
+    for step in range(FEW):
+        for each in trainings:
+            with each.model.no_sync():
+                loss_of(each.model, batch(rank, 500 + step)).backward()
+            each.step(batch(rank, step))
+        if not equal(trainings[0].parameters(), trainings[1].parameters()):
+            different.append(step)
+    return different
+
+
+def test_gradients_are_accumulated_as_ever() -> None:
+    assert run_ranks(accumulated, 2) == [[], []]
+
+
+def scaled(rank: int, world_size: int) -> tuple[list[int], list[float], list[bool]]:
+    """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
+    found = []
+    for hook in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        training = Training(mixture(), hook=hook, loss_scale=scaler.get_scale if hook else 1.0)
+        walk, scales, nans = [], [], []
+        for step in range(FEW):
+            loss = loss_of(training.model, batch(rank, step))
+            if (step, rank) == (4, 1):
+                loss = loss + training.module.tall.weight.sum() * torch.inf
+            scaler.scale(loss).backward()
+            assert training.module.tall.weight.grad is not None
+            nans.append(bool(training.module.tall.weight.grad.isfinite().all()))
+            for each in (training.muon, training.adamw):
+                scaler.step(each)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            training.muon.zero_grad()
+            training.adamw.zero_grad()
+            walk.append(training.parameters())
+        found.append((walk, scales, nans))
+    (ours, our_scales, our_nans), (theirs, their_scales, their_nans) = found
+    assert our_scales == their_scales and our_nans == their_nans
+    return [step for step in range(FEW) if not equal(ours[step], theirs[step])], our_scales, our_nans
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them() -> None:
+    results = run_ranks(scaled, 2)
+    for different, scales, finite in results:
+        assert different == []
+        assert finite == [step != 4 for step in range(FEW)]
+        assert len(set(scales)) > 2, "the scale is to have changed both ways"
+    assert results[0][1] == results[1][1]
+
+
+def skipped(rank: int, world_size: int) -> list[str]:
+    """Skip steps: by zero_grad, by a mean that is not finite, and by nothing, which is an error."""
+    ours, plain = (Training(mixture(), hook=hook) for hook in (True, False))
+    messages = []
+    for step in range(FEW):
+        for each in (ours, plain):
+            if step % 4 == 1:
+                loss_of(each.model, batch(rank, 700 + step)).backward()
+                each.muon.zero_grad()
+                each.adamw.zero_grad()
+            if step % 4 == 2:
+                (loss_of(each.model, batch(rank, 700 + step)) * (torch.nan if rank else 1)).backward()
+                each.model.zero_grad()
+            if step % 4 == 3 and each is ours:
+                loss_of(each.model, batch(rank, 700 + step)).backward()
+                with pytest.raises(UnsupportedConfigurationError) as error:
+                    loss_of(each.model, batch(rank, 700 + step)).backward()
+                messages.append(str(error.value))
+                each.muon.zero_grad()
+                each.adamw.zero_grad()
+            each.step(batch(rank, step))
+        assert equal(ours.parameters(), plain.parameters()), step
+    return messages
+
+
+def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error() -> None:
+    for messages in run_ranks(skipped, 2):
+        assert len(messages) == FEW // 4
+        assert all("expected muon.step() between two exchanges" in message for message in messages)
+
+
+def without_gradients(rank: int, world_size: int) -> tuple[bool, int]:
+    """Matrices without gradients get no update and no momentum, as with plain DDP."""
+    options = {"find_unused_parameters": True}
+    trainings = [Training(mixture(), hook=hook, options=options) for hook in (True, False)]
+    for step in range(FEW):
+        for each in trainings:
+            each.module.is_short = step % 3 == 1
+            each.step(batch(rank, step))
+    states = [len(each.muon.state) for each in trainings]
+    return equal(trainings[0].parameters(), trainings[1].parameters()), states[0]
+
+
+def test_unused_matrices_stay_as_they_are() -> None:
+    results = run_ranks(without_gradients, 2)
+    assert [same for same, _ in results] == [True, True]
+    assert sum(owned for _, owned in results) == 5
+
+
+def with_closure(rank: int, world_size: int) -> bool:
+    trainings = [Training(mixture(), hook=hook) for hook in (True, False)]
+    for step in range(FEW):
+        for each in trainings:
+
+            def closure(each: Training = each, step: int = step) -> torch.Tensor:
+                each.muon.zero_grad()
+                each.adamw.zero_grad()
+                loss = loss_of(each.model, batch(rank, step))
+                loss.backward()
+                return loss
+
+            loss = each.muon.step(closure)
+            each.adamw.step()
+            assert loss is not None and math.isfinite(float(loss))
+    return equal(trainings[0].parameters(), trainings[1].parameters())
+
+
+def test_a_closure_works() -> None:
+    assert run_ranks(with_closure, 2) == [True, True]
+
+
+def half_precision(rank: int, world_size: int) -> list[int]:
+    found = []
+    walks = []
+    for hook in (True, False):
+        training = Training(mixture(dtype=torch.bfloat16), hook=hook)
+        walk = []
+        for step in range(FEW):
+            training.step(batch(rank, step))
+            walk.append(training.parameters())
+        walks.append(walk)
+    found = [step for step in range(FEW) if not equal(walks[0][step], walks[1][step])]
+    return found
+
+
+def test_bfloat16_parameters_walk_the_same_way() -> None:
+    assert run_ranks(half_precision, 2) == [[], []]
+
+
+def loads(rank: int, world_size: int) -> dict[str, int]:
+    training = Training(mixture(), hook=True)
+    training.step(batch(rank, 0))
+    assert training.state is not None
+    return training.state.memory_usage()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_momentum_is_kept_once_by_all_ranks_together(world_size: int) -> None:
+    usages = run_ranks(loads, world_size)
+    whole = 4 * sum(matrix.numel() for matrix in mixture().matrices())
+    assert sum(usage["momentum"] for usage in usages) == whole
+    assert sum(usage["next_momentum"] for usage in usages) <= whole
