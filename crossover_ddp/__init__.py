@@ -1,5 +1,12 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
+from crossover_ddp.averaging_hooks import (
+    AveragingPlan,
+    ElasticState,
+    LocalSGDState,
+    elastic_hook,
+    local_sgd_hook,
+)
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -19,18 +26,23 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 __all__ = [
+    "AveragingPlan",
     "CrossoverError",
     "CrossoverState",
     "DecoupledState",
+    "ElasticState",
     "ExchangeError",
     "GPUMutex",
     "KFACState",
+    "LocalSGDState",
     "SegmentError",
     "TurnError",
     "UnsupportedConfigurationError",
     "crossover_hook",
     "crossover_wrapper",
     "decoupled_hook",
+    "elastic_hook",
     "kfac_hook",
+    "local_sgd_hook",
     "reduce_scatter_all_gather_hook",
 ]

@@ -7,7 +7,8 @@ the exchange runs while training goes on. After local SGD (arXiv 1805.09767), Da
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+from crossover_ddp._averaging.elastic import ElasticState, elastic_hook
 from crossover_ddp._averaging.local_sgd import LocalSGDState, local_sgd_hook
 from crossover_ddp._averaging.schedule import AveragingPlan
 
-__all__ = ["AveragingPlan", "LocalSGDState", "local_sgd_hook"]
+__all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]

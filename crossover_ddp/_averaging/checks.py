@@ -80,7 +80,11 @@ def check_not_joined(model: DistributedDataParallel) -> None:
 
 
 def check_agreement(
-    exchange: Exchange, blocks: Sequence[FlatBlock], steps: int, settings: Sequence[float], device: torch.device
+    exchange: Exchange,
+    blocks: Sequence[FlatBlock],
+    steps: int,
+    settings: Sequence[float],
+    device: torch.device,
 ) -> None:
     """Refuse ranks with other models, other arguments, or another number of steps. **Collective**."""
     own = [float(steps), float(_digest(blocks)), *map(float, settings)]
@@ -101,7 +105,11 @@ def check_agreement(
 
 def _digest(blocks: Sequence[FlatBlock]) -> int:
     """Return a number of 48 bits, exact in float64, for names, sizes and dtypes."""
-    said = [(entry.name, tuple(entry.get().shape), str(block.dtype)) for block in blocks for entry in block.entries]
+    said = [
+        (entry.name, tuple(entry.get().shape), str(block.dtype))
+        for block in blocks
+        for entry in block.entries
+    ]
     return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6], "little")
 
 
@@ -116,7 +124,9 @@ def check_finite(values: torch.Tensor, rank: int, steps: int, own: torch.Tensor 
     """
     if _is_finite(values):
         return
-    guilty = "this rank's are among them" if own is not None and not _is_finite(own) else "see the other ranks"
+    guilty = (
+        "this rank's are among them" if own is not None and not _is_finite(own) else "see the other ranks"
+    )
     raise UnsupportedConfigurationError(
         f"expected finite parameters on all ranks, got infinities or NaN in the mean after step {steps} ({guilty}; "
         f"this is rank {rank}); no rank has taken the mean over. Lower the learning rate, clip, or use GradScaler, and "

@@ -4,8 +4,9 @@
 With d = 0 that is the mean itself. After CoCoD-SGD and DaSGD (arXiv 2006.00441); fragments after streaming DiLoCo.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,7 @@ class DelayedMeans:
         self._peak_bytes = max(self._peak_bytes, self._flying_bytes())
 
     def _collect(self, fragment: int) -> None:
-        """Apply what has come back; nothing if it was collected early, by `collect`."""
+        """Apply what has come back; nothing if it was collected early, by `at_rest`."""
         for flight in self._flights.pop(fragment, ()):
             self._land(flight)
 
@@ -151,16 +152,15 @@ class DelayedMeans:
         else:
             flight.block.add(flight.span, flight.values)
 
-    def collect(self) -> None:
+    @contextlib.contextmanager
+    def at_rest(self, *, leave: bool) -> Iterator[None]:
         """See `Rule`."""
-        for fragment in list(self._flights):
-            self._collect(fragment)
-
-    def foresee(self) -> None:
-        """See `Rule`."""
-        for flights in self._flights.values():
+        for fragment, flights in list(self._flights.items()):
             for flight in flights:
                 self._land(flight)
+            if not leave:
+                del self._flights[fragment]
+        yield
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
@@ -189,7 +189,9 @@ class DelayedMeans:
                 span = fragment_span(block.numel, fragment, self.schedule.fragments)
                 fill = functools.partial(self._fill, get, place, fragment)
                 layout = self._means.layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
-                whole[span.start : span.stop] = self._means.gather(whole[span.start : span.stop], layout, fill)
+                whole[span.start : span.stop] = self._means.gather(
+                    whole[span.start : span.stop], layout, fill
+                )
             found.update(block.named(whole))
         return found
 
@@ -222,7 +224,9 @@ class DelayedMeans:
                 part = self._outer[place, fragment]
                 own = slice(part.span.start, part.span.stop)
                 part.load(
-                    anchor[own], {name: each[own] for name, each in tensors.items()}, state["numbers"][fragment]
+                    anchor[own],
+                    {name: each[own] for name, each in tensors.items()},
+                    state["numbers"][fragment],
                 )
 
     def _flying_bytes(self) -> int:

@@ -23,9 +23,13 @@ _DECAY: Final = "weight_decay"
 
 def check_outer(make: OuterOptimizer) -> None:
     """Refuse what cannot make an optimizer, or one that looks at the parameters' values."""
-    remedy = "pass a function of the parameters such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
+    remedy = (
+        "pass a function of the parameters such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
+    )
     if not callable(make) or isinstance(make, Optimizer):
-        raise TypeError(f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; {remedy}")
+        raise TypeError(
+            f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; {remedy}"
+        )
     made = make([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(made, Optimizer):
         raise TypeError(f"expected outer_optimizer to make an optimizer, got {type(made).__name__}; {remedy}")

@@ -52,11 +52,12 @@ class Rule(Protocol):
     def act(self, steps: int) -> None:
         """``steps`` backward passes are done, and their updates."""
 
-    def collect(self) -> None:
-        """Apply everything that is in flight. **Collective**."""
+    def at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
+        """Apply what is in flight, and let nothing more be exchanged during the block. **Collective**.
 
-    def foresee(self) -> None:
-        """Make the parameters what they would be after `collect`, but leave in flight what is. **Collective**."""
+        Args:
+            leave: apply it once more when it is due: the caller puts the parameters back.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept beside the parameters, by name. **Collective**."""
@@ -84,6 +85,7 @@ class Replica:
         self.turn = turn
         self.steps = 0
         self.blocks: list[FlatBlock] = []
+        self.group: dist.ProcessGroup | None = None
         self.exchange: Exchange | None = None
         self.means: Means | None = None
         self.waited_s = 0.0
@@ -109,6 +111,7 @@ class Replica:
         gradients = flat_gradients(bucket)
         if self.exchange is None:
             self._adopt(model_behind(bucket, state, group), exchange)
+            self.group = group
         if not self._agreed:
             check_agreement(exchange, self.blocks, self.steps, self.rule.settings, gradients.device)
             self._agreed = True
@@ -206,9 +209,7 @@ class Replica:
     def average(self) -> None:
         """Replace every rank's parameters and buffers by their mean. **Collective**."""
         means = self._known()
-        with self._guarded(), torch.no_grad():
-            if self._began:
-                self.rule.collect()
+        with self._guarded(), torch.no_grad(), self._at_rest(leave=False):
             means.take_over(self.steps)
 
     @contextlib.contextmanager
@@ -220,15 +221,21 @@ class Replica:
             for block, values in zip(self.blocks, kept, strict=True):
                 block.pack(Span(0, block.numel), values)
         try:
-            with self._guarded(), torch.no_grad():
-                if self._began:
-                    self.rule.foresee()
+            with self._guarded(), torch.no_grad(), self._at_rest(leave=True):
                 means.take_over(self.steps)
             yield
         finally:
             with torch.no_grad():
                 for block, values in zip(self.blocks, kept, strict=True):
                     block.unpack(Span(0, block.numel), values)
+
+    def _at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
+        return self.rule.at_rest(leave=leave) if self._began else contextlib.nullcontext()
+
+    def host_exchange(self, group: dist.ProcessGroup) -> Exchange:
+        """Return the exchange of host memory among this model's ranks: ``group`` is one that can."""
+        assert self.exchange is not None
+        return self.exchange if group is self.group else Exchange.of(group)
 
     def _known(self) -> Means:
         if self._failure is not None:

@@ -65,7 +65,12 @@ class Trainer:
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        given = {"broadcast_buffers": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.002, **options}
+        given = {
+            "broadcast_buffers": False,
+            "gradient_as_bucket_view": True,
+            "bucket_cap_mb": 0.002,
+            **options,
+        }
         self.model = DistributedDataParallel(network() if model is None else model, **given)
         self.optimizer = MAKERS[optimizer](self.model.parameters())
         self.state = state
@@ -177,7 +182,9 @@ def delayed_oracle(
                 sent = [values[place] for values in copies.snapshots()]
                 mean = mean_of(sent)
                 if outer is not None:
-                    mean = outer_step(mean, anchor[place], velocity[place], max(0, trainable - place.start), *outer)
+                    mean = outer_step(
+                        mean, anchor[place], velocity[place], max(0, trainable - place.start), *outer
+                    )
                 if delay:
                     flying[fragment] = place, sent, mean
                 else:
@@ -197,7 +204,12 @@ def land(copies: Copies, place: slice, sent: Sequence[torch.Tensor], mean: torch
 
 
 def outer_step(
-    mean: torch.Tensor, anchor: torch.Tensor, velocity: torch.Tensor, trainable: int, rate: float, momentum: float
+    mean: torch.Tensor,
+    anchor: torch.Tensor,
+    velocity: torch.Tensor,
+    trainable: int,
+    rate: float,
+    momentum: float,
 ) -> torch.Tensor:
     """Nesterov's step of the anchor, in the coordinates of [Note: outer steps around the mean]; buffers: the mean."""
     result = mean.clone()
