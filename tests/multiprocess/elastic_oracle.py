@@ -27,11 +27,22 @@ class Spring:
         return [None if each is None else (each - former) * -self.rate for each in values]
 
 
+def first_centre(world_size: int) -> torch.Tensor:
+    """The parameters of the beginning; buffers have seen the first batch of their owner, which is the last rank."""
+    copies = Copies(world_size, "sgd")
+    start = copies.snapshots()[0]
+    trainable = sum(parameter.numel() for parameter in copies.models[0].parameters())
+    assert len(start) - trainable <= len(start) // world_size
+    copies.gradients()
+    start[trainable:] = copies.snapshots()[-1][trainable:]
+    return start
+
+
 def together_oracle(
     world_size: int, optimizer: str, steps: int, sync_every: int, rate: float
 ) -> list[torch.Tensor]:
     copies = Copies(world_size, optimizer)
-    spring = Spring(copies.snapshots()[0], world_size, rate)
+    spring = Spring(first_centre(world_size), world_size, rate)
     for _ in range(steps):
         if copies.steps and copies.steps % sync_every == 0:
             values = copies.snapshots()
@@ -50,7 +61,7 @@ class Replay:
 
     def __init__(self, optimizer: str, logs: Sequence[Sequence[Round]], rate: float) -> None:
         self.copies = Copies(len(logs), optimizer)
-        self.spring = Spring(self.copies.snapshots()[0], len(logs), rate)
+        self.spring = Spring(first_centre(len(logs)), len(logs), rate)
         self.logs = logs
         self.done = [0] * len(logs)
         self.pulls: list[dict[int, torch.Tensor]] = [{} for _ in logs]

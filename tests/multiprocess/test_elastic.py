@@ -1,6 +1,7 @@
 """Elastic averaging in real ranks: together and at their own pace against copies in one process, and wild."""
 
 import time
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -40,22 +41,22 @@ def together(world_size: int) -> list[dict[str, torch.Tensor]]:
     return run_ranks(train_together, world_size)
 
 
-@pytest.mark.parametrize("optimizer", MAKERS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optimizer: str) -> None:
-    with single_thread():
-        expected = together_oracle(world_size, optimizer, STEPS, EVERY, 0.9 / world_size)
-    for of_rank, values in zip(together(world_size), expected, strict=True):
-        assert torch.equal(of_rank[optimizer], values)
-
-
-def single_thread() -> Any:
+@pytest.fixture
+def single_thread() -> Iterator[None]:
     """Products are rounded as in the ranks."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    stack = mock.MagicMock()
-    stack.__exit__ = lambda *_: torch.set_num_threads(threads)
-    return stack
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("single_thread")
+@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optimizer: str) -> None:
+    expected = together_oracle(world_size, optimizer, STEPS, EVERY, 0.9 / world_size)
+    for of_rank, values in zip(together(world_size), expected, strict=True):
+        assert torch.equal(of_rank[optimizer], values)
 
 
 # --- at their own pace ------------------------------------------------------------------------------------------------
@@ -76,6 +77,7 @@ def train_at_own_pace(
     return values, trainer.state.rounds(), trainer.state.stats()
 
 
+@pytest.mark.usefixtures("single_thread")
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (2, "adamw"), (4, "momentum")])
 def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) -> None:
     found = run_ranks(train_at_own_pace, world_size, args=(optimizer,))
@@ -83,8 +85,7 @@ def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) 
     assert len(logs[0]) > 5
     assert any(record.offered[1] is None for record in logs[0]), "no round without the slow rank"
     assert any(record.offered[1] is not None for record in logs[0]), "no round with the slow rank"
-    with single_thread():
-        expected = Replay(optimizer, logs, 0.9 / world_size).run(OWN_STEPS[:world_size])
+    expected = Replay(optimizer, logs, 0.9 / world_size).run(OWN_STEPS[:world_size])
     for (values, _, _), replayed in zip(found, expected, strict=True):
         assert torch.equal(values, replayed)
 
@@ -101,7 +102,8 @@ def stand_still(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor,
     for _ in range(30):
         trainer.step()
         time.sleep(0.012 if rank == 1 else 0.003)
-    with trainer.state._replica.rule.at_rest(leave=False), torch.no_grad():
+    trainer.state._replica._catch_up()
+    with torch.no_grad(), trainer.state._replica.rule.at_rest(leave=False):
         pass  # every pull is collected now
     centre = trainer.state.state_dict()["kept"]["centre"]
     names = [name for name, _ in trainer.model.module.named_parameters()]
@@ -136,6 +138,7 @@ def average_at_the_end(
     trainer = trainer_of(rank, "momentum", mode)
     for _ in range(12 if rank else 4):
         trainer.step()
+    trainer.state.state_dict()  # what is due now is done
     before = trainer.values
     with trainer.state.averaged():
         inside = trainer.values

@@ -1,5 +1,7 @@
 """When fragments leave and come back, and which intervals suit a link."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,9 +36,7 @@ def test_each_fragment_leaves_once_an_interval_and_is_back_before_it_leaves_agai
                 del flying[fragment]
     assert set(left) == set(range(schedule.fragments))
     for times in left.values():
-        assert {later - earlier for earlier, later in zip(times, times[1:], strict=False)} <= {
-            schedule.sync_every
-        }
+        assert {later - earlier for earlier, later in pairwise(times)} <= {schedule.sync_every}
         assert len(times) >= 4
 
 
@@ -52,7 +52,7 @@ def test_fragments_are_spread_over_the_interval(schedule: Schedule) -> None:
 def test_slices_cover_the_vector(numel: int, fragments: int) -> None:
     spans = [fragment_span(numel, fragment, fragments) for fragment in range(fragments)]
     assert spans[0].start == 0 and spans[-1].stop == numel
-    assert all(left.stop == right.start for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left.stop == right.start for left, right in pairwise(spans))
     assert max(span.numel for span in spans) - min(span.numel for span in spans) <= 1
 
 
@@ -103,7 +103,7 @@ def test_a_plan_takes_the_shortest_interval() -> None:
 
 
 def test_a_plan_needs_steps_and_a_link_that_can_do_it() -> None:
-    with pytest.raises(ValueError, match="compute_s > 0, got compute_s=0.0"):
+    with pytest.raises(ValueError, match=r"compute_s > 0, got compute_s=0\.0"):
         plan_averaging(0.0, 1.0, Link(0, 0))
     with pytest.raises(ValueError, match="within 4096 steps"):
         plan_averaging(1e-3, 1e9, Link(0.0, 1e-6))
