@@ -1,5 +1,12 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
+from crossover_ddp.averaging_hooks import (
+    AveragingPlan,
+    ElasticState,
+    LocalSGDState,
+    elastic_hook,
+    local_sgd_hook,
+)
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -20,12 +27,15 @@ from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 __all__ = [
+    "AveragingPlan",
     "CrossoverError",
     "CrossoverState",
     "DecoupledState",
+    "ElasticState",
     "ExchangeError",
     "GPUMutex",
     "KFACState",
+    "LocalSGDState",
     "MuonState",
     "SegmentError",
     "TurnError",
@@ -33,7 +43,9 @@ __all__ = [
     "crossover_hook",
     "crossover_wrapper",
     "decoupled_hook",
+    "elastic_hook",
     "kfac_hook",
+    "local_sgd_hook",
     "muon_hook",
     "reduce_scatter_all_gather_hook",
 ]

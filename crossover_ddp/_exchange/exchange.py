@@ -156,6 +156,19 @@ class Exchange:
         self._begin(transfer, behind=behind)
         return transfer.future
 
+    def average(self, payload: Payload) -> GradientFuture:
+        """Begin to exchange ``payload`` outside of a backward pass, behind what is under way.
+
+        Returns:
+            A Future that completes when ``payload`` is unloaded, or with the failure: no backward pass raises it.
+
+        Collective: all ranks, at the same place among their buckets.
+        """
+        transfer = self.routes.of_tensor(payload.scatter, Step(self._step.number))
+        transfer.carry(payload)
+        self._begin(transfer)
+        return transfer.future
+
     def defer(
         self,
         bucket: dist.GradBucket,

@@ -25,16 +25,18 @@ ALLOWED: dict[str, set[str]] = {
     "_exchange.link_probe": {"_exchange", "_planning", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},
     "_decoupled": HOOK_WING,
+    "_averaging": HOOK_WING,
     "_kfac": HOOK_WING,
+    "averaging_hooks": {*HOOK_WING, "_averaging"},
     "_muon": HOOK_WING,
     "comm_hooks": {*HOOK_WING, "_decoupled"},
     "kfac_hooks": {*HOOK_WING, "_kfac"},
     "muon_hooks": {*HOOK_WING, "_muon"},
     "cli": {"_turns.view", "_turns.slots", "_timeline", "_planning", "_system", "errors"},
-    "__init__": {"comm_hooks", "kfac_hooks", "muon_hooks", "gpu_mutex", "errors"},
+    "__init__": {"averaging_hooks", "comm_hooks", "kfac_hooks", "muon_hooks", "gpu_mutex", "errors"},
 }
 # What people copy shows public names only; the lab and the studies may also read timelines and watch over processes.
-PUBLIC = {"", "comm_hooks", "kfac_hooks", "muon_hooks", "gpu_mutex", "errors"}
+PUBLIC = {"", "averaging_hooks", "comm_hooks", "kfac_hooks", "muon_hooks", "gpu_mutex", "errors"}
 TOOLS_MAY = {*PUBLIC, "_timeline", "_system"}
 STUDIES_MAY = {
     "studies.scaling_model": {"_kfac.placement"},
@@ -43,6 +45,7 @@ STUDIES_MAY = {
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
+    "_averaging.schedule",
     "_exchange.filling",
     "_exchange.layout",
     "_kfac.payload_layout",
@@ -102,7 +105,18 @@ WITHOUT_TORCH = {
     "errors",
 }
 MAY_USE_TORCH = {"cli.doctor.machine_facts", "cli.run.ports"}
-HOOK_MODULES = {"comm_hooks", "kfac_hooks", "muon_hooks", "_decoupled.state", "_decoupled.training"}
+HOOK_MODULES = {
+    "_averaging.elastic",
+    "_averaging.local_sgd",
+    "_averaging.replica",
+    "_averaging.state",
+    "_decoupled.state",
+    "_decoupled.training",
+    "averaging_hooks",
+    "comm_hooks",
+    "kfac_hooks",
+    "muon_hooks",
+}
 
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.py"))

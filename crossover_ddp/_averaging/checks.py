@@ -1,0 +1,141 @@
+"""What cannot train without waiting is refused, with the line to change."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp._exchange.ddp_checks import check_group, model_of
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .flat import FlatBlock
+
+_KFAC: Final = "crossover_ddp._kfac"
+
+
+def model_behind(bucket: dist.GradBucket, state: object, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """Return the model that ``state`` was registered with; raise what makes averaging impossible."""
+    check_group(bucket, group)
+    model = model_of(bucket, state=state)
+    if model is None:
+        raise UnsupportedConfigurationError(
+            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+            "call gc.freeze() after the first backward(), not before"
+        )
+    registered = [each for _, each in getattr(model, "_comm_hooks", ())]
+    if registered and not any(each is state for each in registered):
+        raise UnsupportedConfigurationError(
+            f"expected this hook registered by itself, got it inside of {type(registered[0]).__name__}: local steps "
+            "send no gradients, so a wrapper has nothing to compress and no turn to give away; register it directly "
+            "(and pass mutex= for turns)"
+        )
+    return model
+
+
+def check_waits_for_nobody(model: DistributedDataParallel) -> None:
+    """Refuse what makes ranks wait for each other in every step."""
+    if model.find_unused_parameters:
+        raise UnsupportedConfigurationError(
+            "expected find_unused_parameters=False, got True: DDP would exchange a map of used parameters in every "
+            "step; build DistributedDataParallel(..., find_unused_parameters=False) and let every parameter take part"
+        )
+    if _broadcasts_buffers(model):
+        raise UnsupportedConfigurationError(
+            "expected broadcast_buffers=False, got True: DDP would broadcast rank 0's buffers in every step; build "
+            "DistributedDataParallel(..., broadcast_buffers=False), buffers are averaged with the parameters"
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedConfigurationError(
+                f"expected modules without collectives, got SyncBatchNorm {name}, which waits for all ranks in every "
+                "step; use BatchNorm, whose statistics are averaged with the parameters"
+            )
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(str(getattr(hook, "__module__", "")).startswith(_KFAC) for hook in hooks):
+            raise UnsupportedConfigurationError(
+                f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
+                "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"
+            )
+
+
+def _broadcasts_buffers(model: DistributedDataParallel) -> bool:
+    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.15
+    wanted = model.broadcast_buffers if wanted is None else wanted
+    return bool(wanted) and any(True for _ in model.module.buffers())
+
+
+def check_not_joined(model: DistributedDataParallel) -> None:
+    """Refuse Join, whose shadow passes never reach a forward."""
+    config = getattr(model, "_join_config", None)
+    if config is not None and config.enable:
+        raise UnsupportedConfigurationError(
+            "expected as many steps on all ranks, got a model inside of Join: a rank without data has no forward in "
+            "which it could average; give all ranks as many batches (DistributedSampler does)"
+        )
+
+
+def check_agreement(
+    exchange: Exchange,
+    blocks: Sequence[FlatBlock],
+    steps: int,
+    settings: Sequence[float],
+    device: torch.device,
+) -> None:
+    """Refuse ranks with other models, other arguments, or another number of steps. **Collective**."""
+    own = [float(steps), float(_digest(blocks)), *map(float, settings)]
+    everyone = exchange.gather_numbers(own, device)
+    if everyone.count(everyone[0]) == len(everyone):
+        return
+    by_steps = {rank: int(numbers[0]) for rank, numbers in enumerate(everyone)}
+    if len(set(by_steps.values())) > 1:
+        raise UnsupportedConfigurationError(
+            f"expected all ranks after as many steps, got steps by rank {by_steps}; a rank that has not loaded the "
+            "checkpoint must not be averaged with those that have: call load_state_dict on all ranks"
+        )
+    raise UnsupportedConfigurationError(
+        f"expected the same model and the same arguments on all ranks, got (steps, digest of names and shapes, "
+        f"arguments) by rank {everyone}; make the state alike everywhere"
+    )
+
+
+def _digest(blocks: Sequence[FlatBlock]) -> int:
+    """Return a number of 48 bits, exact in float64, for names, sizes and dtypes."""
+    said = [
+        (entry.name, tuple(entry.get().shape), str(block.dtype))
+        for block in blocks
+        for entry in block.entries
+    ]
+    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6], "little")
+
+
+def check_finite(values: torch.Tensor, rank: int, steps: int, own: torch.Tensor | None = None) -> None:
+    """Refuse a mean that is not finite, before it is written anywhere.
+
+    Args:
+        values: the mean.
+        rank: of this process.
+        steps: how many were done.
+        own: what this rank has sent, if it still has that.
+    """
+    if _is_finite(values):
+        return
+    guilty = (
+        "this rank's are among them" if own is not None and not _is_finite(own) else "see the other ranks"
+    )
+    raise UnsupportedConfigurationError(
+        f"expected finite parameters on all ranks, got infinities or NaN in the mean after step {steps} ({guilty}; "
+        f"this is rank {rank}); no rank has taken the mean over. Lower the learning rate, clip, or use GradScaler, and "
+        "restart from a checkpoint"
+    )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """One pass without intermediate results: the largest magnitude is infinite or NaN if any is."""
+    if values.numel() == 0:
+        return True
+    return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())

@@ -1,0 +1,163 @@
+"""Parameters and buffers of a model as flat vectors, without moving them: they are read and written in place."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+_WIDE: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which small changes of such parameters do not vanish."""
+    return _WIDE.get(dtype, dtype)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the model; ``get`` returns it, since a module may replace a buffer."""
+
+    name: str
+    get: Callable[[], torch.Tensor]
+
+
+class FlatBlock:
+    """The elements of some tensors of one dtype on one device, one behind the other, as they lie in memory.
+
+    Args:
+        parameters: come first.
+        buffers: come behind them.
+    """
+
+    def __init__(self, parameters: Sequence[Entry], buffers: Sequence[Entry]) -> None:
+        self.entries = [*parameters, *buffers]
+        first = self.entries[0].get()
+        self.dtype, self.device = _real(first).dtype, first.device
+        lengths = [_flat(entry.name, entry.get()).numel() for entry in self.entries]
+        self._stops = list(accumulate(lengths))
+        self.numel = self._stops[-1]
+        self.parameters_numel = sum(lengths[: len(parameters)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self, span: Span) -> list[torch.Tensor]:
+        """Return the model's own memory of ``span``, as flat pieces."""
+        found, start = [], 0
+        for entry, stop in zip(self.entries, self._stops, strict=True):
+            if start < span.stop and span.start < stop:
+                flat = _flat(entry.name, entry.get())
+                found.append(flat[max(0, span.start - start) : span.stop - start])
+            start = stop
+        return found
+
+    def pack(self, span: Span, values: torch.Tensor) -> None:
+        """Copy ``span`` into ``values``."""
+        pieces = self.pieces(span)
+        torch._foreach_copy_(_split(values, pieces), pieces)
+
+    def unpack(self, span: Span, values: torch.Tensor) -> None:
+        """Copy ``values`` into ``span``."""
+        pieces = self.pieces(span)
+        torch._foreach_copy_(pieces, _split(values, pieces))
+
+    def add(self, span: Span, values: torch.Tensor) -> None:
+        """Add ``values`` to ``span``."""
+        pieces = self.pieces(span)
+        torch._foreach_add_(pieces, _split(values, pieces))
+
+    def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a vector over the whole block by the tensors' names and in their shapes, on the host."""
+        found, start = {}, 0
+        for entry, stop in zip(self.entries, self._stops, strict=True):
+            like = _real(entry.get())
+            flat = values[start:stop].cpu()
+            found[entry.name] = flat.as_strided(like.shape, like.stride(), flat.storage_offset()).contiguous()
+            start = stop
+        return found
+
+    def unnamed(self, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return what `named` has made as a vector again."""
+        whole, start = torch.zeros(self.numel, dtype=dtype, device=self.device), 0
+        for entry, stop in zip(self.entries, self._stops, strict=True):
+            like, given = _real(entry.get()), values.get(entry.name)
+            if given is None or given.shape != like.shape:
+                raise ValueError(
+                    f"expected values of shape {tuple(like.shape)} for {entry.name}, got "
+                    f"{'none' if given is None else tuple(given.shape)}; load the state of the same model"
+                )
+            whole[start:stop].as_strided(like.shape, like.stride(), start).copy_(given)
+            start = stop
+        return whole
+
+
+def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
+    """Return all trainable parameters and floating-point buffers, a block for each dtype and device.
+
+    Those that DDP was told to ignore are left out, and so are frozen parameters, which no step changes, and integers.
+    """
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    parameters: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
+    buffers: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            parameters.setdefault(_key(parameter), []).append(Entry(name, parameter.detach))
+    for name, get in _buffers(model.module):
+        if name not in ignored and (get().is_floating_point() or get().is_complex()):
+            buffers.setdefault(_key(get()), []).append(Entry(name, get))
+    keys = dict.fromkeys([*parameters, *buffers])
+    return [FlatBlock(parameters.get(key, ()), buffers.get(key, ())) for key in keys]
+
+
+def _key(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return _real(tensor.detach()).dtype, tensor.device
+
+
+def _buffers(network: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Yield names and what returns the buffers of this moment; one that several modules share comes once."""
+    seen: set[int] = set()
+    for prefix, module in network.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, _getter(module, name)
+
+
+def _getter(module: nn.Module, name: str) -> Callable[[], torch.Tensor]:
+    def get() -> torch.Tensor:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return buffer.detach()
+
+    return get
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's memory as a vector: its elements may lie in another order than that of its dimensions."""
+    real = _real(tensor)
+    expected = 1
+    for stride, size in sorted(zip(real.stride(), real.shape, strict=True)):
+        if size != 1 and stride != expected:
+            raise UnsupportedConfigurationError(
+                f"expected tensors without gaps, got {name} of shape {tuple(real.shape)} with strides {real.stride()}; "
+                "make it contiguous before the model is wrapped"
+            )
+        expected *= size
+    return real.as_strided((real.numel(),), (1,))
+
+
+def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(values.split([piece.numel() for piece in pieces]))

@@ -1,0 +1,303 @@
+"""One rank's model between two exchanges: it counts backward passes, and acts before the next training forward.
+
+[Note: the way around the reducer] The hook hands each bucket back at once with this rank's own gradients. So DDP never
+waits, and neither does ``optimizer.step()``. What is exchanged are parameters and buffers, from a hook before the
+model's forward: there the training thread is between two steps, whatever the optimizer did or skipped.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import logging
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp._exchange.ddp_checks import flat_gradients
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.step import GradientFuture
+from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .checks import check_agreement, check_not_joined, check_waits_for_nobody, model_behind
+from .flat import FlatBlock, blocks_of
+from .means import Means
+
+logger = logging.getLogger(__name__)
+
+_TIMES_KEPT: Final = 64
+
+
+class Rule(Protocol):
+    """What happens to the parameters between two steps. All methods run on the training thread."""
+
+    @property
+    def settings(self) -> Sequence[float]:
+        """Numbers that must be the same on all ranks."""
+
+    def is_local(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of them uses this rank's gradients alone."""
+
+    def begin(self, replica: "Replica") -> None:
+        """The first local step begins; the parameters are the same on all ranks. **Collective**."""
+
+    def act(self, steps: int) -> None:
+        """``steps`` backward passes are done, and their updates."""
+
+    def at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
+        """Apply what is in flight, and let nothing more be exchanged during the block. **Collective**.
+
+        Args:
+            leave: apply it once more when it is due: the caller puts the parameters back.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept beside the parameters, by name. **Collective**."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over when the first local step begins."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters."""
+
+    def close(self) -> None:
+        """End threads, let memory go."""
+
+
+class Replica:
+    """The model of one rank, and the clock; see [Note: the clock] in ``schedule.py``.
+
+    Args:
+        rule: what is done between steps.
+        turn: given away while gradients of warm-up steps are averaged.
+    """
+
+    def __init__(self, rule: Rule, turn: Turn | None) -> None:
+        self.rule = rule
+        self.turn = turn
+        self.steps = 0
+        self.blocks: list[FlatBlock] = []
+        self.group: dist.ProcessGroup | None = None
+        self.exchange: Exchange | None = None
+        self.means: Means | None = None
+        self.waited_s = 0.0
+        self._acted = 0
+        self._began = False
+        self._agreed = False
+        self._closed = False
+        self._failure: Exception | None = None
+        self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self._hook = contextlib.ExitStack()
+        self._begin_s: float | None = None
+        self._step_s: deque[float] = deque(maxlen=_TIMES_KEPT)
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def take(self, state: object, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
+        """Answer ``bucket``; raises what makes local steps impossible."""
+        exchange = Exchange.of(group)
+        if self._closed:
+            return exchange.submit(bucket, state=state)
+        if self._failure is not None:
+            raise self._failure
+        gradients = flat_gradients(bucket)
+        if self.exchange is None:
+            self._adopt(model_behind(bucket, state, group), exchange)
+            self.group = group
+        if not self._agreed:
+            check_agreement(exchange, self.blocks, self.steps, self.rule.settings, gradients.device)
+            self._agreed = True
+        if self.rule.is_local(self.steps):
+            self._begin_local_steps()
+            future = exchange.routes.side(gradients.device).future()
+            future.set_result(gradients)
+        else:
+            future = exchange.submit(bucket, turn=self.turn, state=state)
+        if bucket.is_last():
+            self.steps += 1
+        return future
+
+    def _adopt(self, model: DistributedDataParallel, exchange: Exchange) -> None:
+        if self.rule.is_local(1 << 62):
+            check_waits_for_nobody(model)
+        check_not_joined(model)
+        self.blocks = blocks_of(model)
+        self.exchange, self.means = exchange, Means(exchange, self.blocks)
+        self._model = weakref.ref(model)
+        before = torch.compiler.disable(self._before_forward)
+        handle = model.register_forward_pre_hook(BetweenSteps(before), prepend=True)
+        self._hook.callback(handle.remove)
+        logger.info("averaging: %s with %s", type(model.module).__name__, self.rule)
+
+    def _begin_local_steps(self) -> None:
+        if not self._began:
+            self._began = True
+            with torch.no_grad():
+                self.rule.begin(self)
+            self._acted = self.steps
+
+    # --- between two steps -----------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._closed:
+            return
+        if self._failure is not None:
+            raise self._failure
+        if self._acted == self.steps and self._begin_s is not None:
+            return
+        if self._began and self._begin_s is not None:
+            self._step_s.append((time.monotonic() - self._begin_s) / (self.steps - self._acted))
+        self._catch_up()
+        self._begin_s = time.monotonic()
+
+    def _catch_up(self) -> None:
+        """Do what is due after the steps so far."""
+        if self._began:
+            model = self._model()
+            if model is not None:
+                check_not_joined(model)
+            with self._guarded(), torch.no_grad():
+                for steps in range(self._acted + 1, self.steps + 1):
+                    self._acted = steps
+                    self.rule.act(steps)
+        self._acted = self.steps
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Note a failure: no later step may go on as if nothing had happened."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def wait(self, future: GradientFuture) -> None:
+        """Wait for an exchange, and note for how long."""
+        begin_s = time.monotonic()
+        try:
+            future.wait()
+        finally:
+            self.waited_s += time.monotonic() - begin_s
+
+    def wait_without_turn(self, future: GradientFuture) -> None:
+        """The same, and let a sibling compute meanwhile."""
+        if self.turn is None:
+            self.wait(future)
+            return
+        self.turn.release()
+        try:
+            self.wait(future)
+        finally:
+            self.turn.request()
+            self.turn.acquire()
+
+    # --- the state's methods ---------------------------------------------------------------------------------
+
+    @property
+    def compute_s(self) -> float | None:
+        """Median time of a local step between two acts, in seconds; None before there is one."""
+        return statistics.median(self._step_s) if self._step_s else None
+
+    def average(self) -> None:
+        """Replace every rank's parameters and buffers by their mean. **Collective**."""
+        means = self._known()
+        with self._guarded(), torch.no_grad(), self._at_rest(leave=False):
+            means.take_over(self.steps)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The same for the time of a block. **Collective**."""
+        means = self._known()
+        with torch.no_grad():
+            kept = [torch.empty(block.numel, dtype=block.dtype, device=block.device) for block in self.blocks]
+            for block, values in zip(self.blocks, kept, strict=True):
+                block.pack(Span(0, block.numel), values)
+        try:
+            with self._guarded(), torch.no_grad(), self._at_rest(leave=True):
+                means.take_over(self.steps)
+            yield
+        finally:
+            with torch.no_grad():
+                for block, values in zip(self.blocks, kept, strict=True):
+                    block.unpack(Span(0, block.numel), values)
+
+    def _at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
+        return self.rule.at_rest(leave=leave) if self._began else contextlib.nullcontext()
+
+    def host_exchange(self, group: dist.ProcessGroup) -> Exchange:
+        """Return the exchange of host memory among this model's ranks: ``group`` is one that can."""
+        assert self.exchange is not None
+        return self.exchange if group is self.group else Exchange.of(group)
+
+    def _known(self) -> Means:
+        if self._failure is not None:
+            raise self._failure
+        self._catch_up()
+        if self.means is None:
+            raise UnsupportedConfigurationError(
+                "expected a model, got a state whose hook was never called; register it, and call backward() before"
+            )
+        return self.means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clock and what the rule keeps. **Collective**."""
+        if self._failure is not None:
+            raise self._failure
+        self._catch_up()
+        with torch.no_grad():
+            return {"steps": self.steps, "kept": self.rule.state_dict() if self._began else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the clock and the values of `state_dict`."""
+        if set(state) != {"steps", "kept"} or not isinstance(state["steps"], int):
+            raise ValueError(
+                f"expected a state dict with 'steps' and 'kept', got keys {sorted(state)}; pass what state_dict() "
+                "returned"
+            )
+        if self._began:
+            raise ValueError(
+                f"expected a state that has not trained yet, got one after {self.steps} steps; make a new state and "
+                "register it with a new DistributedDataParallel, then load"
+            )
+        if state["kept"] is not None:
+            self.rule.load_state_dict(state["kept"])
+        self.steps = self._acted = state["steps"]
+        self._agreed = False
+
+    def close(self) -> None:
+        """Let the model go; later backward passes are those of the split hook."""
+        if not self._closed:
+            self._closed = True
+            self._hook.close()
+            self.rule.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the clock, the time spent waiting, and the rule's counters."""
+        return {"steps": self.steps, "waited_s": self.waited_s, **self.rule.stats()}
+
+
+class BetweenSteps:
+    """A hook before the forward of this model only: a copy gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call it, if there is anything to call."""
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return BetweenSteps, ()
+
+
+def _no_model() -> None:
+    return None

@@ -1,0 +1,158 @@
+"""Ranks that die, stop or blow up: an error in bounded time, on all ranks, and no wrong parameters."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp import CrossoverError, ExchangeError, UnsupportedConfigurationError
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
+from tests.harness import run_ranks
+from tests.multiprocess.averaging_oracle import Trainer
+
+PATIENCE_S = 6.0
+STATES: dict[str, Any] = {
+    "blocking": lambda group: LocalSGDState(2, process_group=group),
+    "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
+    "sync": lambda group: ElasticState(2, "sync", process_group=group),
+    "async": lambda group: ElasticState(2, "async", process_group=group),
+}
+
+
+def patient(rank: int, kind: str) -> Trainer:
+    torch.set_num_threads(1)
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    state = STATES[kind](group)
+    hook = {"hook": elastic_hook} if isinstance(state, ElasticState) else {}
+    return Trainer(rank, state, process_group=group, **hook)
+
+
+def until_it_fails(trainer: Trainer) -> tuple[str, float, int]:
+    begin_s, steps = time.monotonic(), 0
+    while time.monotonic() - begin_s < 3 * PATIENCE_S:
+        try:
+            trainer.step()
+        except CrossoverError as error:
+            took_s = time.monotonic() - begin_s
+            with pytest.raises(type(error)):  # and nobody goes on as if nothing had happened
+                trainer.step()
+            with pytest.raises(type(error)):
+                trainer.state.average()
+            trainer.state.close()
+            return type(error).__name__, took_s, steps
+        steps += 1
+        time.sleep(0.02)
+    return "went on", time.monotonic() - begin_s, steps
+
+
+def lose_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]:
+    trainer = patient(rank, kind)
+    trainer.train(5)
+    dist.barrier()
+    if rank == 1:
+        signal.raise_signal(signal.SIGKILL)
+    return until_it_fails(trainer)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_death_of_a_peer_is_an_error_in_bounded_time(kind: str) -> None:
+    error, took_s, _ = run_ranks(lose_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL})[0]
+    assert error == ExchangeError.__name__
+    assert took_s < PATIENCE_S + 3
+
+
+def stop_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]:
+    trainer = patient(rank, kind)
+    trainer.train(5)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    dist.barrier()
+    if rank == 1:
+        # Whoever is stopped cannot go on by itself; rank 0 kills it when it has seen enough.
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    found = until_it_fails(trainer)
+    os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["delayed", "async"])
+def test_a_stopped_peer_is_an_error_after_the_timeout(kind: str) -> None:
+    error, took_s, steps = run_ranks(stop_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL})[0]
+    assert error == ExchangeError.__name__
+    assert took_s < 2 * PATIENCE_S
+    if kind == "async":
+        assert steps > 20, "a stopped rank has stopped the others before the timeout"
+        assert took_s > PATIENCE_S / 2
+
+
+def blow_up(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
+    trainer = patient(rank, kind)
+    trainer.train(4)
+    if rank == 1:
+        with torch.no_grad():
+            list(trainer.model.parameters())[-1][0] = float("nan" if kind == "blocking" else "inf")
+    message = ""
+    for _ in range(8):
+        try:
+            trainer.step()
+        except UnsupportedConfigurationError as error:
+            message = str(error)
+            break
+    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    trainer.state.close()
+    return message, bool(parameters.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])
+def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(kind: str) -> None:
+    (message, fine), (of_guilty, _) = run_ranks(blow_up, 2, args=(kind,))
+    assert "expected finite parameters on all ranks" in message
+    assert "expected finite parameters on all ranks" in of_guilty
+    assert fine, "the healthy rank took the mean over"
+
+
+@pytest.mark.skipif(
+    not os.environ.get("CROSSOVER_CAMPAIGN"), reason="only with CROSSOVER_CAMPAIGN=1: many faults"
+)
+@pytest.mark.parametrize("kind", STATES)
+def test_many_deaths_and_stops(kind: str) -> None:
+    for seed in range(int(os.environ.get("CROSSOVER_FAULTS", "125"))):
+        function = die_somewhere if seed % 2 else blow_up_somewhere
+        deaths = {1: signal.SIGKILL} if seed % 2 else {}
+        for found in run_ranks(function, 2, args=(kind, seed), deaths=deaths):
+            assert found in (None, "error", "stays away"), (seed, found)
+
+
+def die_somewhere(rank: int, world_size: int, kind: str, seed: int) -> str:
+    trainer = patient(rank, kind)
+    steps = torch.randint(1, 12, (1,), generator=torch.Generator().manual_seed(seed)).item()
+    trainer.train(int(steps))
+    if rank == 1:
+        time.sleep(0.001 * (seed % 7))
+        signal.raise_signal(signal.SIGKILL)
+    error, _, _ = until_it_fails(trainer)
+    return "error" if error == ExchangeError.__name__ else error
+
+
+def blow_up_somewhere(rank: int, world_size: int, kind: str, seed: int) -> str:
+    trainer = patient(rank, kind)
+    generator = torch.Generator().manual_seed(seed)
+    trainer.train(int(torch.randint(1, 12, (1,), generator=generator).item()))
+    if rank == 1:
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(float("inf"))
+    try:
+        trainer.train(8)
+    except UnsupportedConfigurationError:
+        finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+        return "error" if finite or rank == 1 else "poisoned"
+    finally:
+        trainer.state.close()
+    finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    return "stays away" if kind == "async" and (finite or rank == 1) else "went on"

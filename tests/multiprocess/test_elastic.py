@@ -1,0 +1,221 @@
+"""Elastic averaging in real ranks: together and at their own pace against copies in one process, and wild."""
+
+import time
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
+from tests.harness import run_ranks
+from tests.multiprocess.averaging_oracle import MAKERS, Trainer
+from tests.multiprocess.elastic_oracle import Replay, together_oracle
+
+STEPS = 11
+EVERY = 2
+
+
+def trainer_of(
+    rank: int, optimizer: str, mode: Any, *, every: int = EVERY, rate: float | None = None
+) -> Trainer:
+    torch.set_num_threads(1)
+    return Trainer(rank, ElasticState(every, mode, rate), optimizer, hook=elastic_hook)
+
+
+def train_together(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for optimizer in MAKERS:
+        trainer = trainer_of(rank, optimizer, "sync")
+        trainer.train(STEPS)
+        found[optimizer] = trainer.values
+        trainer.state.close()
+    return found
+
+
+@cache
+def together(world_size: int) -> list[dict[str, torch.Tensor]]:
+    return run_ranks(train_together, world_size)
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Products are rounded as in the ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("single_thread")
+@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optimizer: str) -> None:
+    expected = together_oracle(world_size, optimizer, STEPS, EVERY, 0.9 / world_size)
+    for of_rank, values in zip(together(world_size), expected, strict=True):
+        assert torch.equal(of_rank[optimizer], values)
+
+
+# --- at their own pace ------------------------------------------------------------------------------------------------
+
+OWN_STEPS = (60, 20, 45, 30)
+
+
+def train_at_own_pace(
+    rank: int, world_size: int, optimizer: str
+) -> tuple[torch.Tensor, list[Any], dict[str, Any]]:
+    """Rank 1 is much slower than the others, and ends much later."""
+    trainer = trainer_of(rank, optimizer, "async")
+    for _ in range(OWN_STEPS[rank]):
+        trainer.step()
+        time.sleep(0.02 if rank == 1 else 0.004)
+    values = trainer.values
+    trainer.state.close()
+    return values, trainer.state.rounds(), trainer.state.stats()
+
+
+@pytest.mark.usefixtures("single_thread")
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (2, "adamw"), (4, "momentum")])
+def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) -> None:
+    found = run_ranks(train_at_own_pace, world_size, args=(optimizer,))
+    logs = [log for _, log, _ in found]
+    assert len(logs[0]) > 5
+    assert any(record.offered[1] is None for record in logs[0]), "no round without the slow rank"
+    assert any(record.offered[1] is not None for record in logs[0]), "no round with the slow rank"
+    expected = Replay(optimizer, logs, 0.9 / world_size).run(OWN_STEPS[:world_size])
+    for (values, _, _), replayed in zip(found, expected, strict=True):
+        assert torch.equal(values, replayed)
+
+
+def stand_still(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Nobody learns, but each rank begins elsewhere: what one loses the other gains, at whatever pace."""
+    trainer = trainer_of(rank, "sgd", "async", rate=0.3)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    trainer.step()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank)))
+    start = parameters_of(trainer)
+    for _ in range(30):
+        trainer.step()
+        time.sleep(0.012 if rank == 1 else 0.003)
+    trainer.state._replica._catch_up()
+    with torch.no_grad(), trainer.state._replica.rule.at_rest(leave=False):
+        pass  # every pull is collected now
+    centre = trainer.state.state_dict()["kept"]["centre"]
+    names = [name for name, _ in trainer.model.module.named_parameters()]
+    end = parameters_of(trainer)
+    trainer.state.close()
+    return start, end, torch.cat([centre[name].flatten() for name in names]), trainer.state.stats()["pulls"]
+
+
+def parameters_of(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
+
+
+def test_pulls_are_conserved_although_one_rank_is_slow() -> None:
+    found = run_ranks(stand_still, 3)
+    starts, ends = (torch.stack([each[place] for each in found]) for place in (0, 1))
+    first = run_ranks(first_parameters, 1)[0]
+    centre = found[0][2].double()
+    assert all(pulls > 3 for *_, pulls in found)
+    torch.testing.assert_close(ends.sum(0) + centre, starts.sum(0) + first, rtol=0, atol=2e-5)
+    assert (ends - centre).norm() < 0.3 * (starts - first).norm(), "ranks have not come closer"
+
+
+def first_parameters(rank: int, world_size: int) -> torch.Tensor:
+    trainer = trainer_of(rank, "sgd", "async")
+    values = parameters_of(trainer)
+    return values
+
+
+def average_at_the_end(
+    rank: int, world_size: int, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    trainer = trainer_of(rank, "momentum", mode)
+    for _ in range(12 if rank else 4):
+        trainer.step()
+    trainer.state.state_dict()  # what is due now is done
+    before = trainer.values
+    with trainer.state.averaged():
+        inside = trainer.values
+    after = trainer.values
+    assert torch.equal(before, after), "averaged() has changed the training"
+    trainer.state.average()
+    end = trainer.values
+    everyone = [torch.empty_like(end) for _ in range(world_size)]
+    dist.all_gather(everyone, end)
+    assert all(torch.equal(end, other) for other in everyone)
+    trainer.step()
+    trainer.state.close()
+    return before, inside, end
+
+
+@pytest.mark.parametrize("mode", ["async", "wild"])
+def test_ranks_are_equal_after_average(mode: str) -> None:
+    found = run_ranks(average_at_the_end, 2, args=(mode,))
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=0, atol=0)
+    if mode == "wild":  # nothing is in flight there
+        assert torch.equal(found[0][1], (found[0][0] / 2 + found[1][0] / 2))
+
+
+def one_blows_up(rank: int, world_size: int, mode: str) -> tuple[bool, bool, int]:
+    trainer = trainer_of(rank, "sgd", mode)
+    trainer.train(4)
+    if rank == 1:
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(float("inf"))
+    for _ in range(10):
+        trainer.step()
+        time.sleep(0.005)
+    centre = trainer.state.state_dict()["kept"]["centre"]
+    stats = trainer.state.stats()
+    trainer.state.close()
+    fine = all(bool(values.isfinite().all()) for values in centre.values())
+    return bool(trainer.values.isfinite().all()), fine, stats["not_finite"]
+
+
+@pytest.mark.parametrize("mode", ["async", "wild"])
+def test_a_rank_that_blows_up_spoils_nobody(mode: str) -> None:
+    (first, centre, none), (second, _, counted) = run_ranks(one_blows_up, 2, args=(mode,))
+    assert first and centre and not none
+    assert not second and counted >= 4
+
+
+# --- wild -------------------------------------------------------------------------------------------------------------
+
+
+def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float, int]:
+    """Pretend that ranks live on several hosts."""
+    with mock.patch(
+        "crossover_ddp._averaging.shared_centre._host", lambda: f"host {rank * hosts // world_size}"
+    ):
+        trainer = trainer_of(rank, "sgd", "wild", rate=0.3)
+        trainer.optimizer.param_groups[0]["lr"] = 0.0
+        trainer.step()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(float(rank))
+    for _ in range(60):
+        trainer.step()
+        time.sleep(0.003)
+    spread = parameters_of(trainer)
+    stats = trainer.state.stats()
+    everyone = [torch.empty_like(spread) for _ in range(world_size)]
+    dist.all_gather(everyone, spread)
+    trainer.state.close()
+    return stats["hosts"], stats["own_pulls"], float((everyone[0] - everyone[-1]).abs().max()), stats["pulls"]
+
+
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
+def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(world_size: int, hosts: int) -> None:
+    found = run_ranks(train_wild, world_size, args=(hosts,))
+    leaders = {rank * world_size // hosts for rank in range(hosts)} if hosts > 1 else set()
+    for rank, (known_hosts, own_pulls, spread, pulls) in enumerate(found):
+        assert known_hosts == hosts
+        assert own_pulls >= 29
+        assert (pulls > 0) == (rank in leaders)
+        assert spread < 0.35 * (world_size - 1), "ranks that began apart have not come closer"
