@@ -1,6 +1,7 @@
 """A chain cut in stages on devices: what each action of a step takes, and what it occupies. Pure."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -34,6 +35,12 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         """Write it as torch's pipeline schedules do: ``2F0``."""
         return f"{self.stage}{self.kind}{self.micro}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read what ``str`` writes."""
+        stage, kind, micro = re.fullmatch(r"(\d+)([FBIW])(\d+)", text).groups()  # type: ignore[union-attr]
+        return cls(int(stage), kind, int(micro))
 
 
 Orders = Mapping[int, Sequence[Action]]
@@ -72,14 +79,14 @@ class StagedChain:
     ) -> None:
         self.profile, self.cluster, self.stages = profile, cluster, tuple(stages)
         self.microbatches, self.split = microbatches, split
-        self.kinds = (
-            (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
-        )
+        self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
         layers = [profile.layers[stage.start : stage.stop] for stage in self.stages]
         self._forward_s = [sum(layer.forward_s for layer in each) for each in layers]
         self._backward_s = [sum(layer.backward_s for layer in each) for each in layers]
         self.stored_bytes = [sum(layer.stored_bytes for layer in each) for each in layers]
-        self.state_bytes = [parameter_copies * sum(layer.parameter_bytes for layer in each) for each in layers]
+        self.state_bytes = [
+            parameter_copies * sum(layer.parameter_bytes for layer in each) for each in layers
+        ]
         self._sent_bytes = [each[-1].activation_bytes for each in layers]
         self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
@@ -116,7 +123,7 @@ class StagedChain:
         Gradients of the last layers are ready first, and travel while the others are computed.
         """
         start, stop, devices = self.stages[stage]
-        if len(devices) == 1:
+        if len(devices) == 1 or not any(layer.parameter_bytes for layer in self.profile.layers[start:stop]):
             return None
         per_byte_s, latency_s, ports = ring_cost(self.cluster, devices)
         speed = min(self.cluster.speed[device] for device in devices)
@@ -126,7 +133,7 @@ class StagedChain:
             wire_end_s = max(wire_end_s, compute_s) + layer.parameter_bytes * per_byte_s
         wire_s = sum(layer.parameter_bytes for layer in self.profile.layers[start:stop]) * per_byte_s
         # With a split backward only the last weight gradient is left to overlap with.
-        longest_s = min(self.cluster.speed) and compute_s / (2 if self.split else 1)
+        longest_s = compute_s / max(self.cluster.speed) * speed / (2 if self.split else 1)
         lead_s = 0.0 if math.isinf(wire_s) else min(max(0.0, wire_s - (wire_end_s - compute_s)), longest_s)
         return Hop(wire_s, latency_s, ports), lead_s
 
@@ -171,9 +178,7 @@ class StagedChain:
         for micro in range(self.microbatches):
             hop = self.hop(stage, micro, back=back)
             kind = FORWARD if not back else self.kinds[1]
-            times.append(
-                self.seconds(stage, kind, micro) + (hop.wire_s + hop.latency_s if hop else 0.0)
-            )
+            times.append(self.seconds(stage, kind, micro) + (hop.wire_s + hop.latency_s if hop else 0.0))
         return min(times)
 
 

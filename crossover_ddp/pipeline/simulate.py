@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from .model import FORWARD, WEIGHT_GRADIENT, Action, Hop, Orders, StagedChain
+from .model import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Hop, Orders, StagedChain
 
 COMPUTE: Final = "compute"
 TRANSFER: Final = "transfer"
 EXCHANGE: Final = "exchange"
+_URGENCY: Final = {BACKWARD: 0.0, INPUT_GRADIENT: 0.0, FORWARD: 1.0, WEIGHT_GRADIENT: 2.0}
 
 
 class StepSpan(NamedTuple):
@@ -72,18 +73,18 @@ def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
 
 
 def list_schedule(
-    chain: StagedChain, limits: Sequence[int], *, forward_first: bool = False
+    chain: StagedChain, limits: Sequence[int], priority: Mapping[Action, float] | None = None
 ) -> SimulatedStep | None:
-    """Play a step in which an idle device takes what is ready: backward before forward, then weights' gradients.
+    """Play a step in which an idle device takes what is ready.
 
     Args:
         chain: what is to be computed.
         limits: for each stage the micro-batches in flight on each of its devices.
-        forward_first: forward before backward.
+        priority: what is smaller is taken first; default backward before forward before weights' gradients.
 
     Returns None if the limits let nothing go on.
     """
-    return _Play(chain, limits, forward_first=forward_first).run()
+    return _Play(chain, limits, priority=priority).run()
 
 
 class _Transfer(NamedTuple):
@@ -101,13 +102,15 @@ class _Play:
         limits: Sequence[int],
         *,
         orders: Orders | None = None,
-        forward_first: bool = False,
+        priority: Mapping[Action, float] | None = None,
     ) -> None:
-        self._chain, self._limits, self._forward_first = chain, limits, forward_first
+        self._chain, self._limits, self._priority = chain, limits, priority
         self._last_kind = chain.kinds[-1]
-        self._given = None if orders is None else {d: list(reversed(actions)) for d, actions in orders.items()}
-        self._forwards: dict[int, list[tuple[int, int, Action]]] = defaultdict(list)
-        self._others: dict[int, list[tuple[bool, int, int, Action]]] = defaultdict(list)
+        self._given = (
+            None if orders is None else {d: list(reversed(actions)) for d, actions in orders.items()}
+        )
+        self._forwards: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)
+        self._others: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)
         self._ready: set[Action] = set()
         self._missing = {action: self._needs(action) for action in chain.actions()}
         self._left = len(self._missing)
@@ -168,10 +171,10 @@ class _Play:
         device = self._chain.device(stage, micro)
         if self._given is not None:
             self._ready.add(action)
-        elif kind == FORWARD:
-            heapq.heappush(self._forwards[device], (micro, stage, action))
         else:
-            heapq.heappush(self._others[device], (kind == WEIGHT_GRADIENT, micro, -stage, action))
+            queue = (self._forwards if kind == FORWARD else self._others)[device]
+            urgency = self._priority[action] if self._priority else _URGENCY[kind]
+            heapq.heappush(queue, (urgency, micro, action))
         self._woken.add(device)
 
     def _wake(self) -> None:
@@ -186,11 +189,11 @@ class _Play:
             queue = self._given[device]
             return queue.pop() if queue and queue[-1] in self._ready else None
         forwards, others = self._forwards[device], self._others[device]
-        if forwards and (self._forward_first or not others or others[0][0]):
+        if forwards and not (others and others[0] < forwards[0]):
             stage = forwards[0][2].stage
             if self._in_flight[stage, device] < self._limits[stage]:
                 return heapq.heappop(forwards)[2]
-        return heapq.heappop(others)[3] if others else None
+        return heapq.heappop(others)[2] if others else None
 
     def _begin(self, device: int, action: Action) -> None:
         stage, kind, micro = action
