@@ -1,0 +1,213 @@
+"""What each layer of a chain costs: time, bytes sent on, bytes kept. Measured on the real modules, kept as JSON."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer on a device of speed 1, for one micro-batch.
+
+    Args:
+        name: unique in the chain; exported as the name of the module.
+        forward_s: seconds of forward.
+        backward_s: seconds of backward, gradients of input and parameters.
+        activation_bytes: size of the output, which travels to the next stage; its gradient has the same size.
+        parameter_bytes: size of the parameters, hence of their gradients.
+        stored_bytes: what forward keeps for backward.
+        shape: of the output, for the runner; empty if unknown.
+        dtype: of the output, such as ``float32``.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: float
+    parameter_bytes: float
+    stored_bytes: float = 0.0
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for cost in _COSTS:
+            value = getattr(self, cost)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(
+                    f"expected {cost} >= 0, got {cost}={value!r} of layer {self.name!r}; measure again"
+                )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a chain of layers, first to last; see `measure`."""
+
+    layers: tuple[LayerProfile, ...]
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(
+                f"expected at least one layer and different names, got {names}; name each layer once"
+            )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def measure(
+        cls,
+        layers: "Sequence[torch.nn.Module] | torch.nn.Sequential",
+        sample: "torch.Tensor",
+        *,
+        repeats: int = 5,
+    ) -> "Profile":
+        """Run each layer forward and backward and return what it takes; parameters and gradients stay as they were.
+
+        Args:
+            layers: the chain: each takes the one tensor that the layer before it returns.
+            sample: one micro-batch of input, on the layers' device.
+            repeats: how often each is timed; the median counts. The first run, which is not timed, warms up.
+
+        On failure: ``ValueError`` or ``TypeError`` that names the layer which is no link of a chain.
+        """
+        named = _named(layers)
+        found, inputs = [], sample
+        for name, layer in named:
+            profile, inputs = _measured(name, layer, inputs, repeats)
+            found.append(profile)
+        return cls(tuple(found))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the layers as JSON documents."""
+        return [asdict(layer) for layer in self.layers]
+
+    @classmethod
+    def from_json(cls, document: Any) -> "Profile":
+        """Read what `to_json` returns."""
+        known = {field.name for field in fields(LayerProfile)}
+        if not isinstance(document, list):
+            raise ValueError(
+                f"expected a list of layers, got a {type(document).__name__}; save it with Profile.save"
+            )
+        for place, layer in enumerate(document):
+            needed = {"name", "forward_s", "backward_s", "activation_bytes", "parameter_bytes"}
+            if not isinstance(layer, dict) or not needed <= layer.keys() <= known:
+                raise ValueError(
+                    f"expected the keys {sorted(needed)}, got layer {place} {layer!r}; save it with Profile.save"
+                )
+        return cls(
+            tuple([LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document])
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Read what `save` wrote."""
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+
+def _named(layers: "Sequence[torch.nn.Module]") -> "list[tuple[str, torch.nn.Module]]":
+    import torch
+
+    if isinstance(layers, torch.nn.Sequential):
+        return list(layers.named_children())
+    if isinstance(layers, torch.nn.Module):
+        raise TypeError(
+            f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is no chain "
+            "cannot be cut in stages here: list its blocks so that each takes what the one before returns"
+        )
+    return [(str(place), layer) for place, layer in enumerate(layers)]
+
+
+def _measured(
+    name: str, layer: "torch.nn.Module", inputs: "torch.Tensor", repeats: int
+) -> "tuple[LayerProfile, torch.Tensor]":
+    import torch
+
+    kept = [(p, p.grad) for p in layer.parameters()]
+    times: list[tuple[float, float]] = []
+    stored = 0
+    try:
+        for trial in range(repeats + 1):
+            leaf = inputs.detach()
+            if leaf.is_floating_point():
+                leaf.requires_grad_()
+            sizes: dict[int, int] = {}
+            own = {parameter.data_ptr() for parameter, _ in kept}
+            begin_s = _now_s(leaf)
+            # The sizes are taken in the run that is not timed.
+            with _counting(sizes, own) if trial == 0 else torch.enable_grad():
+                output = _checked(name, layer, leaf)
+            middle_s = _now_s(output)
+            if output.requires_grad:
+                torch.autograd.backward(output, torch.ones_like(output))
+            times.append((middle_s - begin_s, _now_s(output) - middle_s))
+            stored = stored or sum(sizes.values())
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+    forward_s, backward_s = (median(column) for column in zip(*times[1:] or times, strict=True))
+    layer_profile = LayerProfile(
+        name,
+        forward_s,
+        backward_s,
+        output.numel() * output.element_size(),
+        sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad),
+        stored,
+        tuple(output.shape),
+        str(output.dtype).removeprefix("torch."),
+    )
+    return layer_profile, output.detach()
+
+
+def _counting(sizes: dict[int, int], own: set[int]) -> Any:
+    import torch
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _checked(name: str, layer: "Callable[..., Any]", inputs: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    try:
+        output = layer(inputs)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"expected a layer that takes the one tensor which the layer before returns, got layer {name!r}, which "
+            f"refuses shape={tuple(inputs.shape)} ({error}); skip connections must stay inside one layer"
+        ) from error
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(
+            f"expected a layer that returns one tensor, got {type(output).__name__} of layer {name!r}; skip "
+            "connections must stay inside one layer"
+        )
+    return output
+
+
+def _now_s(tensor: "torch.Tensor") -> float:
+    import torch
+
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return perf_counter()

@@ -1,0 +1,346 @@
+"""Run a plan: each rank computes its stages' actions in the plan's order.
+
+[Note: gradients leave early]
+The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``: a stage with replicas is a
+DDP model, whose backward ends only when its gradient exchange has ended, and the stage before it need not wait for that.
+
+[Note: bands and turns]
+With a mutex a step is cut in bands (`schedule.bands`), each of which is one turn of the job. What a rank waits for
+inside a band comes from the same or an earlier band of its own job, whose turn has come on every device, since all
+devices see one order of turns. So inside a turn nobody waits for another job, and turns stay free of deadlocks. A rank
+that has nothing to compute in a band gives the turn back at once: that is where a sibling computes.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
+from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.gpu_mutex import GPUMutex
+
+from .model import BACKWARD, FORWARD, Action
+from .plan import Plan
+
+_POSTED_AHEAD: Final = 4
+"""Receives that are posted before they are needed; gloo sends only what is received."""
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class _ReplicaState(NamedTuple):
+    """State of `_summing_hook`."""
+
+    replicas: int
+    hook: Hook
+    hook_state: Any
+
+
+def _summing_hook(state: _ReplicaState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Add up the replicas' gradients: a hook takes their mean, but each has its own micro-batches' part of the sum."""
+    bucket.buffer().mul_(state.replicas)
+    return state.hook(state.hook_state, bucket)
+
+
+class _Message(NamedTuple):
+    """A tensor that travels: the output of a stage's forward, or the gradient that its backward needs."""
+
+    stage: int
+    back: bool
+    micro: int
+
+    def tag(self, microbatches: int) -> int:
+        return (2 * self.stage + self.back) * microbatches + self.micro
+
+
+class PipelineRunner:
+    """Train the layers by a plan; public as ``crossover_ddp.pipeline.Runner``.
+
+    After `step` each parameter of this rank's stages has the gradient of the mean loss over the whole batch, as in the
+    model that was not cut, up to the order of additions. Rank i is device i of the plan's cluster.
+
+    Args:
+        plan: the same on all ranks, without ``split``.
+        layers: the whole chain, built alike on all ranks; this rank keeps its stages only. On the CPU.
+        loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
+        hook: of the stages with replicas, which are DDP models: a function ``hook(state, bucket)`` that averages.
+        hook_state: makes the hook's state from the stage's process group; default the group itself.
+        mutex: takes turns with sibling jobs, one for each band of a step. The hook must take none of its own.
+
+    On failure: ``ValueError`` for a plan of other layers or ranks; `UnsupportedConfigurationError` for a backend other
+    than gloo. When a peer dies or the default group's timeout passes, `step` raises torch's error; restart the job.
+
+    **Collective**: all ranks of the default process group make the runner, and call `step`, also those that have no
+    stage.
+
+    Example::
+
+        runner = Runner(plan, layers, nn.functional.cross_entropy)
+        optimizer = torch.optim.SGD(runner.parameters(), lr=0.1)
+        loss = runner.step(x, y)
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: Sequence[nn.Module],
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        hook: Hook = reduce_scatter_all_gather_hook,
+        hook_state: Callable[[dist.ProcessGroup], Any] | None = None,
+        mutex: GPUMutex | None = None,
+    ) -> None:
+        _check(plan, layers)
+        self.plan, self.mutex = plan, mutex
+        self._loss_fn = loss_fn
+        self._rank = dist.get_rank()
+        self._last = len(plan.stages) - 1
+        bands = plan.bands()
+        empty: list[list[Action]] = [[] for _ in next(iter(bands.values()))]
+        self._bands = bands.get(self._rank, empty)
+        self.modules: dict[int, nn.Module] = {}
+        """This rank's stages, without DDP's wrapper."""
+        self._models: dict[int, nn.Module] = {}
+        self._groups: dict[int, dist.ProcessGroup | None] = {}
+        for number, stage in enumerate(plan.stages):
+            # Every rank makes every group, in the order of stages.
+            group = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
+            if self._rank not in stage.devices:
+                continue
+            module = nn.Sequential(*[layers[place] for place in range(stage.start, stage.stop)])
+            self.modules[number] = self._models[number] = module
+            self._groups[number] = group
+            if group is not None and any(p.requires_grad for p in module.parameters()):
+                state = _ReplicaState(len(stage.devices), hook, hook_state(group) if hook_state else group)
+                model = DistributedDataParallel(module, process_group=group, broadcast_buffers=False)
+                model.register_comm_hook(state, _summing_hook)
+                self._models[number] = model
+        # A rank's last backward of a stage is the one whose gradients are exchanged.
+        self._final = {
+            action.stage: action for action in plan.orders.get(self._rank, ()) if action.kind == BACKWARD
+        }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, for an optimizer."""
+        for module in self.modules.values():
+            yield from module.parameters()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        """Run forward and backward of a batch; gradients are added to what is there, as always.
+
+        Args:
+            x: the whole batch, whose first dimension M must divide; read by the ranks of the first stage.
+            y: the whole batch's targets; read by the ranks of the last stage.
+
+        Returns the mean loss on ranks of the last stage, None on others. **Collective.**
+        """
+        run = _StepRun(self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches))
+        if self.mutex is None:
+            for band in self._bands:
+                run.compute(band)
+        else:
+            for number, band in enumerate(self._bands):
+                self.mutex.acquire()
+                try:
+                    run.compute(band)
+                finally:
+                    self.mutex.release()
+                if number + 1 < len(self._bands):
+                    self.mutex.request()
+        run.finish()
+        if self._last not in self.modules:
+            return None
+        loss, group = torch.stack(run.losses).sum(), self._groups[self._last]
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+        return loss
+
+
+def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
+    if plan.split:
+        raise ValueError("expected a plan with whole backwards, got split=True; plan with split=False")
+    if len(layers) != len(plan.layers):
+        raise ValueError(
+            f"expected the {len(plan.layers)} layers of the plan, got {len(layers)}; give the chain that was profiled"
+        )
+    if not dist.is_initialized() or "gloo" not in dist.get_backend():
+        raise UnsupportedConfigurationError(
+            "expected a default process group on gloo, got none or another backend; call "
+            "torch.distributed.init_process_group('gloo') first"
+        )
+    if any(p.device.type != "cpu" for layer in layers for p in layer.parameters()):
+        raise UnsupportedConfigurationError(
+            "expected layers on the CPU, got parameters on another device; gloo sends only tensors of the CPU from "
+            "rank to rank"
+        )
+    if dist.get_world_size() != len(plan.devices):
+        raise ValueError(
+            f"expected a rank for each of the plan's {len(plan.devices)} devices, got {dist.get_world_size()} ranks; "
+            "start as many, or plan for them"
+        )
+    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).digest()[:7]
+    number = torch.tensor([int.from_bytes(digest, "big")])
+    ends = [number.clone(), -number]
+    for end in ends:
+        dist.all_reduce(end, op=dist.ReduceOp.MIN)
+    if not torch.equal(ends[0], -ends[1]):
+        raise ValueError(
+            "expected the same plan on all ranks, got different ones; plan on one rank, save it, and load it on all"
+        )
+
+
+def _micros(name: str, batch: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    if len(batch) % count or not len(batch):
+        raise ValueError(
+            f"expected a batch that {count} micro-batches divide, got len({name})={len(batch)}; drop the last batch"
+        )
+    return batch.chunk(count)
+
+
+class _StepRun:
+    """One step of one rank: what has been computed, what is on its way."""
+
+    def __init__(
+        self, runner: PipelineRunner, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> None:
+        self._runner, self._plan = runner, runner.plan
+        self._inputs, self._targets = inputs, targets
+        self._leaves: dict[tuple[int, int], torch.Tensor] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._local: dict[_Message, torch.Tensor] = {}
+        self._posted: dict[_Message, tuple[torch.Tensor, Any]] = {}
+        self._sending: list[tuple[torch.Tensor, Any]] = []
+        self._sent: set[_Message] = set()
+        self.losses: list[torch.Tensor] = []
+        """Of this rank's micro-batches on the last stage, each divided by M."""
+        actions = self._plan.orders.get(runner._rank, ())
+        self._awaited = deque(each for each in map(self._needed, actions) if each and self._is_remote(each))
+        self._post()
+
+    def compute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if action.kind == FORWARD:
+                self._forward(action)
+            else:
+                self._backward(action)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for _, work in self._sending:
+            work.wait()
+
+    # --- compute -------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, _, micro = action
+        needed = self._needed(action)
+        leaf = self._inputs[micro] if needed is None else self._receive(needed)
+        if needed is not None and leaf.is_floating_point():
+            leaf.requires_grad_()
+            gradient = _Message(stage - 1, True, micro)
+
+            def send(tensor: torch.Tensor) -> None:  # see [Note: gradients leave early]
+                assert tensor.grad is not None
+                self._send(gradient, tensor.grad)
+
+            leaf.register_post_accumulate_grad_hook(send)
+        model = self._runner._models[stage]
+        with _unsynchronized(model):
+            output = model(leaf)
+        self._leaves[stage, micro] = leaf
+        if stage == self._runner._last:
+            output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
+            self.losses.append(output.detach())
+        else:
+            self._check_output(stage, output)
+            self._send(_Message(stage, False, micro), output.detach())
+        self._outputs[stage, micro] = output
+
+    def _check_output(self, stage: int, output: torch.Tensor) -> None:
+        shape, dtype = self._plan.outputs[stage]
+        found = tuple(output.shape), str(output.dtype).removeprefix("torch.")
+        if found != (shape, dtype):
+            raise ValueError(
+                f"expected micro-batches of the size that was profiled, with an output of {dtype}{list(shape)} of stage "
+                f"{stage}, got {found[1]}{list(found[0])}; profile with a sample of the micro-batch's size"
+            )
+
+    def _backward(self, action: Action) -> None:
+        stage, _, micro = action
+        needed = self._needed(action)
+        gradient = None if needed is None else self._receive(needed)
+        output, leaf = self._outputs.pop((stage, micro)), self._leaves.pop((stage, micro))
+        model = self._runner._models[stage]
+        final = self._runner._final[stage] == action
+        if output.requires_grad:
+            if final and isinstance(model, DistributedDataParallel):
+                # Forward ran without, since other micro-batches' backwards came between; torch's stages do the same.
+                model.reducer.prepare_for_backward([output])
+            with contextlib.nullcontext() if final else _unsynchronized(model):
+                output.backward(gradient)
+        message = _Message(stage - 1, True, micro)
+        if stage and message not in self._sent:  # nothing in this stage depends on its input
+            self._send(message, torch.zeros_like(leaf))
+        leaf.grad = None
+
+    # --- messages ------------------------------------------------------------------------------------------
+
+    def _needed(self, action: Action) -> _Message | None:
+        """Return what an action needs of another stage."""
+        if action.kind == FORWARD:
+            return _Message(action.stage - 1, False, action.micro) if action.stage else None
+        return _Message(action.stage, True, action.micro) if action.stage < self._runner._last else None
+
+    def _device(self, stage: int, micro: int) -> int:
+        devices = self._plan.stages[stage].devices
+        return devices[micro % len(devices)]
+
+    def _ends(self, message: _Message) -> tuple[int, int]:
+        """Return the ranks that send and receive a message."""
+        one, two = (self._device(message.stage + side, message.micro) for side in (0, 1))
+        return (two, one) if message.back else (one, two)
+
+    def _is_remote(self, message: _Message) -> bool:
+        source, target = self._ends(message)
+        return source != target
+
+    def _post(self) -> None:
+        while self._awaited and len(self._posted) < _POSTED_AHEAD:
+            message = self._awaited.popleft()
+            shape, dtype = self._plan.outputs[message.stage]
+            buffer = torch.empty(shape, dtype=getattr(torch, dtype))
+            work = dist.irecv(buffer, self._ends(message)[0], tag=message.tag(self._plan.microbatches))
+            self._posted[message] = buffer, work
+
+    def _receive(self, message: _Message) -> torch.Tensor:
+        if message in self._local:
+            return self._local.pop(message)
+        buffer, work = self._posted.pop(message)
+        self._post()
+        work.wait()
+        return buffer
+
+    def _send(self, message: _Message, tensor: torch.Tensor) -> None:
+        self._sent.add(message)
+        if not self._is_remote(message):
+            self._local[message] = tensor.detach().clone()
+            return
+        self._sending = [each for each in self._sending if not each[1].is_completed()]
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._ends(message)[1], tag=message.tag(self._plan.microbatches))
+        self._sending.append((tensor, work))
+
+
+def _unsynchronized(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()

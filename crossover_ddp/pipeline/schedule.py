@@ -1,0 +1,183 @@
+"""Orders of the actions of a step: the known ones, and a search by list scheduling. Pure.
+
+GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), its interleaved form (arXiv 2104.04473) and an order
+with split backward after zero bubble (arXiv 2401.10241) serve as baselines. The search is our design: the list
+scheduler of `simulate` under many limits of micro-batches in flight, then exchanges of neighbours.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from .model import BACKWARD, FORWARD, Action, Hop, Orders, StagedChain
+from .simulate import COMPUTE, SimulatedStep, list_schedule, simulate
+
+_DONE: Final = 1 + 1e-9
+_SEED: Final = 0
+
+
+def gpipe(chain: StagedChain) -> Orders:
+    """Return the order of all forwards, then all backwards."""
+    return {
+        device: [Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in micros]
+        for stage, device, micros in _places(chain)
+    }
+
+
+def one_forward_one_backward(chain: StagedChain) -> Orders:
+    """Return 1F1B: as many forwards ahead as there are stages behind, then one backward for each forward."""
+    orders = {}
+    for stage, device, micros in _places(chain):
+        ahead = min(len(chain.stages) - 1 - stage, len(micros))
+        kinds = [FORWARD] * ahead + [FORWARD, BACKWARD] * (len(micros) - ahead) + [BACKWARD] * ahead
+        orders[device] = _numbered([(stage, kind) for kind in kinds], {stage: micros})
+    return orders
+
+
+def interleaved(chain: StagedChain, devices: int) -> Orders | None:
+    """Return interleaved 1F1B for stages that go round ``devices`` several times; None unless they divide M."""
+    chunks, micros = len(chain.stages) // devices, chain.microbatches
+    if micros % devices or chunks * devices != len(chain.stages):
+        return None
+    # For each chunk as many micro-batches in a row as there are devices.
+    turns = [number // devices % chunks for number in range(micros * chunks)]
+    orders = {}
+    for place in range(devices):
+        forward = [(chunk * devices + place, FORWARD) for chunk in turns]
+        backward = [((chunks - 1 - chunk) * devices + place, BACKWARD) for chunk in turns]
+        ahead = min(len(turns), 2 * (devices - place - 1) + (chunks - 1) * devices)
+        mixed = forward[:ahead]
+        for one, two in zip(forward[ahead:], backward, strict=False):
+            mixed += [one, two]
+        mixed += backward[len(turns) - ahead :]
+        numbers = {chunk * devices + place: range(micros) for chunk in range(chunks)}
+        orders[chain.device(place, 0)] = _numbered(mixed, numbers)
+    return orders
+
+
+def _numbered(kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[int]]) -> list[Action]:
+    """Give each stage's actions of one kind its micro-batches in turn."""
+    left = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
+    return [Action(stage, kind, next(left[stage, kind])) for stage, kind in kinds]
+
+
+def _places(chain: StagedChain) -> Iterator[tuple[int, int, range]]:
+    for stage, (_, _, devices) in enumerate(chain.stages):
+        for place, device in enumerate(devices):
+            yield stage, device, range(place, chain.microbatches, len(devices))
+
+
+def depths(chain: StagedChain) -> list[int]:
+    """Return the micro-batches that each stage's devices must have in flight to keep all stages behind it busy."""
+    counts = [len(stage.devices) for stage in chain.stages]
+    return [max(len(counts) - k, -(-sum(counts[k:]) // counts[k])) for k in range(len(counts))]
+
+
+class _Backwards(StagedChain):
+    """The chain in reversed time: backward of the first stage comes first; without gradient exchanges."""
+
+    def __init__(self, chain: StagedChain) -> None:
+        vars(self).update(vars(chain))
+        self._chain = chain
+        self.exchanges = [None] * len(chain.stages)
+
+    def seconds(self, stage: int, kind: str, micro: int) -> float:
+        return self._chain.seconds(stage, BACKWARD if kind == FORWARD else FORWARD, micro)
+
+    def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
+        return self._chain.hop(stage, micro, back=not back)
+
+
+def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
+    """Return the fastest order found that fits in memory; None if not even one micro-batch fits.
+
+    Args:
+        chain: what is to be computed.
+        tries: random changes of limits and priorities to try after the regular orders.
+    """
+    room = [chain.limit(stage) for stage in range(len(chain.stages))]
+    if not all(room):
+        return None
+    bound_s = chain.lower_bound_s() * _DONE
+    found: list[tuple[float, int, SimulatedStep, list[int]]] = []
+
+    def keep(step: SimulatedStep | None, limits: list[int]) -> bool:
+        if step is not None:
+            found.append((step.step_s, len(found), step, limits))
+        return step is not None and step.step_s <= bound_s
+
+    for extra, factor in ((0, 1), (1, 1), (0, 2), (chain.microbatches, 1))[: 4 if tries else 2]:
+        limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
+        if keep(list_schedule(chain, limits), limits):
+            return found[-1][2]
+    dice = random.Random(_SEED)
+    for number in range(tries):
+        _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]
+        if number >= len(found) or number % 3 == 0:
+            stage = dice.randrange(len(room))
+            limits = [*limits]
+            limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
+        if keep(_justified(chain, step, limits, dice.choice((0.0, 0.01, 0.05)) * step.step_s, dice), limits):
+            return found[-1][2]
+    return min(found)[2]
+
+
+def _justified(
+    chain: StagedChain, step: SimulatedStep, limits: Sequence[int], noise_s: float, dice: random.Random
+) -> SimulatedStep | None:
+    """Push all actions of a step to its end, then to its beginning (forward-backward improvement)."""
+    if chain.split:
+        return list_schedule(
+            chain, limits, {a: at + noise_s * dice.random() for a, at in _begins(step).items()}
+        )
+    late = list_schedule(
+        _Backwards(chain),
+        limits,
+        {_mirrored(a): -at - chain.seconds(*a) + noise_s * dice.random() for a, at in _begins(step).items()},
+    )
+    if late is None:
+        return None
+    begins = {_mirrored(a): -at - _Backwards(chain).seconds(*a) for a, at in _begins(late).items()}
+    return list_schedule(chain, limits, begins)
+
+
+def _mirrored(action: Action) -> Action:
+    return action._replace(kind=BACKWARD if action.kind == FORWARD else FORWARD)
+
+
+def _begins(step: SimulatedStep) -> dict[Action, float]:
+    times: dict[int, list[float]] = {device: [] for device in step.orders}
+    for span in step.spans:
+        if span.kind == COMPUTE:
+            times[span.device].append(span.begin_s)
+    return {
+        a: at for device, actions in step.orders.items() for a, at in zip(actions, times[device], strict=True)
+    }
+
+
+def bands(step: SimulatedStep) -> dict[int, list[list[Action]]]:
+    """Cut a step at common times, and return for each device its actions in each band.
+
+    A band ends when a device would begin its second action in it. An action needs only such as have begun before it,
+    hence of the same or an earlier band: what a rank waits for inside one band never waits for a later one.
+    """
+    begins = sorted((span.begin_s, span.device) for span in step.spans if span.kind == COMPUTE)
+    cuts, seen = [], set[int]()
+    for begin_s, device in begins:
+        if device in seen:
+            cuts.append(begin_s)
+            seen = {other for other_s, other in begins if other_s == begin_s and other < device}
+        seen.add(device)
+    edges = [0.0, *cuts, float("inf")]
+    times = {
+        device: [span.begin_s for span in step.spans if span.kind == COMPUTE and span.device == device]
+        for device in step.orders
+    }
+    return {
+        device: [
+            [action for action, at_s in zip(actions, times[device], strict=True) if begin_s <= at_s < end_s]
+            for begin_s, end_s in pairwise(edges)
+        ]
+        for device, actions in step.orders.items()
+    }
