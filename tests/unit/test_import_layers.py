@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "crossover_ddp"
-MAX_ENTRIES = 16
+MAX_ENTRIES = 19
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60  # without its docstring
 
