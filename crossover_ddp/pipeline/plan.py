@@ -93,7 +93,7 @@ class Plan:
             orders = {int(d): [Action.parse(text) for text in each] for d, each in document["orders"].items()}
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
             spans = tuple([StepSpan(*span) for span in document["spans"]])
-            names = {name: tuple(document[name]) for name in ("devices", "layers")}
+            names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
             rest = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -169,7 +169,7 @@ def plan_pipeline(
     if not search.found:
         raise ValueError(
             f"expected stages that fit in memory, got none for {len(profile)} layers on {len(cluster)} devices with "
-            f"max_stages={search.max_stages}; use more or larger devices, smaller micro-batches, or fewer copies of parameters"
+            f"max_stages={search.max_stages}; use more or larger devices, or smaller micro-batches"
         )
     step_s, _, method, chain, step = search.best()
     return Plan(
@@ -204,8 +204,8 @@ def _check(
             raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
     if max_stages is not None and max_stages > len(profile):
         raise ValueError(
-            f"expected at least as many layers as stages, got max_stages={max_stages} for {len(profile)} layers; ask for "
-            "fewer stages, or cut the model finer"
+            f"expected at least as many layers as stages, got max_stages={max_stages} for {len(profile)} layers; "
+            "ask for fewer stages, or cut the model finer"
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -68,7 +68,7 @@ class Profile:
     @classmethod
     def measure(
         cls,
-        layers: "Sequence[torch.nn.Module] | torch.nn.Sequential",
+        layers: "Iterable[torch.nn.Module]",
         sample: "torch.Tensor",
         *,
         repeats: int = 5,
@@ -121,7 +121,7 @@ class Profile:
         return cls.from_json(json.loads(Path(path).read_text()))
 
 
-def _named(layers: "Sequence[torch.nn.Module]") -> "list[tuple[str, torch.nn.Module]]":
+def _named(layers: "Iterable[torch.nn.Module] | torch.nn.Module") -> "list[tuple[str, torch.nn.Module]]":
     import torch
 
     if isinstance(layers, torch.nn.Sequential):
