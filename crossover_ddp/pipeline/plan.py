@@ -160,6 +160,7 @@ def plan_pipeline(
     """
     _check(profile, cluster, microbatches, max_stages, max_replicas, parameter_copies)
     search = _Search(profile, cluster, microbatches, split, parameter_copies)
+    search.asked_stages = max_stages or len(profile)
     search.max_stages = min(max_stages or 2 * microbatches, len(profile), len(cluster))
     search.max_replicas = min(max_replicas or microbatches, microbatches, len(cluster))
     search.partitions(device_orders(cluster) if orders is None else orders)
@@ -220,7 +221,7 @@ def _check(
 class _Search:
     """Candidates of a plan, and the shortest step found for each."""
 
-    max_stages = max_replicas = 1
+    max_stages = max_replicas = asked_stages = 1
 
     def __init__(
         self, profile: Profile, cluster: DeviceCluster, microbatches: int, split: bool, copies: float
@@ -330,7 +331,7 @@ class _Search:
             times[name] = step.step_s if old is None else min(old, step.step_s)
             if (
                 chain.split == self._split
-                and len(chain.stages) <= self.max_stages
+                and len(chain.stages) <= self.asked_stages
                 and all(len(stage.devices) <= self.max_replicas for stage in chain.stages)
             ):
                 self._keep(name, chain, step)
