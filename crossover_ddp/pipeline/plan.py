@@ -321,7 +321,10 @@ class _Search:
     # --- baselines -----------------------------------------------------------------------------------------
 
     def baselines(self) -> dict[str, float | None]:
-        """Simulate the known designs, which take the devices as they come and cut where compute is balanced."""
+        """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
+
+        Only those with as many stages and replicas as are allowed.
+        """
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
             fits = step is not None and step.fits(self._cluster.memory_bytes)
@@ -329,11 +332,7 @@ class _Search:
             if step is None or not fits or step.step_s == float("inf"):
                 continue
             times[name] = step.step_s if old is None else min(old, step.step_s)
-            if (
-                chain.split == self._split
-                and len(chain.stages) <= self.asked_stages
-                and all(len(stage.devices) <= self.max_replicas for stage in chain.stages)
-            ):
+            if chain.split == self._split:
                 self._keep(name, chain, step)
         return times
 
@@ -341,7 +340,7 @@ class _Search:
         devices, layers = len(self._cluster), len(self._profile)
         for replicas in range(1, min(devices, self._microbatches) + 1):
             count = devices // replicas
-            if devices % replicas or count > layers:
+            if devices % replicas or count > min(layers, self.asked_stages) or replicas > self.max_replicas:
                 continue
             cuts = balanced(self._profile, count)
             stages = [
@@ -355,7 +354,7 @@ class _Search:
             yield "1F1B", chain, simulate(chain, one_forward_one_backward(chain))
             halves = self._chain(stages, split=True)
             yield "zero bubble", halves, list_schedule(halves, depths(halves))
-        if 1 < devices <= layers // 2:
+        if 1 < devices <= min(layers, self.asked_stages) // 2:
             cuts = balanced(self._profile, 2 * devices)
             chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)], split=False)
             order = interleaved(chain, devices)

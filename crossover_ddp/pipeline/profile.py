@@ -151,10 +151,12 @@ def _measured(
                 leaf.requires_grad_()
             sizes: dict[int, int] = {}
             own = {parameter.data_ptr() for parameter, _ in kept}
+            # The layer may change its input in place, as an nn.ReLU(inplace=True) does.
+            copy = leaf.clone()
             begin_s = _now_s(leaf)
             # The sizes are taken in the run that is not timed.
             with _counting(sizes, own) if trial == 0 else torch.enable_grad():
-                output = _checked(name, layer, leaf)
+                output = _checked(name, layer, copy)
             middle_s = _now_s(output)
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))

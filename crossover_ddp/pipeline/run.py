@@ -258,7 +258,8 @@ class _StepRun:
             leaf.register_post_accumulate_grad_hook(send)
         model = self._runner._models[stage]
         with _unsynchronized(model):
-            output = model(leaf)
+            # A copy, which the first layer may change in place.
+            output = model(leaf.clone() if leaf.requires_grad else leaf)
         self._leaves[stage, micro] = leaf
         if stage == self._runner._last:
             output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
