@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from crossover_ddp.cli import plan as cli_plan
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
 from crossover_ddp.cli.advise import command as cli_advise
@@ -20,6 +21,7 @@ examples:
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would pay for this job?
+  crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages for a cluster
 
 exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
 Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
@@ -40,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     cli_run.add_parser(commands)
     cli_timeline.add_parser(commands)
     cli_advise.add_parser(commands)
+    cli_plan.add_parser(commands)
     return parser
 
 

@@ -109,9 +109,9 @@ class Partitioner:
             sources, targets = starts + micros % r, starts + r + micros % r2
             places = torch.tensor([index[i, r] for i in range(len(starts))])
             load = torch.zeros(len(starts), len(numbers), dtype=torch.float64)
-            for one, two in ((sources, targets), (targets, sources)):
-                for ports in (out, into):
-                    load.scatter_add_(1, ports[one, two], inverse[one, two])
+            for each in ((sources, targets), (targets, sources)):
+                for table in (out, into):
+                    load.scatter_add_(1, table[each], inverse[each])
             self._channel[places, r2] = load.amax(1)
             first = (sources[:, 0], targets[:, 0])
             self._hop[places, r2] = inverse[first] + inverse[first[::-1]]
@@ -120,7 +120,7 @@ class Partitioner:
     # --- costs ---------------------------------------------------------------------------------------------
 
     def _stage(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return step time, time of one micro-batch, and micro-batches that fit, of stages from ``first`` to each layer."""
+        """Return a step's time, a micro-batch's time, and how many fit, of stages from ``first`` to any layer."""
         sums = {name: (prefix[first + 1 :] - prefix[first])[:, None] for name, prefix in self._prefix.items()}
         once = (sums["forward_s"] + sums["backward_s"]) / self._speed
         # Without parameters nothing is exchanged, even where there is no link.

@@ -93,7 +93,7 @@ class Plan:
             orders = {int(d): [Action.parse(text) for text in each] for d, each in document["orders"].items()}
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
             spans = tuple([StepSpan(*span) for span in document["spans"]])
-            names = {name: tuple(document[name]) for name in ("devices", "layers")}
+            names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
             rest = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -160,6 +160,7 @@ def plan_pipeline(
     """
     _check(profile, cluster, microbatches, max_stages, max_replicas, parameter_copies)
     search = _Search(profile, cluster, microbatches, split, parameter_copies)
+    search.asked_stages = max_stages or len(profile)
     search.max_stages = min(max_stages or 2 * microbatches, len(profile), len(cluster))
     search.max_replicas = min(max_replicas or microbatches, microbatches, len(cluster))
     search.partitions(device_orders(cluster) if orders is None else orders)
@@ -169,7 +170,7 @@ def plan_pipeline(
     if not search.found:
         raise ValueError(
             f"expected stages that fit in memory, got none for {len(profile)} layers on {len(cluster)} devices with "
-            f"max_stages={search.max_stages}; use more or larger devices, smaller micro-batches, or fewer copies of parameters"
+            f"max_stages={search.max_stages}; use more or larger devices, or smaller micro-batches"
         )
     step_s, _, method, chain, step = search.best()
     return Plan(
@@ -204,8 +205,8 @@ def _check(
             raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
     if max_stages is not None and max_stages > len(profile):
         raise ValueError(
-            f"expected at least as many layers as stages, got max_stages={max_stages} for {len(profile)} layers; ask for "
-            "fewer stages, or cut the model finer"
+            f"expected at least as many layers as stages, got max_stages={max_stages} for {len(profile)} layers; "
+            "ask for fewer stages, or cut the model finer"
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:
@@ -220,7 +221,7 @@ def _check(
 class _Search:
     """Candidates of a plan, and the shortest step found for each."""
 
-    max_stages = max_replicas = 1
+    max_stages = max_replicas = asked_stages = 1
 
     def __init__(
         self, profile: Profile, cluster: DeviceCluster, microbatches: int, split: bool, copies: float
@@ -320,7 +321,10 @@ class _Search:
     # --- baselines -----------------------------------------------------------------------------------------
 
     def baselines(self) -> dict[str, float | None]:
-        """Simulate the known designs, which take the devices as they come and cut where compute is balanced."""
+        """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
+
+        Only those with as many stages and replicas as are allowed.
+        """
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
             fits = step is not None and step.fits(self._cluster.memory_bytes)
@@ -328,11 +332,7 @@ class _Search:
             if step is None or not fits or step.step_s == float("inf"):
                 continue
             times[name] = step.step_s if old is None else min(old, step.step_s)
-            if (
-                chain.split == self._split
-                and len(chain.stages) <= self.max_stages
-                and all(len(stage.devices) <= self.max_replicas for stage in chain.stages)
-            ):
+            if chain.split == self._split:
                 self._keep(name, chain, step)
         return times
 
@@ -340,7 +340,7 @@ class _Search:
         devices, layers = len(self._cluster), len(self._profile)
         for replicas in range(1, min(devices, self._microbatches) + 1):
             count = devices // replicas
-            if devices % replicas or count > layers:
+            if devices % replicas or count > min(layers, self.asked_stages) or replicas > self.max_replicas:
                 continue
             cuts = balanced(self._profile, count)
             stages = [
@@ -354,7 +354,7 @@ class _Search:
             yield "1F1B", chain, simulate(chain, one_forward_one_backward(chain))
             halves = self._chain(stages, split=True)
             yield "zero bubble", halves, list_schedule(halves, depths(halves))
-        if 1 < devices <= layers // 2:
+        if 1 < devices <= min(layers, self.asked_stages) // 2:
             cuts = balanced(self._profile, 2 * devices)
             chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)], split=False)
             order = interleaved(chain, devices)

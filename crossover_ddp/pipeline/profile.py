@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -68,7 +68,7 @@ class Profile:
     @classmethod
     def measure(
         cls,
-        layers: "Sequence[torch.nn.Module] | torch.nn.Sequential",
+        layers: "Iterable[torch.nn.Module | tuple[str, torch.nn.Module]]",
         sample: "torch.Tensor",
         *,
         repeats: int = 5,
@@ -76,7 +76,7 @@ class Profile:
         """Run each layer forward and backward and return what it takes; parameters and gradients stay as they were.
 
         Args:
-            layers: the chain: each takes the one tensor that the layer before it returns.
+            layers: the chain, perhaps with names: each takes the one tensor that the layer before it returns.
             sample: one micro-batch of input, on the layers' device.
             repeats: how often each is timed; the median counts. The first run, which is not timed, warms up.
 
@@ -121,7 +121,9 @@ class Profile:
         return cls.from_json(json.loads(Path(path).read_text()))
 
 
-def _named(layers: "Sequence[torch.nn.Module]") -> "list[tuple[str, torch.nn.Module]]":
+def _named(
+    layers: "Iterable[torch.nn.Module | tuple[str, torch.nn.Module]] | torch.nn.Module",
+) -> "list[tuple[str, torch.nn.Module]]":
     import torch
 
     if isinstance(layers, torch.nn.Sequential):
@@ -131,7 +133,7 @@ def _named(layers: "Sequence[torch.nn.Module]") -> "list[tuple[str, torch.nn.Mod
             f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is no chain "
             "cannot be cut in stages here: list its blocks so that each takes what the one before returns"
         )
-    return [(str(place), layer) for place, layer in enumerate(layers)]
+    return [each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)]
 
 
 def _measured(
@@ -149,10 +151,12 @@ def _measured(
                 leaf.requires_grad_()
             sizes: dict[int, int] = {}
             own = {parameter.data_ptr() for parameter, _ in kept}
+            # The layer may change its input in place, as an nn.ReLU(inplace=True) does.
+            copy = leaf.clone()
             begin_s = _now_s(leaf)
             # The sizes are taken in the run that is not timed.
             with _counting(sizes, own) if trial == 0 else torch.enable_grad():
-                output = _checked(name, layer, leaf)
+                output = _checked(name, layer, copy)
             middle_s = _now_s(output)
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))

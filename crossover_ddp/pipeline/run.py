@@ -2,7 +2,7 @@
 
 [Note: gradients leave early]
 The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``: a stage with replicas is a
-DDP model, whose backward ends only when its gradient exchange has ended, and the stage before it need not wait for that.
+DDP model, whose backward ends only with its gradient exchange, and the stage before it need not wait for that.
 
 [Note: bands and turns]
 With a mutex a step is cut in bands (`schedule.bands`), each of which is one turn of the job. What a rank waits for
@@ -115,7 +115,8 @@ class PipelineRunner:
         self._groups: dict[int, dist.ProcessGroup | None] = {}
         for number, stage in enumerate(plan.stages):
             # Every rank makes every group, in the order of stages.
-            group = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
+            made = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
+            group = made if isinstance(made, dist.ProcessGroup) else None  # else a mark: not one of its ranks
             if self._rank not in stage.devices:
                 continue
             module = nn.Sequential(*[layers[place] for place in range(stage.start, stage.stop)])
@@ -257,7 +258,8 @@ class _StepRun:
             leaf.register_post_accumulate_grad_hook(send)
         model = self._runner._models[stage]
         with _unsynchronized(model):
-            output = model(leaf)
+            # A copy, which the first layer may change in place.
+            output = model(leaf.clone() if leaf.requires_grad else leaf)
         self._leaves[stage, micro] = leaf
         if stage == self._runner._last:
             output = self._runner._loss_fn(output, self._targets[micro]) / self._plan.microbatches
@@ -272,8 +274,8 @@ class _StepRun:
         found = tuple(output.shape), str(output.dtype).removeprefix("torch.")
         if found != (shape, dtype):
             raise ValueError(
-                f"expected micro-batches of the size that was profiled, with an output of {dtype}{list(shape)} of stage "
-                f"{stage}, got {found[1]}{list(found[0])}; profile with a sample of the micro-batch's size"
+                f"expected micro-batches of the size that was profiled, with an output of {dtype}{list(shape)} of "
+                f"stage {stage}, got {found[1]}{list(found[0])}; profile with a sample of the micro-batch's size"
             )
 
     def _backward(self, action: Action) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from .model import BACKWARD, FORWARD, Action, Hop, Orders, StagedChain
-from .simulate import COMPUTE, SimulatedStep, list_schedule, simulate
+from .simulate import COMPUTE, SimulatedStep, list_schedule
 
 _DONE: Final = 1 + 1e-9
 _SEED: Final = 0

@@ -87,7 +87,9 @@ def list_schedule(
     return _Play(chain, limits, priority=priority).run()
 
 
-class _Transfer(NamedTuple):
+class _Passage(NamedTuple):
+    """A transfer or an exchange that waits for its ports."""
+
     hop: Hop
     done: Callable[[float, float], None]
     """Called with begin and end on the wire, when the last byte has arrived."""
@@ -126,7 +128,7 @@ class _Play:
         self._serial = 0
         self._now_s = self._end_s = 0.0
         self._taken: set[str] = set()
-        self._queues: dict[str, dict[int, _Transfer]] = defaultdict(dict)
+        self._queues: dict[str, dict[int, _Passage]] = defaultdict(dict)
         # For each stage the micro-batches whose last action has not begun, and when the exchange may begin.
         self._unbegun = [chain.microbatches] * len(chain.stages)
         self._exchange_s = [0.0] * len(chain.stages)
@@ -242,7 +244,7 @@ class _Play:
             self._spans.append(StepSpan(device, TRANSFER, begin_s, end_s, str(action)))
             self._arrive(needed_by)
 
-        self._request(_Transfer(hop, done))
+        self._request(_Passage(hop, done))
 
     def _note_exchange(self, stage: int, end_s: float) -> None:
         """Let the stage's exchange begin when its last action has, on all replicas, come far enough."""
@@ -260,15 +262,15 @@ class _Play:
 
         if not self._unbegun[stage]:
             begin_s = max(self._now_s, self._exchange_s[stage])
-            self._at(begin_s, lambda: self._request(_Transfer(hop, done)))
+            self._at(begin_s, lambda: self._request(_Passage(hop, done)))
 
-    def _request(self, transfer: _Transfer) -> None:
+    def _request(self, transfer: _Passage) -> None:
         self._serial += 1
         for port in transfer.hop.ports:
             self._queues[port][self._serial] = transfer
         self._transmit(self._serial, transfer)
 
-    def _transmit(self, serial: int, transfer: _Transfer) -> None:
+    def _transmit(self, serial: int, transfer: _Passage) -> None:
         """Begin if all its ports are free."""
         hop = transfer.hop
         if not self._taken.isdisjoint(hop.ports):
