@@ -45,7 +45,6 @@ PURE = {
     "_kfac.payload_layout",
     "_kfac.placement",
     "_planning",
-    "_timeline.clocks",
     "_timeline.merge",
     "_timeline.spans",
     "_timeline.trace",
