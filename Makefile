@@ -6,9 +6,9 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# WORKERS=4 runs that many tests at a time, a file in one worker. Not by default: tests of faults and of the emulated
-# cluster have bounds in seconds, and with two workers on two slow cores some of them were too slow.
-WORKERS ?=
+# So many tests run at a time, a file in one worker; WORKERS= runs one after the other. Tests of faults and of the
+# emulated cluster, which have bounds in seconds, run alone nevertheless (tests/harness/turnstile.py).
+WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@echo "campaign: two fault campaigns (about 15 minutes), the benchmarks in full, then the studies; keep the machine idle"
 	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000 --lanes 5
 	@$(BIN)/python -m tests.faults.campaign --events 200
-	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/multiprocess/test_decoupled.py -k many_steps
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit tests/multiprocess
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
 	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled

@@ -1,16 +1,29 @@
 """Fixtures for all tests, and the ones that every test runs under: nothing may be left behind."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.harness import close_pools, single_process_group
 from tests.harness.leaks import Snapshot
+from tests.harness.turnstile import Turnstile
+
+# Their bounds are in seconds; beside the tests of another worker some were not met on a slow machine.
+ALONE = (
+    "tests/benchmarks/",
+    "tests/faults/",
+    "tests/recipes/test_advice",
+    "tests/recipes/test_lab",
+    "tests/recipes/test_demo",
+)
+_turnstile = pytest.StashKey[Turnstile | None]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_turnstile] = _make_turnstile(config)
     # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
 
@@ -18,6 +31,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Test the harness before what relies on it."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/harness/"))
+
+
+def _make_turnstile(config: pytest.Config) -> Turnstile | None:
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return None
+    shared = Path(config.option.basetemp).parent  # each worker has a directory of its own in it
+    return Turnstile(shared, int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Cover setup and teardown, too: fixtures start ranks and labs."""
+    turnstile = item.config.stash[_turnstile]
+    if turnstile is None:
+        return (yield)
+    with turnstile.passed(alone=item.nodeid.startswith(ALONE)):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from crossover_ddp._system.children import Child, end
+from tests.faults.alone import losses_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
@@ -151,7 +152,7 @@ def left(group: str) -> list[Path]:
     return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
 
 
-def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machine) -> None:
+def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machine, tmp_path: Path) -> None:
     jobs = [machine.start(f"job{seed}", seed, steps=100_000) for seed in (1, 2)]
     for job in jobs:
         await_that(lambda job=job: len(job.steps(0)) >= STEPS, job)
@@ -167,9 +168,7 @@ def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machin
     assert not left(machine.group)
     for seed, job in zip((1, 2), jobs, strict=True):
         count = len(job.steps(0))
-        alone = machine.start(f"alone{seed}", seed, steps=count, hook="none")
-        alone.ends()
-        assert losses(job) == losses(alone)
+        assert losses(job) == losses_alone(tmp_path, seed=seed, steps=count, ranks=RANKS, group=machine.group)
 
 
 def test_a_container_that_is_killed_holds_its_sibling_up_for_no_time(machine: Machine) -> None:

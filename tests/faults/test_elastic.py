@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crossover_ddp._system.children import Child, end
+from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
 
 STEPS = 40
@@ -90,21 +91,18 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
     with (
         torchrun(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared) as steady,
         torchrun(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared) as victim,
-        torchrun(tmp_path, "alone", seed=SEED, steps=ENDLESS, group=group, hook="none") as alone,
     ):
         victim.wait()
         steps = len(steady.rank(0).steps())
         wait_for_steps(steady, steps + 3)
         steady.stop.touch()
         steady.wait()
-        wait_for_steps(alone, len(steady.rank(0).steps()))
-        alone.stop.touch()
-        alone.wait()
     assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
     lived = [victim.rank(rank, life=1) for rank in range(RANKS)]
     assert all(len(rank.steps()) == STEPS for rank in lived), "and was started again once"
-    for rank in range(RANKS):
-        expected = alone.rank(rank).losses()
+    count = max(STEPS, len(steady.rank(0).steps()))
+    alone = losses_alone(tmp_path, seed=SEED, steps=count, ranks=RANKS, group=group)
+    for rank, expected in enumerate(alone):
         found = steady.rank(rank).losses()
         assert len(found) > DIES[1]
         assert found == expected[: len(found)]

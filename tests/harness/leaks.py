@@ -10,6 +10,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
+from .waiting import state
+
 # What has been told to end may need a moment, on a busy machine more than one.
 GRACE_S = 2.0
 
@@ -77,7 +79,21 @@ def _threads() -> frozenset[threading.Thread]:
 def _children() -> frozenset[int]:
     """List the living children of this process, without the two servants of `multiprocessing`."""
     servants = {_pid_of(resource_tracker._resource_tracker), _pid_of(forkserver._forkserver)}
-    return frozenset(pid for pid, parent in _parents().items() if parent == os.getpid()) - servants
+    listed = _listed_children()
+    found = {pid for pid, parent in _parents().items() if parent == os.getpid()} if listed is None else listed
+    return frozenset(found - servants)
+
+
+def _listed_children() -> set[int] | None:
+    """Read the kernel's own list, which is a hundred times faster to get; None where the kernel has none."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found.update(int(pid) for pid in (task / "children").read_text().split())
+        except FileNotFoundError:
+            if task.exists():
+                return None
+    return {pid for pid in found if state(pid) not in "ZX"}
 
 
 def _pid_of(servant: object) -> int | None:

@@ -31,9 +31,10 @@ from crossover_ddp import (
 )
 from crossover_ddp._exchange import endings
 from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 
 # 60 show what 200 show, if not as surely: `make campaign` takes all.
-STEPS = 200 if os.environ.get("CROSSOVER_CAMPAIGN") else 60
+STEPS = 200 if IN_CAMPAIGN else 60
 CAP_MB = 0.002
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),

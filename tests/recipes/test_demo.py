@@ -281,6 +281,7 @@ def test_demo_on_an_emulated_network(
     assert str(tmp_path / "timeline.png") in printed
 
 
+@pytest.mark.skipif(_REASON is None, reason="the same runs on an emulated network here; runs without root")
 def test_demo_without_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_demo(tmp_path, "--unshaped", *SMALL)
     assert figures["rate_mbit"] is None
@@ -288,6 +289,17 @@ def test_demo_without_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "No network is emulated" in printed
     assert "no speed-up" in printed
     assert "no wire time to fill" in printed
+
+
+@pytest.mark.parametrize("reason", [None, "it needs root"])
+def test_who_has_no_network_is_told_what_to_expect(reason: str | None) -> None:
+    console = Console(width=200)
+    with console.capture() as captured:
+        demo.introduce(console, demo.parse_arguments([]), reason)
+    said = captured.get()
+    assert "up to 100 steps each" in said
+    assert ("No network is emulated: it needs root." in said) == (reason is not None)
+    assert ("no speed-up" in said) == (reason is not None)
 
 
 def test_a_failing_job_is_reported_in_its_own_words(

@@ -12,6 +12,8 @@ since; nobody waits for a second lease while no rank of that job on the device h
 further move is one in which every healthy job has ended.
 """
 
+import contextlib
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -135,6 +137,16 @@ def with_rank(state: State, j: int, r: int, rank: Rank) -> State:
     return with_job(state, j, job._replace(ranks=(*job.ranks[:r], rank, *job.ranks[r + 1 :])))
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Spare the collector hundreds of thousands of states, none of which is in a cycle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Model:
     """All that can happen under some rules."""
 
@@ -248,24 +260,26 @@ class Model:
             turn = job.grants[rank.round].turn
             yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=turn))
 
-    def _pass_collectives(self, state: State) -> State:
-        """Let every rank pass the collective at which all ranks of its job have arrived.
+    def _pass_collectives(self, state: State, before: State | None = None) -> State:
+        """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
 
         No sibling and no rule sees that, so that it need not be a move: whatever can happen before it can
         happen after it. A rank that dies before it would pass does less than one that dies after.
         """
         for j, job in enumerate(state.jobs):
-            ranks = tuple(
-                rank._replace(place=rank.place + 1)
-                if rank.place % PLACES_PER_ROUND in (EXCHANGE, INSIDE)
+            if before is not None and job is before.jobs[j]:
+                continue
+            ready = [
+                rank.place % PLACES_PER_ROUND in (EXCHANGE, INSIDE)
                 and not rank.stopped
                 and rank.place + 1 != self._ends[j]
                 and job.passes(rank.place)
-                else rank
                 for rank in job.ranks
-            )
-            if ranks != job.ranks:
-                state = with_job(state, j, job._replace(ranks=ranks))
+            ]
+            if any(ready):
+                ranks = zip(job.ranks, ready, strict=True)
+                passed = tuple(rank._replace(place=rank.place + go_on) for rank, go_on in ranks)
+                state = with_job(state, j, job._replace(ranks=passed))
         return state
 
     def _join(self, state: State, j: int, r: int) -> State:
@@ -364,6 +378,11 @@ class Model:
         """Visit every reachable state; raise `Violation` on a broken promise; return how many there are."""
         first = self.first_state()
         seen, stack = {first}, [first]
+        with without_collection():
+            self._visit(seen, stack)
+        return len(seen)
+
+    def _visit(self, seen: set[State], stack: list[State]) -> None:
         while stack:
             state = stack.pop()
             onward = [*self.progress(state), *self.impatience(state)]
@@ -374,8 +393,7 @@ class Model:
             if not onward and not all(finished):
                 raise Violation(f"deadlock: {state}")
             for move in itertools.chain(onward, self.accidents(state)):
-                successor = self._pass_collectives(move)
+                successor = self._pass_collectives(move, state)
                 if successor not in seen and self._is_new(state, successor):
                     seen.add(successor)
                     stack.append(successor)
-        return len(seen)

@@ -1,0 +1,55 @@
+"""Tests that run alone, and those that run beside others."""
+
+import threading
+from pathlib import Path
+
+from .turnstile import Turnstile
+from .waiting import eventually
+
+
+def enter(
+    turnstile: Turnstile, log: list[str], name: str, go_on: threading.Event, *, alone: bool
+) -> threading.Thread:
+    def run() -> None:
+        with turnstile.passed(alone=alone):
+            log.append(name)
+            assert go_on.wait(20)
+            log.append(f"{name} ends")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_one_alone_waits_for_the_others_and_they_for_it(tmp_path: Path) -> None:
+    first, second = Turnstile(tmp_path, 0, 2), Turnstile(tmp_path, 1, 2)
+    log: list[str] = []
+    beside, alone, later = threading.Event(), threading.Event(), threading.Event()
+    threads = [enter(first, log, "a", beside, alone=False)]
+    assert eventually(lambda: log == ["a"])
+    threads.append(enter(second, log, "alone", alone, alone=True))
+    third = Turnstile(tmp_path, 0, 2)  # the first worker's next test
+    threads.append(enter(third, log, "b", later, alone=False))
+    beside.set()
+    assert eventually(lambda: "alone" in log or "b" in log)
+    alone.set()
+    later.set()
+    for thread in threads:
+        thread.join()
+    begins = log.index("alone")
+    assert log[begins + 1] == "alone ends", "nobody entered meanwhile"
+
+
+def test_two_that_need_not_be_alone_run_beside_each_other(tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def run(worker: int) -> None:
+        with Turnstile(tmp_path, worker, 2).passed(alone=False):
+            both.wait()
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not both.broken
