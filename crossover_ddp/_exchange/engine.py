@@ -113,10 +113,10 @@ class Engine:
 
     # --- the end of a transfer -------------------------------------------------------------------------------
 
-    def complete(self, transfer: Transfer, *, ahead: bool = False, meets: bool = True) -> None:
+    def complete(self, transfer: Transfer, *, ahead: bool = False) -> None:
         """End a transfer that succeeded; the step's last one takes the turn first.
 
-        ``ahead``: the device may still be busy with it. ``meets``: it could not end before all ranks had begun.
+        ``ahead``: the device may still be busy with it.
         """
         if transfer.payload is not None:
             with transfer.side.current():
@@ -129,7 +129,7 @@ class Engine:
                 with transfer.side.current():
                     transfer.turn.acquire(ahead=ahead)
             self._turn_taken_s = time.monotonic()
-            self.spans.exchange(transfer, done_s, meets=meets and not ahead)
+            self.spans.exchange(transfer, done_s)
             self.spans.wait(transfer.step.number + 1, done_s, self._turn_taken_s)
         for other in transfer.step.let_go() if transfer.last else ():
             self.finish(other, None)

@@ -66,7 +66,7 @@ class Exchange:
     ) -> None:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self.spans = ExchangeSpans(timeline, process_group)
+        self.spans = ExchangeSpans(timeline)
         self._buffers = ModuleBuffers(self.rank)
         with Exchange._registry_lock:
             channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
@@ -330,7 +330,7 @@ class Exchange:
         if shared:
             whole_way()
         # Another library's hook: it is unknown whose data it waited for.
-        self.engine.complete(transfer, ahead=not shared, meets=False)
+        self.engine.complete(transfer, ahead=not shared)
 
 
 def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:

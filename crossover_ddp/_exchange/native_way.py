@@ -56,7 +56,7 @@ class NativeWay:
                 work.wait()
             whole_way = side.mark()
         if transfer.last_turn is None:
-            engine.complete(transfer, meets=False)  # on the host; the device is still at it
+            engine.complete(transfer)  # on the host; the device is still at it
         else:
             end = functools.partial(self._end, engine, transfer, half_way, whole_way)
             engine.put(self._gatherer, transfer, "exchange", end)

@@ -4,14 +4,13 @@ import logging
 import os
 import secrets
 import time
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.device import default_device, sibling_name
-from crossover_ddp._timeline.record import Detail, Timeline
+from crossover_ddp._timeline.record import Timeline
 
 from .step import Step
 from .transfer import Transfer
@@ -26,13 +25,10 @@ class ExchangeSpans:
 
     Args:
         timeline: where spans go; None: nowhere.
-        process_group: the engine's.
     """
 
-    def __init__(self, timeline: Timeline | None, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, timeline: Timeline | None) -> None:
         self.timeline = timeline
-        self._rank = process_group.rank()
-        self._group = _group_detail(process_group) if timeline is not None else {}
 
     def compute(self, step: Step, begin_s: float | None) -> None:
         """Note that ``step`` has computed since ``begin_s`` until its last hook; None: unknown since when."""
@@ -43,30 +39,13 @@ class ExchangeSpans:
         """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now."""
         if self.timeline is None:
             return
-        end_s = time.monotonic()
-        itemsize = transfer.tensor.itemsize
-        self.timeline.span(
-            kind,
-            begin_s,
-            end_s,
-            step=transfer.step.number,
-            **transfer.in_words(),
-            owned_bytes=transfer.layout.part(self._rank).numel * itemsize,
-            # The chunks of an all-gather may travel before it is waited for.
-            **(self._meeting(transfer) if kind == "reduce_scatter" else {}),
-        )
+        self.timeline.span(kind, begin_s, time.monotonic(), step=transfer.step.number, **transfer.in_words())
 
-    def exchange(self, transfer: Transfer, done_s: float, *, meets: bool) -> None:
-        """Note that the exchange of the step that ``transfer`` ends was done at ``done_s``.
-
-        ``meets``: it could not be before all ranks had begun, see [Note: spans that meet].
-        """
+    def exchange(self, transfer: Transfer, done_s: float) -> None:
+        """Note that the exchange of the step that ``transfer`` ends was done at ``done_s``."""
         if self.timeline is not None:
-            met = self._meeting(transfer) if meets else {}
-            step = transfer.step
-            where = transfer.tensor.device.type
-            span = self.timeline.span
-            span("exchange", step.last_hook_s, done_s, step=step.number, device_type=where, **met)
+            step, where = transfer.step, transfer.tensor.device.type
+            self.timeline.span("exchange", step.last_hook_s, done_s, step=step.number, device_type=where)
 
     def wait(self, step: int, begin_s: float, end_s: float) -> None:
         """Note that the turn of step number ``step`` was waited for."""
@@ -78,9 +57,6 @@ class ExchangeSpans:
         if self.timeline is not None:
             self.timeline.flush()
 
-    def _meeting(self, transfer: Transfer) -> dict[str, Detail]:
-        return {"sequence": transfer.sequence, **self._group}
-
 
 def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
     """Begin the timeline of this process as a rank of its job, if ``CROSSOVER_TIMELINE`` asks for one."""
@@ -89,25 +65,19 @@ def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
     job = dist.group.WORLD if dist.is_initialized() else None
     job = process_group if job is None else job
     return Timeline.from_environment(
-        rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job), world_size=job.size()
+        rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
     )
-
-
-def _group_detail(process_group: dist.ProcessGroup) -> dict[str, Any]:
-    """Name the group where it is not the job's own: its exchanges are counted apart."""
-    own = not dist.is_initialized() or process_group is dist.group.WORLD
-    return {} if own else {"group": process_group.group_name}
 
 
 def _job_name(process_group: dist.ProcessGroup) -> str | None:
     """Agree with the other ranks on a name that no other job has: the first one to come chooses.
 
-    Waits for no other rank. None where the store cannot do that; the job's exchanges then say nothing about clocks.
+    Waits for no other rank. None where the store cannot do that; the job is then called after its directory.
     """
     try:
         store = _get_process_group_store(process_group)
         name: bytes = store.compare_set(_JOB_KEY, "", secrets.token_hex(4))
     except (RuntimeError, KeyError, NotImplementedError) as error:
-        _log.warning("the timeline does not know its job, so hosts are aligned by wall clock only: %s", error)
+        _log.warning("the timeline does not know its job, so it is called after its directory: %s", error)
         return None
     return name.decode()

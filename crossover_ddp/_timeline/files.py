@@ -101,28 +101,26 @@ def _header(line: str) -> RecordingHeader:
         raise _NotOursError(
             f"expected the header of a timeline, got {_shown(line)}; is this file another program's? Move it away"
         )
-    version = record.get("version", 1)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    version = record.get("version")
+    if version != FORMAT_VERSION:
         raise _NotOursError(
-            f"expected a timeline of version {FORMAT_VERSION} or less, got version {version!r}; read it with the "
-            "crossover_ddp that wrote it, or a newer one"
+            f"expected a timeline of version {FORMAT_VERSION}, got version {version!r}; read it with the crossover_ddp "
+            "that wrote it"
         )
     host = str(record.get("host", "unknown"))
     times_s = [_number(record.get(name, 0.0)) for name in ("monotonic_s", "wall_s")]
     if None in times_s or not isinstance(record["rank"], int):
         raise _NotOursError(f"expected numbers for rank, monotonic_s and wall_s, got {_shown(line)}")
-    job, world_size = record.get("job"), record.get("world_size")
+    job = record.get("job")
     return RecordingHeader(
         rank=record["rank"],
         device=str(record["device"]),
         host=host,
         pid=int(_number(record.get("pid")) or 0),
-        # Before version 2 only the host's name identified a clock.
-        clock=str(record.get("clock") or f"host:{host}"),
+        clock=str(record.get("clock")),
         monotonic_s=times_s[0] or 0.0,
         wall_s=times_s[1] or 0.0,
         job=str(job) if job else None,
-        world_size=world_size if isinstance(world_size, int) else None,
     )
 
 

@@ -5,11 +5,6 @@ clocks; every further line is one span. Pictures and statistics are made from th
 files elsewhere (`crossover_ddp._timeline.files`), so that recording stays cheap: a span
 is one append to a list, and the file is written when some hundreds are waiting, or once
 a second, so that most spans are in the file while a job runs, and after it was killed.
-
-[Note: spans that meet] Hosts' clocks are compared through the spans of one exchange. All ranks' spans with the same
-job, kind, ``group`` and ``sequence`` belong to one collective, which ends on no rank before it has begun on every
-rank; spans without ``sequence`` prove nothing. A rank that owns nothing of a bucket
-(``owned_bytes`` is 0) receives nothing in a reduce-scatter, so its end there proves nothing.
 """
 
 import atexit
@@ -30,7 +25,7 @@ from crossover_ddp._system.machine import machine
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 2
-"""Of the files. 1 had no ``version``, ``job``, ``clock`` in the header and no ``step``, ``sequence`` in spans."""
+"""Of the files."""
 _FLUSH_SPANS: Final = 512
 _TIME_NAMESPACE: Final = "/proc/self/ns/time"
 _FLUSH_S: Final = 1.0
@@ -47,7 +42,6 @@ class Timeline:
         rank: rank of this process in its job.
         device: name of the device, the same for all jobs that share it.
         job: a text that is the same on all ranks of the job and on no other job's; None if not known.
-        world_size: number of the job's ranks; None if not known.
 
     On failure: if a file cannot be written there is one warning and no recording,
     never an exception on the way of a bucket. Not collective. Thread-safe.
@@ -60,7 +54,6 @@ class Timeline:
         rank: int,
         device: str,
         job: str | None = None,
-        world_size: int | None = None,
     ) -> None:
         # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
         self.path = Path(directory) / f"rank{rank}-{os.getpid()}.jsonl"
@@ -70,17 +63,15 @@ class Timeline:
         self._waiting: list[_WaitingSpan] = []
         self._written_s = time.monotonic()
         self._closed = False
-        self._begin_file({"job": job, "rank": rank, "world_size": world_size, "device": device})
+        self._begin_file({"job": job, "rank": rank, "device": device})
         # Not a weak reference: a state dropped before the process ends must not lose its spans.
         atexit.register(self.close)
 
     @classmethod
-    def from_environment(
-        cls, *, rank: int, device: str, job: str | None = None, world_size: int | None = None
-    ) -> "Timeline | None":
+    def from_environment(cls, *, rank: int, device: str, job: str | None = None) -> "Timeline | None":
         """Record into ``$CROSSOVER_TIMELINE``, or not at all when that is not set."""
         directory = os.environ.get(environment.TIMELINE)
-        return cls(directory, rank=rank, device=device, job=job, world_size=world_size) if directory else None
+        return cls(directory, rank=rank, device=device, job=job) if directory else None
 
     def span(self, kind: str, begin_s: float, end_s: float, **detail: Detail) -> None:
         """Note that ``kind`` lasted from ``begin_s`` to ``end_s`` (``time.monotonic()``)."""

@@ -5,13 +5,14 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from crossover_ddp._turns.slots import GROUP_NAME
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 FINE: Final = 0
 FOUND: Final = 1
@@ -54,12 +55,31 @@ def group_name(text: str) -> str:
     return text
 
 
-def number(text: str) -> float:
-    """Read an argument as a number; anything else becomes NaN, which no range holds."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def seconds(least: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """Return a reader of an argument in seconds, from ``least`` to ``most``; for ``type=``."""
+    wanted = f"{least:g} to {most:g} seconds" if math.isfinite(most) else "a number of seconds"
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan  # in no range
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return found
+
+    return read
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return a reader of an argument that is a whole number from ``least`` on; for ``type=``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+        return int(text)
+
+    return read
 
 
 class MissingPackageError(Exception):
@@ -83,6 +103,18 @@ def console() -> "Console":
     from rich.console import Console
 
     return Console(highlight=False)
+
+
+def new_table(left: Sequence[str], right: Sequence[str], title: str = "") -> "Table":
+    """Return an empty table: columns of text, then columns of figures."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in (*left, *right):
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def write_json(document: Any, *, indent: int | None = 2) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import Look, look
 
-from .output import FINE, FOUND, add_command, console, group_name, number, require, write_json
+from .output import FINE, FOUND, add_command, console, group_name, new_table, require, seconds, write_json
 from .turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
 
 if TYPE_CHECKING:
@@ -44,18 +44,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--watch",
         nargs="?",
         const=_INTERVAL_S,
-        type=_seconds,
+        type=seconds(0.1, 3600),
         metavar="SECONDS",
         help="go on until Ctrl-C, a new picture every SECONDS (default 1)",
     )
     parser.add_argument("--group", type=group_name, metavar="NAME", help="this group only (default: all)")
-
-
-def _seconds(text: str) -> float:
-    seconds = number(text)
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, got {text!r}")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -140,13 +133,13 @@ def tables(shown: Report) -> "RenderableType":
 
 
 def _device(group: str, device: DeviceReport) -> list[Any]:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"group {group} on {device.device}"), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("job", "state", "turn", "ranks", "PIDs", "turns/s", "share", "lease"):
-        table.add_column(name, justify="left" if name in ("job", "state") else "right")
+    table = new_table(
+        ("job", "state"),
+        ("turn", "ranks", "PIDs", "turns/s", "share", "lease"),
+        f"group {group} on {device.device}",
+    )
     for job in device.jobs:
         table.add_row(*_cells(job), style=_STYLES.get(job.state))
     idle = "?" if device.idle_share is None else f"{device.idle_share:.0%}"

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from crossover_ddp._timeline.merge import Merged, describe, merge, milliseconds
 from crossover_ddp._timeline.spans import DeviceShares, Statistics, device_shares, extent_s
 from crossover_ddp._timeline.trace import chrome_trace
 
-from .output import FINE, FOUND, USAGE, add_command, console, number, require, write_json
+from .output import FINE, FOUND, USAGE, add_command, console, new_table, require, seconds, write_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,8 +28,7 @@ examples:
   crossover-ddp timeline runs --trace trace.json         all spans, for https://ui.perfetto.dev
   crossover-ddp timeline runs --picture runs.svg --from 12 --to 16
 
-exit codes: 0 fine; 1 no spans, files that cannot be read, or clocks that contradict each other; 2 wrong usage, or
-rich or matplotlib is missing
+exit codes: 0 fine; 1 no spans, or files that cannot be read; 2 wrong usage, or rich or matplotlib is missing
 """
 
 
@@ -51,9 +49,7 @@ class _TimelineResult:
 
     @property
     def exit_code(self) -> int:
-        alignment = self.merged.alignment
-        wrong = self.reading.problems or alignment.out_of_order or alignment.contradiction_s > 0
-        return FOUND if wrong or not self.merged.spans else FINE
+        return FOUND if self.reading.problems or not self.merged.spans else FINE
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         parser.add_argument(
             name,
             dest=key,
-            type=_seconds,
+            type=seconds(),
             metavar="S",
             help=f"{what} of the window of table and picture, in seconds since the first span (default: the table "
             "shows the time in which all jobs were active, the picture some steps from the middle)",
@@ -89,13 +85,6 @@ def _picture(text: str) -> Path:
     if Path(text).suffix not in timeline_picture.FORMATS:
         raise argparse.ArgumentTypeError(f"expected a file name that ends in .png or .svg, got {text!r}")
     return Path(text)
-
-
-def _seconds(text: str) -> float:
-    seconds = number(text)
-    if not math.isfinite(seconds):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,19 +122,12 @@ def _work(arguments: argparse.Namespace) -> _TimelineResult:
         timeline_picture.draw(
             merged.spans,
             arguments.picture,
-            title=_title(merged, arguments.directories),
+            title=", ".join(str(each) for each in arguments.directories),
             window_s=(arguments.begin_s, arguments.end_s),
             jobs=merged.jobs,
             hosts=merged.hosts,
         )
     return dataclasses.replace(result, trace=arguments.trace, picture=arguments.picture)
-
-
-def _title(merged: Merged, directories: Sequence[Path]) -> str:
-    """Return which directories are shown, and how well the clocks agree if there are several."""
-    where = ", ".join(str(each) for each in directories)
-    several = len(merged.alignment.corrections) > 1
-    return f"{where}\n{describe(merged)[0]}" if several else where
 
 
 def _window(merged: Merged, begin_s: float | None, end_s: float | None) -> tuple[float, float] | None:
@@ -172,27 +154,13 @@ def as_json(result: _TimelineResult) -> dict[str, Any]:
     """Return the contents of the table, and more, as a JSON document."""
     merged, reading = result.merged, result.reading
     origin_s, end_s = extent_s(merged.spans)
-    alignment = merged.alignment
     return {
         "jobs": list(merged.jobs),
         "recordings": len(reading.recordings),
         "spans": len(merged.spans),
         "length_s": end_s - origin_s,
         "begin_wall_s": origin_s + merged.wall_s if merged.spans else None,
-        "clocks": {
-            "says": describe(merged),
-            "uncertainty_s": alignment.uncertainty_s,
-            "exchanges": alignment.exchanges,
-            "out_of_order": alignment.out_of_order,
-            "corrections": [
-                {
-                    **{name: value for name, value in dataclasses.asdict(each).items() if name != "anchor"},
-                    "host": merged.clock_hosts[each.clock],
-                    "aligned_with": merged.clock_hosts[each.anchor],
-                }
-                for each in alignment.corrections.values()
-            ],
-        },
+        "clocks": {"says": describe(merged), "shifts_s": dict(merged.shifts_s)},
         "devices": [
             {
                 **dataclasses.asdict(device),
@@ -221,7 +189,7 @@ def _table(result: _TimelineResult) -> "RenderableType":
     merged = result.merged
     parts: list[Any] = []
     if merged.spans:
-        parts += [Text(_headline(result)), *map(Text, describe(merged)), _devices(result)]
+        parts += [Text(_headline(result)), Text(describe(merged)), _devices(result)]
         parts += [Text(line, style="dim") for line in _explanations(result)]
     else:
         parts.append(
@@ -252,14 +220,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _devices(result: _TimelineResult) -> Any:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("device, job", no_wrap=True)
-    for name in ("busy", "idle", "network", "waited", "turns", "hand-over"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(("device, job",), ("busy", "idle", "network", "waited", "turns", "hand-over"))
     for device in result.devices:
         shares = [f"{device.busy:.0%}", f"{device.idle:.0%}", f"{device.communicated:.0%}", ""]
         table.add_row(

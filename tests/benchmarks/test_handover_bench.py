@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.harness.groups import new_group
 
 from .conftest import BenchForm
-from .turns import lone_mutex, new_group, pinned
+from .turns import lone_mutex, pinned
 
 MEDIAN_LIMIT_S = 0.2e-3
 P99_LIMIT_S = 2e-3

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.harness.groups import new_group
 from tests.harness.waiting import eventually
 
 from .conftest import BenchForm
-from .turns import lone_mutex, new_group, pinned
+from .turns import lone_mutex, pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = {"smoke": 150, "full": 2000}

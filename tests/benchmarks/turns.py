@@ -1,7 +1,6 @@
 """Jobs of one rank each that take turns on a core, for the benchmarks of turns."""
 
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,10 +10,6 @@ import torch.distributed as dist
 from crossover_ddp.gpu_mutex import GPUMutex
 
 LEASE_S = 20.0
-
-
-def new_group() -> str:
-    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
 
 
 @contextmanager

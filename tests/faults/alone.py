@@ -1,12 +1,12 @@
 """The losses that a job of the nursery has without a sibling and without a hook."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 from tests.faults.nursery import train
 from tests.harness import run_ranks
+from tests.harness.groups import free_port
 
 
 def train_alone(rank: int, world_size: int, order: dict[str, Any], log: str) -> None:
@@ -17,10 +17,7 @@ def losses_alone(directory: Path, *, seed: int, steps: int, ranks: int, group: s
     """Train for so many steps and return the losses of each rank."""
     log = str(directory / f"alone-seed{seed}-rank")
     order = {"seed": seed, "hook": "none", "steps": steps, "group": group, "stop": log + ".stop"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CROSSOVER_GROUP": group}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CROSSOVER_GROUP": group}
     environment = [{**shared, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
     run_ranks(train_alone, ranks, args=(order, log), backend=None, environment=environment)
     records = [

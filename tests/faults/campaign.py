@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from crossover_ddp._system.children import Child
 from lab import Cluster, why_not_shaped
+from tests.harness.groups import files_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 5.0  # the default: what a user gets
@@ -251,7 +252,7 @@ def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> 
             assert found == expected[: len(found)], (
                 f"seed {seed}: job with seed {job.seed} computed other losses"
             )
-    left = list(Path("/dev/shm").glob(f"crossover_ddp-*/{campaign.group}*"))
+    left = files_of(campaign.group)
     assert not left, f"seed {seed}: left in shared memory: {left}"
     steps = len(steady.ranks[0].steps())
     return {

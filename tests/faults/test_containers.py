@@ -6,11 +6,8 @@ rest on a process id, on an inherited descriptor, or on a parent.
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +17,8 @@ import pytest
 
 from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
+from tests.harness.groups import files_of, free_port, new_group
+from tests.harness.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
@@ -103,16 +102,7 @@ class Job(NamedTuple):
 
 
 def await_that(condition: Any, job: Job) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, job.errors()
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    assert eventually(condition, TIMEOUT_S), job.errors()
 
 
 class Machine:
@@ -121,7 +111,7 @@ class Machine:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._directory = directory
         self._stack = stack
-        self.group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+        self.group = new_group()
 
     def start(self, name: str, seed: int, steps: int = STEPS, hook: str = "crossover") -> Job:
         containers = [self._stack.enter_context(Container(rank)) for rank in range(RANKS)]
@@ -148,10 +138,6 @@ def losses(job: Job) -> list[list[float]]:
     return [[step[3] for step in job.steps(rank)] for rank in range(RANKS)]
 
 
-def left(group: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
-
-
 def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machine, tmp_path: Path) -> None:
     jobs = [machine.start(f"job{seed}", seed, steps=100_000) for seed in (1, 2)]
     for job in jobs:
@@ -165,7 +151,7 @@ def test_siblings_in_containers_take_turns_with_results_as_alone(machine: Machin
             assert stats["leases_expired"] == 0
             assert stats["handovers"] > 0, "it never waited for its sibling"
             assert stats["turn"] > stats["turns"], "the order of turns is not common to both"
-    assert not left(machine.group)
+    assert not files_of(machine.group)
     for seed, job in zip((1, 2), jobs, strict=True):
         count = len(job.steps(0))
         assert losses(job) == losses_alone(tmp_path, seed=seed, steps=count, ranks=RANKS, group=machine.group)
@@ -186,4 +172,4 @@ def test_a_container_that_is_killed_holds_its_sibling_up_for_no_time(machine: Ma
         assert stats["siblings"] == 0
     longest_s = max(end_s - begin_s for rank in range(RANKS) for _, begin_s, end_s, _ in steady.steps(rank))
     assert longest_s < AT_ONCE_S
-    assert not left(machine.group)
+    assert not files_of(machine.group)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
+from tests.harness.groups import files_of, new_group
 
 STEPS = 40
 SEED = 1  # of both jobs, so that one run alone tells what both should compute
@@ -86,7 +86,7 @@ def wait_for_steps(job: Torchrun, steps: int) -> None:
 
 
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     shared = {"group": group, "hook": "crossover"}
     with (
         torchrun(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared) as steady,
@@ -113,4 +113,4 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
         end_s - begin_s for rank in range(RANKS) for _, begin_s, end_s, _ in steady.rank(rank).steps()
     )
     assert longest_s < LEASE_S + SLACK_S
-    assert not list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
+    assert not files_of(group)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, spawn_script
+from tests.harness.groups import files_of, new_group
 
 LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
 AT_ONCE_S = 1.0  # generous: the machine may be busy
@@ -40,14 +40,6 @@ class Outcome(NamedTuple):
     disabled_because: str | None
     broken: str = ""
     """What the job's own collective said when another rank of it was gone."""
-
-
-def new_group() -> str:
-    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
-
-
-def is_left(group: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
 
 
 def step(mutex: GPUMutex) -> Wait:
@@ -175,7 +167,7 @@ def test_a_death_holds_the_sibling_up_for_no_time(ranks: tuple[int, ...], place:
     assert all(each.disabled_because is None and each.leases_expired == 0 for each in survivors)
     assert survivors[0].turns == survivors[1].turns
     assert all(victim is None or victim.broken for victim in victims), "the death was noticed"
-    assert not is_left(group)
+    assert not files_of(group)
 
 
 # --- stops --------------------------------------------------------------------------------------------------------
@@ -199,7 +191,7 @@ def test_a_stop_holds_the_sibling_up_for_one_lease(
         assert each.broken == ""
         assert each.leases_expired == 0
         assert len(each.waits) == 10 + TURNS_AFTER, "it goes on as if nothing had been"
-    assert not is_left(group)
+    assert not files_of(group)
 
 
 def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
@@ -207,7 +199,7 @@ def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
     fate = Fate((0, 1), "between", STOP_S)
     survivors, _ = run_with_fate(group, fate, tmp_path / "event", LONG_LEASE_S)
     assert longest(survivors) < AT_ONCE_S
-    assert not is_left(group)
+    assert not files_of(group)
 
 
 # --- everything at once -------------------------------------------------------------------------------------------
@@ -289,7 +281,7 @@ def test_twenty_random_events_leave_the_sibling_well(tmp_path: Path) -> None:
     assert all(each.disabled_because is None for each in survivors), f"CROSSOVER_TEST_SEED={seed}"
     assert survivors[0].turns == survivors[1].turns
     assert all(reason is None for ranks in guests for reasons in ranks for reason in reasons or ())
-    assert not is_left(group)
+    assert not files_of(group)
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------
@@ -305,4 +297,4 @@ def test_scripts_that_never_close_their_mutex_leave_nothing(tmp_path: Path) -> N
     with spawn_script(path, 2) as ranks:
         assert [process.wait(TIMEOUT_S) for process in ranks.processes] == [0, 1]
         assert "ValueError: words" in ranks.output(1)
-    assert not is_left(group)
+    assert not files_of(group)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.harness import Job, run_jobs
+from tests.harness.groups import new_group
 from tests.unit.mutexes import membership_of
 
 LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 def new_plan(directory: Path, **changes: Any) -> Plan:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     return Plan(group, str(directory), **changes)
 
 

@@ -9,8 +9,6 @@ the native way is forced where a test is about it.
 import contextlib
 import functools
 import hashlib
-import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +29,7 @@ from crossover_ddp import (
 )
 from crossover_ddp._exchange.exchange import Exchange
 from tests.harness import Job, run_jobs
+from tests.harness.groups import new_group
 
 pytestmark = pytest.mark.gpu
 
@@ -308,7 +307,7 @@ def test_a_wrong_mean_would_be_seen() -> None:
 def run_siblings(
     directory: Path, plan: Plan, *, world_size: int, backend: str
 ) -> tuple[list[Outcome], list[Outcome]]:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     plan = plan._replace(meeting=str(directory), processes=2 * world_size)
     jobs = [
         Job(

@@ -1,9 +1,33 @@
-"""A process group of one, in this very process: most hook tests need no more."""
+"""Groups of processes and of jobs: a process group of one, a group of siblings that no other test has."""
 
 import contextlib
+import os
+import socket
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
+
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+
+
+def new_group() -> str:
+    """Return the name of a group of siblings that nobody else has; leaks of it are found."""
+    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+
+
+def files_of(group: str) -> list[Path]:
+    """Return the files of a group, and of groups whose names begin so, in shared memory, of whatever user."""
+    return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextlib.contextmanager

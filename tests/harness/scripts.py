@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from crossover_ddp._system.children import Child, end, wait_any
+
+from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # From SIGABRT until the interpreter has written its stacks, even on a busy machine.
@@ -154,7 +155,7 @@ def spawn_script(
         cwd: The working directory, the root of the repository by default.
     """
     command = [sys.executable, "-X", "faulthandler", os.fspath(script), *args]
-    port = _free_port()
+    port = free_port()
     own = environment or {}
     environments = [
         {
@@ -179,10 +180,3 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

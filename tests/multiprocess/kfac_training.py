@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import itertools
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness import networks
 
 WIDTH, OUTPUTS, SAMPLES = 6, 5, 8
 LR = 0.05
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with tanh between them, the same on all ranks."""
-    torch.manual_seed(4)
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+mlp = functools.partial(networks.mlp, seed=4)
 
 
 class Training:

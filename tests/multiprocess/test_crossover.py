@@ -1,7 +1,5 @@
 """Two sibling jobs of two ranks each, on two devices: turns are taken, and nobody's results change."""
 
-import os
-import uuid
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper
 from tests.harness import Job, run_jobs
+from tests.harness.groups import new_group
 
 STEPS = 12
 HOOKS: dict[str, Any] = {
@@ -81,7 +80,7 @@ def environment(world_size: int) -> list[dict[str, str]]:
 
 
 def siblings(hook: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[list[dict[str, Any]]]:
-    monkeypatch.setenv("CROSSOVER_GROUP", f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}")
+    monkeypatch.setenv("CROSSOVER_GROUP", new_group())
     jobs = [
         Job(train, 2, (hook, seed, *options.values()), environment=environment(2), name=f"job {seed}")
         for seed in (1, 2)

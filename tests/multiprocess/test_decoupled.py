@@ -3,10 +3,8 @@
 import contextlib
 import copy
 import itertools
-import os
 import signal
 import time
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -32,6 +30,7 @@ from crossover_ddp import (
 from crossover_ddp._exchange import endings
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import new_group
 
 # 60 show what 200 show, if not as surely: `make campaign` takes all.
 STEPS = 200 if IN_CAMPAIGN else 60
@@ -346,7 +345,7 @@ def train_with_turns(rank: int, world_size: int, group: str, decoupled: bool) ->
 
 
 def test_siblings_take_turns_and_compute_in_them() -> None:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     jobs = [Job(train_with_turns, 2, (group, True), name=name) for name in "ab"]
     alone = run_ranks(train_with_turns, 2, args=(group, False))
     for job in run_jobs(jobs, timeout_s=120):

@@ -7,7 +7,6 @@ import os
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from crossover_ddp._turns.slots import digest
 from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.groups import files_of, new_group
 from tests.unit.mutexes import membership_of
 
 LEASE_S = 10.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -60,10 +60,6 @@ class Outcome(NamedTuple):
     turns: list[Turn]
     disabled_because: str | None
     leases_expired: int
-
-
-def new_group() -> str:
-    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
 
 
 def train(rank: int, world_size: int, plan: Plan) -> Outcome:
@@ -332,11 +328,7 @@ def test_a_job_that_shares_only_some_devices_is_refused_on_all_ranks(
     assert "expected siblings to use the same set of devices" in refusals[0]
     assert "CROSSOVER_GROUP" in refusals[0]
     check_exclusion([outcomes])
-    assert not _is_left(group)
-
-
-def _is_left(group: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"crossover_ddp-*/{group}*"))
+    assert not files_of(group)
 
 
 def _join_where_it_fails(rank: int, world_size: int, group: str) -> str:
@@ -359,10 +351,10 @@ def test_a_rank_that_cannot_join_makes_all_ranks_raise(bad_rank: int) -> None:
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"rank {bad_rank} cannot take turns: expected a segment of")
     assert segment.path in messages[0]
-    assert _is_left(group) == [Path(segment.path)], "what others have put there stays, the rest goes"
+    assert files_of(group) == [Path(segment.path)], "what others have put there stays, the rest goes"
     os.unlink(segment.path)
     check_exclusion(run_plans(Plan(group, ("dev0", "dev1"), turns=3)))
-    assert not _is_left(group)
+    assert not files_of(group)
 
 
 def _join_with_a_bad_name(rank: int, world_size: int) -> str:

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, SegmentHeader, digest, lock_slots
 from tests.harness import Job, run_jobs
+from tests.harness.groups import new_group
 from tests.harness.waiting import eventually
 
 STEPS = 5
@@ -194,7 +194,7 @@ def check_trains_on(found: list[Outcome], *, cause: str, warnings: int = 1) -> N
 
 @pytest.fixture(autouse=True)
 def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    name = new_group()
     monkeypatch.setenv("CROSSOVER_GROUP", name)
     return name
 

@@ -1,7 +1,5 @@
 """Two sibling jobs with K-FAC: turns are taken, solvers are made in them, and nobody's results change."""
 
-import os
-import uuid
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from crossover_ddp import GPUMutex
 from crossover_ddp._kfac.factors import DampedInverse
 from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.groups import new_group
 from tests.multiprocess.kfac_training import Training
 
 STEPS, INVERT_EVERY = 12, 3
@@ -51,7 +50,7 @@ def train(rank: int, world_size: int, group: str, early: bool) -> dict[str, Any]
 
 @pytest.mark.parametrize("early", [False, True], ids=["in the buckets", "early"])
 def test_siblings_train_as_alone_and_make_solvers_in_their_turns(early: bool) -> None:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     alone = run_ranks(train, 2, args=("", early))
     jobs = [Job(train, 2, (group, early), name=name) for name in "ab"]
     for job in run_jobs(jobs, timeout_s=120):

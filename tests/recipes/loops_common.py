@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
 from crossover_ddp.comm_hooks import _mutexes
 from tests.harness import documents
+from tests.harness.networks import mlp
 
 _DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_text()
 WIDTH = 8
@@ -31,8 +32,7 @@ def shown(source: str, names: dict[str, Any]) -> None:
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    return mlp(*[WIDTH] * 4, seed=3, tanh_last=True)
 
 
 def samples() -> TensorDataset:

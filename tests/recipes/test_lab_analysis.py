@@ -123,6 +123,7 @@ def write_run(directory: Path, spans: Sequence[TimelineSpan]) -> Path:
         (directory / job / "timeline").mkdir(parents=True)
         for rank in (0, 1):
             header = {
+                "version": 2,
                 "rank": rank,
                 "device": f"device{rank}",
                 "host": "h",

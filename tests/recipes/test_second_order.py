@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks, single_process_group
+from tests.harness.groups import free_port
 
 WORLD = 2
 Found = dict[str, Any]
@@ -24,10 +24,7 @@ def call_main(rank: int, world_size: int, script: str, arguments: Sequence[str])
 
 
 def call(script: str, *arguments: str, world_size: int = 1) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     environment = [{**address, "RANK": str(rank)} for rank in range(world_size)]
     # A rank by itself is told nothing, as without torchrun.
     run_ranks(

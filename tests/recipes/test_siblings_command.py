@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness.groups import files_of
 from tests.recipes import RECIPES
-from tests.unit.mutexes import files_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 TRAIN = [

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tests.harness import run_ranks, spawn_script
+from tests.harness.groups import free_port
 from tests.recipes import RECIPES
 
 WORLD = 2
@@ -40,9 +40,7 @@ def call_main(rank: int, world_size: int, arguments: Sequence[str]) -> None:
 
 def train_ranks(arguments: Sequence[str], log: Path, *, world_size: int = WORLD) -> list[list[Record]]:
     """Train in so many ranks and return the log of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = [
         {
             "RANK": str(rank),

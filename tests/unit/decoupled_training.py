@@ -7,13 +7,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
+from tests.harness.networks import mlp
 
 STEPS = 5
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
+    return mlp(6, 6, 6, 6, seed=3, tanh_last=True)
 
 
 def inputs(step: int) -> torch.Tensor:

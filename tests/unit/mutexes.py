@@ -2,9 +2,7 @@
 
 import contextlib
 import logging
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.joining import Membership
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.harness.groups import files_of, new_group
 
 DEVICE = "dev0"
 LEASE_S = 20.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -25,7 +23,7 @@ Make = Callable[..., GPUMutex]
 
 @pytest.fixture
 def group() -> str:
-    return f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    return new_group()
 
 
 @pytest.fixture
@@ -52,10 +50,6 @@ def membership_of(mutex: GPUMutex) -> Membership:
     """Look behind a mutex that takes turns."""
     assert mutex._turns is not None
     return mutex._turns.membership
-
-
-def files_of(group: str) -> list[Path]:
-    return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-{os.geteuid()}/{group}*"))
 
 
 def segment_of(group: str) -> Path:

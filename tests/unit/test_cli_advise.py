@@ -37,7 +37,7 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{MILD
 def write(directory: Path, ranks: dict[int, Sequence[RawSpan]], pid: int = 1) -> Path:
     directory.mkdir(exist_ok=True)
     for rank, spans in ranks.items():
-        lines = [{"rank": rank, "device": "d", "pid": pid}]
+        lines = [{"version": 2, "rank": rank, "device": "d", "pid": pid}]
         lines += [{"kind": s.kind, "begin_s": s.begin_s, "end_s": s.end_s, **s.detail} for s in spans]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (directory / f"rank{rank}-{pid}.jsonl").write_text(text + '{"kind": "comp')

@@ -29,8 +29,8 @@ from crossover_ddp.cli.run import command as cli_run
 from crossover_ddp.cli.run import first_look
 from crossover_ddp.cli.run.commands import from_groups, named
 from crossover_ddp.cli.run.first_look import FreeMemory, fitting, format_size
+from tests.harness.groups import files_of
 from tests.harness.waiting import eventually, state
-from tests.unit.mutexes import files_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREVER = "sleep 1000"

@@ -19,8 +19,9 @@ from crossover_ddp._turns.view import look
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli.output import FINE, FOUND, INTERRUPTED, USAGE
 from crossover_ddp.cli.turn_report import DeviceReport, Report, report
+from tests.harness.groups import files_of
 from tests.unit.joined_segments import Process, join_at
-from tests.unit.mutexes import DEVICE, SOON_S, Make, acquire_in, files_of, segment_of
+from tests.unit.mutexes import DEVICE, SOON_S, Make, acquire_in, segment_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_S = 0.3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp import cli
-from tests.unit.made_up_recordings import exchange, two_hosts, write
+from tests.unit.made_up_recordings import compute, write
 from tests.unit.made_up_spans import siblings
 
 
@@ -53,7 +53,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 def test_json_says_the_same_and_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = as_json(capsys, str(record(tmp_path)))
     assert (document["jobs"], document["recordings"], document["spans"]) == (["a", "b"], 4, 240)
-    assert document["clocks"]["says"] == ["one clock, nothing to align"]
+    assert document["clocks"]["says"] == "one clock, nothing to align"
     device = document["devices"][0]
     assert (device["device"], device["host"], device["turns"]) == ("device0", "h0", 39)
     assert device["idle"] == pytest.approx(0.001)
@@ -73,14 +73,11 @@ def test_a_chosen_window_is_that_of_the_table(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_hosts_clocks_are_part_of_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two_hosts(tmp_path, ahead_s=12.0)
+    write(tmp_path, [compute(100, 101)])
+    write(tmp_path, [compute(30, 31)], rank=1, pid=2, clock="c1", host="h1", device="d1", monotonic_s=30.0)
     clocks = as_json(capsys, str(tmp_path))["clocks"]
-    assert clocks["exchanges"] == 50
-    assert 0 < clocks["uncertainty_s"] < 0.003
-    reference, other = clocks["corrections"]
-    assert (reference["host"], other["host"], other["aligned_with"]) == ("h0", "h1", "h0")
-    assert other["offset_s"] == pytest.approx(-12, abs=0.003)
-    assert other["wall_error_s"] == pytest.approx(5, abs=0.003)
+    assert clocks["shifts_s"] == {"c0": 0, "c1": 70}
+    assert "placed by their wall clocks" in clocks["says"]
 
 
 def test_a_foreign_file_costs_the_exit_code_and_not_the_rest(
@@ -94,14 +91,6 @@ def test_a_foreign_file_costs_the_exit_code_and_not_the_rest(
     assert cli.main(["timeline", str(tmp_path)]) == 1
     words = "".join(capsys.readouterr().out.split())  # lines break where the directory's length makes them
     assert "rank9-9.jsonl:1:expectedtheheaderofatimeline" in words
-
-
-def test_clocks_that_contradict_each_other_cost_the_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, [exchange(1, 2, 0)])
-    write(tmp_path, [exchange(5, 6, 0)], rank=1, pid=2)
-    assert as_json(capsys, str(tmp_path), code=1)["clocks"]["out_of_order"] == 1
 
 
 def test_no_spans_says_how_to_record_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

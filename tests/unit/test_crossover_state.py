@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import pickle
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, crossover_hook, crossover_wrapper
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
+from tests.harness.groups import new_group
 from tests.unit.mutexes import membership_of
 
 Hook = default_hooks.allreduce_hook
@@ -24,7 +24,7 @@ Hook = default_hooks.allreduce_hook
 
 @pytest.fixture
 def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    name = new_group()
     monkeypatch.setenv("CROSSOVER_GROUP", name)
     return name
 

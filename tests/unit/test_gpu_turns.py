@@ -2,10 +2,8 @@
 
 import contextlib
 import logging
-import os
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,8 +17,9 @@ from crossover_ddp._turns import gpu_order
 from crossover_ddp._turns.device_order import EventOrder, SynchronizedOrder
 from crossover_ddp._turns.semaphore_order import SemaphoreOrder
 from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness.groups import files_of, new_group
 from tests.unit.fake_gpu import SOON_S, FakeGpu, FakeProcess, FakeStream, Kernel, gpu, install
-from tests.unit.mutexes import files_of, group, membership_of
+from tests.unit.mutexes import group, membership_of
 
 __all__ = ["gpu", "group"]  # fixtures
 
@@ -132,7 +131,7 @@ scripts = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(script=scripts)
 def test_any_interleaving_of_hosts_and_device_keeps_the_order(script: Script) -> None:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     with pytest.MonkeyPatch.context() as patch, contextlib.contextmanager(install)(patch, group) as gpu:
         processes = [join(gpu, group, script.way) for _ in range(script.jobs)]
         for job, stream, steps in script.steps:

@@ -1,7 +1,5 @@
 """Hooks that are called while a CUDA graph is captured: refused after backward, whatever the hook."""
 
-import os
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from crossover_ddp import (
     kfac_hook,
 )
 from crossover_ddp._exchange import ddp_checks
+from tests.harness.groups import new_group
 from tests.unit.fake_bucket import FakeBucket
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
@@ -57,7 +56,7 @@ HOOKS = {
 def test_a_captured_backward_is_refused_and_the_next_one_is_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CROSSOVER_GROUP", f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}")
+    monkeypatch.setenv("CROSSOVER_GROUP", new_group())
     model, close = model_with(HOOKS[name])
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])

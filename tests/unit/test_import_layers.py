@@ -54,7 +54,6 @@ PURE = {
     "_muon.ownership",
     "_muon.payload_sizes",
     "_planning",
-    "_timeline.clocks",
     "_timeline.merge",
     "_timeline.spans",
     "_timeline.trace",

@@ -1,6 +1,7 @@
 """K-FAC's state with one rank: arguments, bad input, hyper-parameters of the step, checkpoints, odd layers."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -18,20 +19,14 @@ from crossover_ddp._kfac.placement import InverseCost
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness import networks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.fake_bucket import FakeTurn
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LR = 0.1
+mlp = functools.partial(networks.mlp, seed=1)
 ROUGH_STEPS = 1000 if IN_CAMPAIGN else 250
-
-
-def mlp(*widths: int, **options: Any) -> nn.Sequential:
-    torch.manual_seed(1)
-    layers = [
-        layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair, **options), nn.Tanh())
-    ]
-    return nn.Sequential(*layers[:-1])
 
 
 class Training:

@@ -9,7 +9,6 @@ import signal
 import stat
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +21,7 @@ from crossover_ddp._turns import private_files
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import SLOT_COUNT
 from crossover_ddp.errors import SegmentError
+from tests.harness.groups import files_of, new_group
 from tests.unit.joined_segments import (
     DEVICE,
     Join,
@@ -72,11 +72,11 @@ def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_real_shared_memory_is_left_as_it_was() -> None:
-    group = f"{os.environ['CROSSOVER_GROUP']}-{uuid.uuid4().hex[:8]}"
+    group = new_group()
     segment = join_at(SHARED_MEMORY, group=group)
     assert os.path.exists(segment.path)
     segment.leave()
-    assert not list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+    assert not files_of(group)
 
 
 def test_leaving_twice_or_without_having_joined_is_harmless(tmp_path: Path) -> None:

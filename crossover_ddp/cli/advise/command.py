@@ -24,8 +24,10 @@ from crossover_ddp.cli.output import (
     USAGE,
     add_command,
     console,
-    number,
+    new_table,
     require,
+    seconds,
+    whole,
     write_json,
 )
 
@@ -74,40 +76,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=seconds(1, 86_400),
         default=_SECONDS,
         metavar="S",
         help="longest time after the first step (default 30)",
     )
     parser.add_argument(
         "--steps",
-        type=_steps,
+        type=whole(WARM_UP_STEPS + 6),
         default=_STEPS,
         metavar="N",
         help="end the run after N steps (default 40)",
     )
     parser.add_argument(
         "--startup",
-        type=_seconds,
+        type=seconds(1, 86_400),
         default=_STARTUP_S,
         metavar="S",
         help="longest time until the first step (default 180)",
     )
     parser.add_argument("--verbose", action="store_true", help="show what the command writes")
-
-
-def _seconds(text: str) -> float:
-    seconds = number(text)
-    if not 1 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"expected 1 to 86400 seconds, got {text!r}")
-    return seconds
-
-
-def _steps(text: str) -> int:
-    least = WARM_UP_STEPS + 6
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least} steps, got {text!r}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -306,13 +294,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _table(advice: Advice) -> "RenderableType":
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("what", "expected", "at best", "step"):
-        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
+    table = new_table(("what",), ("expected", "at best", "step"))
     for each in advice.options:
         table.add_row(
             Text(each.what),

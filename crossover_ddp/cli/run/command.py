@@ -21,8 +21,10 @@ from crossover_ddp.cli.output import (
     add_command,
     console,
     group_name,
-    number,
+    new_table,
     require,
+    seconds,
+    whole,
     write_json,
 )
 
@@ -77,7 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--at-once",
-        type=_whole,
+        type=whole(1),
         default=2,
         metavar="K",
         help="run K jobs at a time, the others afterwards (default 2)",
@@ -93,7 +95,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--grace",
-        type=_seconds,
+        type=seconds(0.01, 86_400),
         default=30.0,
         metavar="SECONDS",
         help="kill a job that has not ended so long after it was asked to (default 30)",
@@ -103,24 +105,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--try-first",
         nargs="?",
         const=_TRY_S,
-        type=_seconds,
+        type=seconds(0.01, 86_400),
         metavar="SECONDS",
         help="run the first job alone until it has taken turns for SECONDS (default 30): measure its memory, "
         "and run only as many at once as fit",
     )
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    seconds = number(text)
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 86400 seconds, got {text!r}")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -303,23 +292,16 @@ def _show(result: RunOutcome) -> None:
 
 def table(result: RunOutcome) -> "Table":
     """Return the jobs' results as a table."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    shown = Table(
-        title=Text(f"{len(result.jobs)} jobs in {result.wall_s:.1f} s"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for name in ("job", "exit code", "seconds", "turns"):
-        shown.add_column(name, justify="left" if name == "job" else "right")
+    title = f"{len(result.jobs)} jobs in {result.wall_s:.1f} s"
+    shown = new_table(("job",), ("exit code", "seconds", "turns"), title)
     for job in result.jobs:
-        seconds = _seconds_of(job)
+        took_s = _seconds_of(job)
         shown.add_row(
             Text(job.name),
             "not started" if job.exit_code is None else str(job.exit_code),
-            "" if seconds is None else f"{seconds:.1f}",
+            "" if took_s is None else f"{took_s:.1f}",
             str(result.turns[job.name]),
             style="red" if job.failed else None,
         )
