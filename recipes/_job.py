@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
+LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3, "muon": 1e-3}
+HEADS = ("head", "fc", "classifier")
 WEIGHT_DECAY = 1e-4
 
 
@@ -70,8 +71,54 @@ def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
     return highest * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+class MuonAndAdamW:
+    """torch's Muon for the matrices of hidden linear layers, AdamW for all else; what the recipes need of an optimizer.
+
+    Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        matrices = hidden_matrices(model)
+        known = {id(matrix) for matrix in matrices}
+        others = [each for each in model.parameters() if id(each) not in known]
+        self.muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+        self.adamw = torch.optim.AdamW(others, **options)
+        self.parts = {"muon": self.muon, "adamw": self.adamw}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts.values():
+            part.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of linear layers but the head's."""
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[-1] not in HEADS
+    ]
+
+
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> Any:
+    """Make what ``--optimizer`` says: a torch.optim.Optimizer, or two of them that look like one."""
     options: dict[str, Any] = {"lr": learning_rate(args, 0, 1), "weight_decay": WEIGHT_DECAY}
+    if args.optimizer == "muon":
+        return MuonAndAdamW(model, **options)
     if args.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), momentum=0.9, **options)
     return torch.optim.AdamW(model.parameters(), **options)

@@ -33,6 +33,12 @@ def parse_arguments(
             parser.error(f"expected {name} >= 1, got {name}={getattr(args, name)}")
     if args.resume and args.checkpoint is None:
         parser.error("expected --checkpoint PATH with --resume, got none; say where to resume from")
+    if (args.hook == "muon") > (args.optimizer == "muon"):
+        parser.error(f"expected --optimizer muon with --hook muon, got {args.optimizer}; give both")
+    if args.optimizer == "muon" and args.hook in ("decoupled", "kfac"):
+        parser.error(
+            f"expected one optimizer for --hook {args.hook}, got muon, which is two; take --hook muon"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; leave --device out to train on the CPU")
     return args
@@ -63,8 +69,8 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=int, help="optimizer steps in all, instead of --epochs")
     group.add_argument("--batch-size", type=int, default=32, help="per rank and backward (default 32)")
     group.add_argument("--accumulate", type=int, default=1, help="backwards per optimizer step (default 1)")
-    group.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="(default sgd)")
-    group.add_argument("--lr", type=float, help="the highest (default 0.05 for sgd, 0.001 for adamw)")
+    group.add_argument("--optimizer", choices=("sgd", "adamw", "muon"), default="sgd", help="(default sgd)")
+    group.add_argument("--lr", type=float, help="the highest (default 0.05 for sgd, 0.001 for adamw, muon)")
     group.add_argument("--warmup-steps", type=int, default=10, help="(default 10)")
     group.add_argument("--eval-every", type=int, default=1, help="epochs; 0 for never (default 1)")
     group.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")

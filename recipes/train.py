@@ -34,10 +34,11 @@ from crossover_ddp.comm_hooks import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 from lab.meter import StepMeter, configuration, fingerprint, log_path
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-MakeState = Callable[[nn.Module, torch.optim.Optimizer, argparse.Namespace], tuple[object, Hook]]
+MakeState = Callable[[nn.Module, Any, argparse.Namespace], tuple[object, Hook]]
 
 # Every hook with the state that it works on.
 HOOKS: dict[str, MakeState] = {
@@ -57,6 +58,7 @@ HOOKS: dict[str, MakeState] = {
         ),
         kfac_hook,
     ),
+    "muon": lambda model, optimizer, args: (MuonState(optimizer.muon), muon_hook),
 }
 FINEST_BUCKETS = 48
 PLANNING_STEPS = 12
@@ -93,7 +95,7 @@ class TrainingJob(NamedTuple):
     args: argparse.Namespace
     device: torch.device
     model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     data: _data.Data
     hook_state: object
     meter: StepMeter
@@ -188,6 +190,8 @@ def save_checkpoint(job: TrainingJob, step: int) -> None:
     with turn_given_away(job.hook_state):
         # Each rank has the second-order state of its own layers: all must help to save it.
         kfac = job.hook_state.state_dict() if isinstance(job.hook_state, KFACState) else None
+        if isinstance(job.hook_state, MuonState):
+            job.hook_state.consolidate(to=0)
         if dist.get_rank() == 0:
             state = {"step": step, "model": job.model.module.state_dict()}
             state |= {"optimizer": job.optimizer.state_dict(), "kfac": kfac}

@@ -105,7 +105,7 @@ class MuonRounds:
 
     def _check_waiting(self) -> None:
         waiting = self.waiting
-        if waiting is None:
+        if waiting is None or not waiting.directions:
             return
         if all(math.isfinite(float(norm)) for norm in waiting.squared_norms.values()):
             raise UnsupportedConfigurationError(

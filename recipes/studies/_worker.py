@@ -29,7 +29,7 @@ class WorkerJob:
     """A fresh copy of a training job; how it is made is for its worker to say."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     batches: Iterator[Any]
     state: Any = None  # the hook's
 

@@ -148,7 +148,45 @@ def test_an_owner_hears_what_arrives_and_lets_go_what_is_done(world_size: int) -
     assert all(ends == 3 * mean_of(world_size) for _, _, ends in results)
 
 
-def failing_owner(rank: int, world_size: int) -> list[str]:
+def long_steps(rank: int, world_size: int) -> list[float]:
+    """Rank 1's step for the first bucket waits until rank 0 has begun that for the second one."""
+    exchange = engine()
+    group = dist.group.WORLD
+    assert group is not None
+    layout = Layout.equal(2 * SIZE, world_size)
+
+    def step(index: int, back: torch.Tensor, part: torch.Tensor, final: Callable[[int], None]) -> None:
+        if (rank, index) == (1, 0):
+            group.recv([torch.zeros(1)], 0, 9).wait()
+        if (rank, index) == (0, 1):
+            group.send([torch.zeros(1)], 1, 9).wait()
+        own = layout.part(rank)
+        back[own.start : own.stop] = part + index
+
+    futures, backs = [], []
+    for index in range(2):
+        there, back = torch.full((layout.numel,), float(rank + 1)), torch.zeros(layout.numel)
+        payload = Payload(
+            Sharded(there, layout),
+            Sharded(back, layout),
+            functools.partial(step, index, back),
+            lambda: None,
+            is_long=True,
+        )
+        bucket = FakeBucket(torch.zeros(1), index=index, last=index == 1)
+        futures.append(exchange.submit(bucket, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
+        backs.append(back)
+    for future in futures:
+        future.wait()
+    exchange.close()
+    return [float(back.mean()) for back in backs]
+
+
+def test_a_long_step_runs_beside_the_gather_before_it() -> None:
+    assert run_ranks(long_steps, 2) == [[1.5, 2.5]] * 2
+
+
+def failing_owner(rank: int, world_size: int, is_long: bool) -> list[str]:
     exchange, turn = engine(), FakeTurn()
     errors = []
     futures = []
@@ -156,7 +194,12 @@ def failing_owner(rank: int, world_size: int) -> list[str]:
         payload = squared(torch.zeros(uneven(world_size).numel), rank, world_size, 2)
         if index == 1:
             payload = Payload(
-                payload.scatter, payload.gather, functools.partial(fail, rank), payload.unload, True
+                payload.scatter,
+                payload.gather,
+                functools.partial(fail, rank),
+                payload.unload,
+                keeps_turn=True,
+                is_long=is_long,
             )
         bucket = FakeBucket(torch.zeros(1), index=index, last=index == 1)
         futures.append(exchange.submit(bucket, turn=turn, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
@@ -172,5 +215,8 @@ def fail(rank: int, part: torch.Tensor, final: Callable[[int], None]) -> None:
     raise ValueError("the owner is out of luck")
 
 
-def test_a_failing_step_fails_the_buckets_that_were_held_for_it_and_gives_the_turn_away() -> None:
-    assert run_ranks(failing_owner, 2) == [["raised"] * 2] * 2
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_failing_step_fails_the_buckets_that_were_held_for_it_and_gives_the_turn_away(
+    is_long: bool,
+) -> None:
+    assert run_ranks(failing_owner, 2, args=(is_long,)) == [["raised"] * 2] * 2

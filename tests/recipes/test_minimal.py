@@ -5,6 +5,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness.scripts import spawn_script
 
@@ -37,6 +38,7 @@ def test_there_is_one_for_each_hook_and_the_mutex() -> None:
         "minimal_crossover",
         "minimal_decoupled",
         "minimal_kfac",
+        "minimal_muon",
         "minimal_mutex",
     ]
 
@@ -71,6 +73,18 @@ def test_kfac_learns() -> None:
     output = train("kfac", "--epochs", "3")
     assert float(losses(output)[-1]) < 0.05  # 1e-5 as measured; plain SGD's was 0.033
     assert "KFACState(3 layers" in output
+
+
+def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    output = train("muon", "--checkpoint", str(path))
+    assert losses(output) == losses(train("muon", environment=PLAIN))
+    assert "MuonState(2 matrices" in output
+    state = torch.load(path, weights_only=True)["muon"]["state"]
+    assert [tuple(state[index]["momentum_buffer"].shape) for index in sorted(state)] == [
+        (256, 64),
+        (128, 256),
+    ]
 
 
 def test_two_programs_take_turns() -> None:

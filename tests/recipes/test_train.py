@@ -279,3 +279,17 @@ def test_script_runs_without_torchrun(tmp_path: Path) -> None:
     start, *_, end = read_log(log)
     assert start["world_size"] == 1
     assert end["steps"] == 2
+
+
+MUON = [*GPT, "--optimizer", "muon", "--model-option", "depth=1"]
+
+
+def test_muon_on_its_owners_has_the_losses_of_muon_and_resumes(tmp_path: Path) -> None:
+    plain = train_ranks([*MUON, "--steps", "6"], tmp_path / "plain")
+    owners = [*MUON, "--hook", "muon", "--steps", "6"]
+    logs = train_ranks(owners, tmp_path / "owners")
+    assert [losses(log) for log in logs] == [losses(log) for log in plain]
+    assert parameters_of(logs) == parameters_of(plain)
+    saved = [*owners, "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
+    train_ranks([*saved, "--stop-after", "3"], tmp_path / "first")
+    assert parameters_of(train_ranks(saved, tmp_path / "second")) == parameters_of(plain)
