@@ -47,14 +47,6 @@ HOOKS: dict[str, MakeState] = {
     "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
     "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
     "local_sgd": lambda model, optimizer, args: (
-        LocalSGDState(args.sync_every, args.delay, args.fragments, args.warmup_steps),
-        local_sgd_hook,
-    ),
-    "elastic": lambda model, optimizer, args: (
-        ElasticState(args.sync_every, args.elastic_mode),
-        elastic_hook,
-    ),
-    "local_sgd": lambda model, optimizer, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
         local_sgd_hook,
     ),

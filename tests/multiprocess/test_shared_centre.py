@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._averaging.shared_centre import share
+from crossover_ddp._averaging.shared_centre import chunks_from, share
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 from crossover_ddp.errors import SegmentError
@@ -34,7 +34,8 @@ def write(rank: int, world_size: int) -> tuple[float, bool, bool, float]:
     assert not list(Path(segment_directory(SHARED_MEMORY)).glob("centre-*")), "a name stays"
     ones = torch.ones(NUMEL)
     for _ in range(WRITES):
-        centre.add(0, ones)
+        for start, chunk in chunks_from(rank / world_size, [ones]):
+            centre.vectors[0][start : start + chunk.numel()].add_(chunk)
     exchange.gather_numbers([0.0], torch.device("cpu"))
     values = centre.vectors[0].clone()
     lost = 1 - float(values.double().sum()) / (NUMEL * WRITES * world_size)

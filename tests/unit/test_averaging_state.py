@@ -157,7 +157,7 @@ def test_a_state_is_loaded_before_it_trains() -> None:
         state.average()
     with pytest.raises(ValueError, match=r"got keys \['steps'\]"):
         state.load_state_dict({"steps": 3})
-    with pytest.raises(ValueError, match="saved without an outer optimizer"):
+    with pytest.raises(ValueError, match="expected a state saved with an outer optimizer"):
         state.load_state_dict({"steps": 3, "kept": {}})
     backward(model)
     saved = state.state_dict()

@@ -120,15 +120,6 @@ def averaged_every_step(model: DistributedDataParallel) -> Iterator[None]:
     state.close()
 
 
-@contextlib.contextmanager
-def averaged_every_step(model: DistributedDataParallel) -> Iterator[None]:
-    """Replicas that never differ."""
-    state = LocalSGDState(sync_every=1)
-    model.register_comm_hook(state, local_sgd_hook)
-    yield
-    state.close()
-
-
 VIEWS = {"gradient_as_bucket_view": True}
 NO_VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
@@ -140,7 +131,6 @@ HOOKS: dict[str, Row] = {
     "split_on_own_group": Row(split_on_own_group),
     "crossover": Row(crossover),
     "wrapped_all_reduce": Row(wrapped_all_reduce),
-    "averaged_every_step": Row(averaged_every_step),
     "averaged_every_step": Row(averaged_every_step),
     "decoupled": Row(attach=decoupled, options=VIEWS),
     "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
