@@ -22,6 +22,7 @@ def parse_arguments(
     )
     add_model_arguments(parser.add_argument_group("model and data"))
     add_training_arguments(parser.add_argument_group("training"))
+    add_averaging_arguments(parser.add_argument_group("averaging, for --hook local_sgd and elastic"))
     add_kfac_arguments(parser.add_argument_group("K-FAC, for --hook kfac"))
     add_run_arguments(parser.add_argument_group("devices, communication, files"), hooks)
     if preset := parser.parse_known_args(argv)[0].preset:
@@ -76,6 +77,16 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
     group.add_argument("--seed", type=int, default=0, help="of weights, samples, dropout (default 0)")
     group.add_argument("--deterministic", action="store_true", help="refuse operations that are not (GPU)")
+
+
+def add_averaging_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--sync-every", type=int, default=4, help="steps between two exchanges (default 4)")
+    group.add_argument("--delay", type=int, default=0, help="steps that an exchange may take (default 0)")
+    group.add_argument("--fragments", type=int, default=1, help="slices that leave one by one (default 1)")
+    group.add_argument("--local-after", type=int, default=0, help="steps as by DDP before (default 0)")
+    group.add_argument(
+        "--elastic-mode", choices=("sync", "async", "wild"), default="async", help="(default async)"
+    )
 
 
 def add_kfac_arguments(group: argparse._ArgumentGroup) -> None:

@@ -26,6 +26,7 @@ import _data
 import _models
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
 from _options import parse_arguments
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -46,6 +47,14 @@ HOOKS: dict[str, MakeState] = {
     "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
     "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
+    "local_sgd": lambda model, optimizer, args: (
+        LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
+        local_sgd_hook,
+    ),
+    "elastic": lambda model, optimizer, args: (
+        ElasticState(args.sync_every, args.elastic_mode),
+        elastic_hook,
+    ),
     "kfac": lambda model, optimizer, args: (
         KFACState(
             model,
@@ -60,6 +69,8 @@ HOOKS: dict[str, MakeState] = {
     ),
     "muon": lambda model, optimizer, args: (MuonState(optimizer.muon), muon_hook),
 }
+KEEPING = (ElasticState, KFACState, LocalSGDState)
+AVERAGING = ("local_sgd", "elastic")
 FINEST_BUCKETS = 48
 PLANNING_STEPS = 12
 
@@ -73,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         buckets = plan_buckets(args, device, data)
     torch.manual_seed(args.seed)
     network = _models.make(args, data.classes).to(device)
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True, **buckets)
+    options = {"broadcast_buffers": False, **buckets} if args.hook in AVERAGING else buckets
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True, **options)
     optimizer = make_optimizer(args, model)
     state = None
     if args.hook != "none":
@@ -129,6 +141,9 @@ def train(job: TrainingJob) -> None:
                 save_checkpoint(job, step)
         if args.eval_every and (step == total or (epoch + 1) % args.eval_every == 0):
             evaluate(job, epoch)
+    if isinstance(job.hook_state, ElasticState | LocalSGDState):
+        job.hook_state.average()  # one model again
+        job.hook_state.close()
     sha256, wall_s = fingerprint(job.model.module), time.monotonic() - began_s
     job.meter.event("end", steps=step, wall_s=wall_s, parameters_sha256=sha256)
     say(f"{step} steps, {wall_s:.1f} s, parameters sha256 {sha256}")
@@ -161,7 +176,13 @@ def train_step(job: TrainingJob, batches: Iterator[_data.Batch], step: int, tota
 
 @torch.no_grad()
 def evaluate(job: TrainingJob, epoch: int) -> None:
-    """Measure loss and accuracy on the test set, every rank on its share of it."""
+    """Measure loss and accuracy on the test set; where ranks differ, of their mean."""
+    with averaged(job.hook_state):
+        measure_accuracy(job, epoch)
+
+
+def measure_accuracy(job: TrainingJob, epoch: int) -> None:
+    """Let every rank look at its share of the test set."""
     network = job.model.module.eval()
     # Each rank has batch statistics of its own; training goes on with those of rank 0.
     for buffer in network.buffers():
@@ -187,14 +208,14 @@ def save_checkpoint(job: TrainingJob, step: int) -> None:
     """Write the state after ``step`` steps, from rank 0; a crash leaves the previous file whole."""
     if job.args.checkpoint is None:
         return
-    with turn_given_away(job.hook_state):
+    with averaged(job.hook_state), turn_given_away(job.hook_state):
         # Each rank has the second-order state of its own layers: all must help to save it.
-        kfac = job.hook_state.state_dict() if isinstance(job.hook_state, KFACState) else None
+        kept = job.hook_state.state_dict() if isinstance(job.hook_state, KEEPING) else None
         if isinstance(job.hook_state, MuonState):
             job.hook_state.consolidate(to=0)
         if dist.get_rank() == 0:
             state = {"step": step, "model": job.model.module.state_dict()}
-            state |= {"optimizer": job.optimizer.state_dict(), "kfac": kfac}
+            state |= {"optimizer": job.optimizer.state_dict(), "hook": kept}
             unfinished = job.args.checkpoint.with_suffix(".unfinished")
             torch.save(state, unfinished)
             os.replace(unfinished, job.args.checkpoint)
@@ -215,9 +236,15 @@ def load_checkpoint(job: TrainingJob) -> int:
         return 0
     job.model.module.load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
-    if isinstance(job.hook_state, KFACState):
-        job.hook_state.load_state_dict(state["kfac"])
+    if isinstance(job.hook_state, KEEPING):
+        job.hook_state.load_state_dict(state["hook"])
     return int(state["step"])
+
+
+def averaged(hook_state: object) -> AbstractContextManager[object]:
+    """Let the model be the mean of all ranks' meanwhile, if each has its own."""
+    context: Callable[[], AbstractContextManager[object]] = getattr(hook_state, "averaged", nullcontext)
+    return context()
 
 
 def turn_given_away(hook_state: object) -> AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .flat import FlatBlock
 
+_OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
 
 
@@ -27,13 +28,13 @@ def model_behind(bucket: dist.GradBucket, state: object, group: dist.ProcessGrou
             "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
             "call gc.freeze() after the first backward(), not before"
         )
-    registered = [each for _, each in getattr(model, "_comm_hooks", ())]
-    if registered and not any(each is state for each in registered):
-        raise UnsupportedConfigurationError(
-            f"expected this hook registered by itself, got it inside of {type(registered[0]).__name__}: local steps "
-            "send no gradients, so a wrapper has nothing to compress and no turn to give away; register it directly "
-            "(and pass mutex= for turns)"
-        )
+    for hook, registered in getattr(model, "_comm_hooks", ()):
+        if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
+            raise UnsupportedConfigurationError(
+                f"expected this hook registered by itself, got it inside of {getattr(hook, '__qualname__', hook)}: "
+                "local steps send no gradients, so a wrapper has nothing to compress and no turn to give away; "
+                "register it directly (and pass mutex= for turns)"
+            )
     return model
 
 

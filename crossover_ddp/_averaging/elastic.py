@@ -11,7 +11,7 @@ from crossover_ddp._exchange.ddp_checks import resolve_group
 from crossover_ddp.gpu_mutex import GPUMutex
 
 from .elastic_rules import OwnPaceElastic, TogetherElastic, moving_rate_for
-from .rounds import Round
+from .rounds import ElasticRound
 from .schedule import Schedule
 from .state import AveragingState, answer_bucket
 from .wild_rule import WildElastic
@@ -84,7 +84,7 @@ class ElasticState(AveragingState):
         self._rule = _RULES[mode](sync_every, moving_rate)
         super().__init__(self._rule, process_group, mutex)
 
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[ElasticRound]:
         """Return the rounds of mode "async" (and of the hosts in "wild") as this rank saw them, for a replay.
 
         ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;

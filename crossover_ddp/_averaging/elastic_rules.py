@@ -15,7 +15,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .centre import CentreParts, check_loaded, gathered, packed, pull_of, start_vectors, whole
 from .checks import check_finite
 from .means import Means
-from .rounds import Ending, Pull, Round, Rounds
+from .rounds import ElasticRound, ElasticRounds, Ending, Pull
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -124,7 +124,7 @@ class OwnPaceElastic:
         self._due = False
         self._steps = 0
         self._counts = {"offers": 0, "pulls": 0, "not_finite": 0}
-        self._rounds: Rounds | None = None
+        self._rounds: ElasticRounds | None = None
         self._centre: CentreParts
         self._replica: Replica
 
@@ -192,14 +192,14 @@ class OwnPaceElastic:
         finally:
             rounds.resume()
 
-    def _running(self) -> Rounds:
+    def _running(self) -> ElasticRounds:
         assert self._rounds is not None
         return self._rounds
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
     @property
-    def log(self) -> list[Round]:
+    def log(self) -> list[ElasticRound]:
         """Return the rounds so far."""
         return [] if self._rounds is None else list(self._rounds.log)
 
@@ -232,14 +232,14 @@ class OwnPaceElastic:
 
 def begin_rounds(
     group: dist.ProcessGroup, start: Sequence[torch.Tensor], given_rate: float | None
-) -> tuple[Rounds, CentreParts]:
+) -> tuple[ElasticRounds, CentreParts]:
     """Start the rounds of all ranks of ``group``. **Collective**."""
     rate = moving_rate_for(group.size(), given_rate)
     ended = Ending()
     on_destruction(group, ended.join)  # what is registered first comes last: after the engine's own end
     exchange = Exchange(group)
     centre = CentreParts(Means(exchange, ()), start, rate)
-    rounds = Rounds(exchange, centre, start, rate, ended)
+    rounds = ElasticRounds(exchange, centre, start, rate, ended)
     on_destruction(group, ended.tell)
     return rounds, centre
 

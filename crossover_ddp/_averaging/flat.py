@@ -21,7 +21,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlatEntry:
     """One tensor of the model; ``get`` returns it, since a module may replace a buffer."""
 
     name: str
@@ -36,7 +36,7 @@ class FlatBlock:
         buffers: come behind them.
     """
 
-    def __init__(self, parameters: Sequence[Entry], buffers: Sequence[Entry]) -> None:
+    def __init__(self, parameters: Sequence[FlatEntry], buffers: Sequence[FlatEntry]) -> None:
         self.entries = [*parameters, *buffers]
         first = self.entries[0].get()
         self.dtype, self.device = _real(first).dtype, first.device
@@ -106,14 +106,14 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     Those that DDP was told to ignore are left out, and so are frozen parameters, which no step changes, and integers.
     """
     ignored = set(getattr(model, "parameters_to_ignore", ()))
-    parameters: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
-    buffers: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
+    parameters: dict[tuple[torch.dtype, torch.device], list[FlatEntry]] = {}
+    buffers: dict[tuple[torch.dtype, torch.device], list[FlatEntry]] = {}
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
-            parameters.setdefault(_key(parameter), []).append(Entry(name, parameter.detach))
+            parameters.setdefault(_key(parameter), []).append(FlatEntry(name, parameter.detach))
     for name, get in _buffers(model.module):
         if name not in ignored and (get().is_floating_point() or get().is_complex()):
-            buffers.setdefault(_key(get()), []).append(Entry(name, get))
+            buffers.setdefault(_key(get()), []).append(FlatEntry(name, get))
     keys = dict.fromkeys([*parameters, *buffers])
     return [FlatBlock(parameters.get(key, ()), buffers.get(key, ())) for key in keys]
 

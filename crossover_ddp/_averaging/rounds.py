@@ -31,7 +31,7 @@ _ROUNDS_KEPT: Final = 100_000
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
-class Round(NamedTuple):
+class ElasticRound(NamedTuple):
     """One round as one rank saw it.
 
     ``offered``: by rank, after how many steps it offered what went into this round; None if it took no part.
@@ -70,7 +70,7 @@ class Ending:
             self.thread.join(_JOIN_TIMEOUT_S)
 
 
-class Rounds:
+class ElasticRounds:
     """See [Note: rounds]. All methods are called on the training thread and none waits, but `hold` and `close`.
 
     Args:
@@ -108,7 +108,7 @@ class Rounds:
         self._offered_s: float | None = None
         self._number = 0
         self.tables = 0
-        self.log: deque[Round] = deque(maxlen=_ROUNDS_KEPT)
+        self.log: deque[ElasticRound] = deque(maxlen=_ROUNDS_KEPT)
         ending.thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
         ending.thread.start()
 
@@ -237,7 +237,7 @@ class Rounds:
             if own:
                 deltas.append(pull_of(vector, former, self._rate))
         with self._changed:
-            self.log.append(Round(self._number, offered))
+            self.log.append(ElasticRound(self._number, offered))
             if own:
                 self._pull, self._taken = Pull(self._number, deltas), False
             self._number += 1

@@ -66,10 +66,8 @@ class SharedCentre:
             moving_rate: α.
             first: where to begin, as a share of the vector; ranks of a host begin at different places.
         """
-        chunks = list(_chunks(pieces))
-        begin = int(first * len(chunks))
         vector = self.vectors[place]
-        for start, values in (*chunks[begin:], *chunks[:begin]):
+        for start, values in chunks_from(first, pieces):
             centre = vector[start : start + values.numel()]
             delta = torch.sub(values.to(centre.device, centre.dtype), centre).mul_(moving_rate)
             values.sub_(delta.to(values.device, values.dtype))
@@ -78,6 +76,13 @@ class SharedCentre:
     def add(self, place: int, delta: torch.Tensor) -> None:
         """Add to the centre of a block."""
         self.vectors[place].add_(delta)
+
+
+def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of them."""
+    chunks = list(_chunks(pieces))
+    begin = int(first * len(chunks))
+    return [*chunks[begin:], *chunks[:begin]]
 
 
 def _chunks(pieces: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from crossover_ddp._averaging.rounds import Round
+from crossover_ddp._averaging.rounds import ElasticRound
 from tests.multiprocess.averaging_oracle import Copies, flat, mean_of, write
 
 
@@ -59,7 +59,7 @@ class Replay:
         logs: of each rank.
     """
 
-    def __init__(self, optimizer: str, logs: Sequence[Sequence[Round]], rate: float) -> None:
+    def __init__(self, optimizer: str, logs: Sequence[Sequence[ElasticRound]], rate: float) -> None:
         self.copies = Copies(len(logs), optimizer)
         self.spring = Spring(first_centre(len(logs)), len(logs), rate)
         self.logs = logs

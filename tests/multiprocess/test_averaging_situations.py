@@ -81,7 +81,7 @@ class Odd(nn.Module):
         self.up.weight = nn.Parameter(self.down.weight.detach().t().contiguous())
         self.tied = nn.Linear(144, 36, bias=False)
         self.tied.weight = self.down.weight
-        self.half = nn.Linear(36, 7).to(torch.bfloat16)
+        self.last = nn.Linear(36, 7).to(torch.bfloat16)
         self.register_buffer("mean", torch.zeros(7))
         self.frozen.requires_grad_(False)
 
@@ -89,7 +89,7 @@ class Odd(nn.Module):
         features = self.norm(self.stem(images[:, :, :6, :6])).flatten(1)
         features = torch.tanh(self.frozen(torch.tanh(self.down(features))))
         features = torch.tanh(self.tied(torch.tanh(self.up(features))))
-        result = self.half(features.to(torch.bfloat16)).float()
+        result = self.last(features.to(torch.bfloat16)).float()
         self.mean = 0.5 * self.mean + 0.5 * result.detach().mean(0)
         return result
 

@@ -35,6 +35,7 @@ def plain() -> list[str]:
 
 def test_there_is_one_for_each_hook_and_the_mutex() -> None:
     assert [path.stem for path in MINIMAL] == [
+        "minimal_averaging",
         "minimal_crossover",
         "minimal_decoupled",
         "minimal_kfac",
@@ -67,6 +68,12 @@ def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
     output = train("decoupled")
     assert losses(output) == plain
     assert "looked at" not in output, "a loop that looks at nothing is not warned"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--elastic"]])
+def test_replicas_learn_together(arguments: list[str]) -> None:
+    found = losses(train("averaging", "--epochs", "3", *arguments))
+    assert float(found[-1]) < 0.2  # plain SGD's was 0.033
 
 
 def test_kfac_learns() -> None:

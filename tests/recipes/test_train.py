@@ -293,3 +293,30 @@ def test_muon_on_its_owners_has_the_losses_of_muon_and_resumes(tmp_path: Path) -
     saved = [*owners, "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
     train_ranks([*saved, "--stop-after", "3"], tmp_path / "first")
     assert parameters_of(train_ranks(saved, tmp_path / "second")) == parameters_of(plain)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        ["local_sgd", "--sync-every", "4", "--delay", "1", "--fragments", "4"],
+        ["elastic", "--sync-every", "2", "--elastic-mode", "async"],
+    ],
+    ids=lambda hook: hook[0],
+)
+def test_replicas_train_and_resume(hook: list[str], reference: list[list[Record]], tmp_path: Path) -> None:
+    arguments = [
+        *CONVNET,
+        "--hook",
+        *hook,
+        "--steps",
+        "10",
+        "--checkpoint",
+        str(tmp_path / "checkpoint"),
+        "--resume",
+    ]
+    begun = train_ranks([*arguments, "--stop-after", "6"], tmp_path / "begun")
+    resumed = train_ranks(arguments, tmp_path / "resumed")
+    assert losses(begun[0])[0] == losses(reference[0])[0]  # of the same weights
+    assert len(losses(begun[0]) + losses(resumed[0])) == 10
+    for ended in (begun, resumed):
+        assert len({log[-1]["parameters_sha256"] for log in ended}) == 1, "ranks differ at the end"

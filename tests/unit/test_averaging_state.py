@@ -1,0 +1,252 @@
+"""Averaging hooks with one rank: what is refused, and what a loop sees."""
+
+import copy
+import functools
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import CrossoverState, KFACState, UnsupportedConfigurationError, crossover_wrapper
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.errors import CrossoverError
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def wrapped(network: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    given = {"broadcast_buffers": False, **options}
+    return DistributedDataParallel(small() if network is None else network, **given)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.randn(5, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "buffers": (
+        small,
+        {"broadcast_buffers": True},
+        r"expected broadcast_buffers=False, got True.*every step",
+    ),
+    "unused": (small, {"find_unused_parameters": True}, r"expected find_unused_parameters=False, got True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_waits_in_every_step_is_refused(name: str) -> None:
+    make, options, message = REFUSED[name]
+    model = wrapped(make(), **options)
+    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        backward(model)
+
+
+def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP itself refuses them on a CPU, so they come behind its back."""
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+    model = wrapped()
+    parameters = model.module[1]._parameters
+    model.module[1] = nn.SyncBatchNorm(3)
+    model.module[1]._parameters = parameters
+    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
+    with pytest.raises(UnsupportedConfigurationError, match="got SyncBatchNorm 1, which waits for all ranks"):
+        backward(model)
+
+
+def test_a_model_that_is_averaged_in_every_step_may_wait() -> None:
+    model = wrapped(broadcast_buffers=True, find_unused_parameters=True)
+    model.register_comm_hook(LocalSGDState(1), local_sgd_hook)
+    backward(model)
+
+
+def test_buffers_may_be_broadcast_if_there_are_none() -> None:
+    model = wrapped(nn.Linear(4, 2), broadcast_buffers=True)
+    model.register_comm_hook(LocalSGDState(2), local_sgd_hook)
+    backward(model)
+    backward(model)
+
+
+def test_other_hooks_do_not_go_with_it() -> None:
+    model = wrapped()
+    state = CrossoverState(hook_state=LocalSGDState(4))
+    model.register_comm_hook(state, crossover_wrapper(local_sgd_hook))
+    with pytest.raises(CrossoverError, match="got it inside of crossover_wrapper"):
+        backward(model)
+    network = nn.Sequential(nn.Linear(4, 2))
+    kfac = KFACState(network, kl_clip=None)
+    model = wrapped(network)
+    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
+    with pytest.raises(
+        UnsupportedConfigurationError, match="without K-FAC, got a KFACState that watches module"
+    ):
+        backward(model)
+    kfac.close()
+
+
+def test_what_compresses_gradients_has_none_to_compress() -> None:
+    model = wrapped()
+    model.register_comm_hook(LocalSGDState(4), fp16_compress_wrapper(local_sgd_hook))
+    with pytest.raises(UnsupportedConfigurationError, match="got it inside of fp16_compress_wrapper"):
+        backward(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocalSGDState(4, 4), r"sync_every >= delay \+ 1"),
+        (lambda: LocalSGDState(4, 1, mutex=object()), "expected delay=0 with a mutex, got delay=1"),  # type: ignore[arg-type]
+        (lambda: LocalSGDState(1, outer_optimizer=_sgd), "sync_every >= 2 with an outer optimizer"),
+        (lambda: LocalSGDState(4, outer_optimizer=_decaying), "weight_decay=0.1"),
+        (lambda: ElasticState(0), "sync_every >= 1, got sync_every=0"),
+        (lambda: ElasticState(2, "late"), "mode='sync', 'async' or 'wild', got mode='late'"),  # type: ignore[arg-type]
+        (lambda: ElasticState(2, "sync", 1.0), r"moving_rate < 2 / \(ranks \+ 1\) = 1, got moving_rate=1.0"),
+        (lambda: ElasticState(2, "sync", 0.0), "got moving_rate=0.0"),
+        (lambda: ElasticState(2, mutex=object()), "mode='sync' with a mutex, got mode='async'"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_work_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def _decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, weight_decay=0.1)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def test_an_outer_optimizer_is_made_by_a_function() -> None:
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(TypeError, match="pass a function of the parameters"):
+        LocalSGDState(4, outer_optimizer=made)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got outer_optimizer=3"):
+        LocalSGDState(4, outer_optimizer=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got list"):
+        LocalSGDState(4, outer_optimizer=list)  # type: ignore[arg-type]
+
+
+def test_an_outer_optimizer_must_not_look_at_values() -> None:
+    class Shrinking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(0.5)
+
+    with pytest.raises(ValueError, match="whose step depends on gradients alone, got Shrinking"):
+        LocalSGDState(4, outer_optimizer=functools.partial(Shrinking, lr=1.0))
+
+
+def test_a_state_is_loaded_before_it_trains() -> None:
+    model, state = wrapped(), LocalSGDState(2, 1, outer_optimizer=_sgd)
+    model.register_comm_hook(state, local_sgd_hook)
+    with pytest.raises(UnsupportedConfigurationError, match="whose hook was never called"):
+        state.average()
+    with pytest.raises(ValueError, match=r"got keys \['steps'\]"):
+        state.load_state_dict({"steps": 3})
+    with pytest.raises(ValueError, match="expected a state saved with an outer optimizer"):
+        state.load_state_dict({"steps": 3, "kept": {}})
+    backward(model)
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match="expected fragments=1 as when the state was saved, got fragments=2"):
+        LocalSGDState(4, 0, 2, outer_optimizer=_sgd).load_state_dict(saved)
+    other, fresh = wrapped(nn.Linear(4, 2)), LocalSGDState(2, 1, outer_optimizer=_sgd)
+    other.register_comm_hook(fresh, local_sgd_hook)
+    fresh.load_state_dict(saved)
+    with pytest.raises(ValueError, match="expected values of shape"):
+        backward(other)
+
+
+def test_a_copied_model_leaves_the_state_behind(caplog: pytest.LogCaptureFixture) -> None:
+    model, state = wrapped(), LocalSGDState(2, 1)
+    model.register_comm_hook(state, local_sgd_hook)
+    backward(model)
+    with caplog.at_level(logging.WARNING):
+        pickle.loads(pickle.dumps(model.module))
+        left = copy.deepcopy(state)
+    assert not isinstance(left, LocalSGDState)
+    assert "trains without its averaging state" in caplog.text
+    clone = copy.deepcopy(model)
+    clone(torch.randn(3, 4))
+    assert state.stats()["steps"] == 1
+
+
+def test_a_disabled_package_is_plain_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
+    model, state = wrapped(broadcast_buffers=True), LocalSGDState(4)
+    model.register_comm_hook(state, local_sgd_hook)
+    backward(model)
+    assert state.stats()["steps"] == 0
+
+
+def test_forwards_without_gradients_do_not_act() -> None:
+    model, state = wrapped(), LocalSGDState(2)
+    model.register_comm_hook(state, local_sgd_hook)
+    for _ in range(2):
+        backward(model)
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    assert state.stats()["exchanges"] == 0
+    model(torch.randn(3, 4))
+    assert state.stats()["exchanges"] == 1
+    model(torch.randn(3, 4))
+    assert state.stats()["exchanges"] == 1
+
+
+def test_a_closed_state_goes_on_as_the_split_hook() -> None:
+    model, state = wrapped(), ElasticState(1, "async")
+    model.register_comm_hook(state, elastic_hook)
+    for _ in range(3):
+        backward(model)
+    state.close()
+    state.close()
+    backward(model)
+    assert state.stats()["steps"] == 3
+
+
+def test_parameters_with_gaps_are_refused() -> None:
+    network = nn.Linear(4, 2, bias=False)
+    network.weight = nn.Parameter(torch.randn(2, 8)[:, ::2])
+    model = wrapped(network)
+    model.register_comm_hook(LocalSGDState(2), local_sgd_hook)
+    with pytest.raises(UnsupportedConfigurationError, match="without gaps, got weight of shape"):
+        backward(model)
+
+
+def test_rounds_end_with_the_process_group() -> None:
+    model, state = wrapped(), ElasticState(1, "async")
+    model.register_comm_hook(state, elastic_hook)
+    for _ in range(3):
+        backward(model)
+    dist.destroy_process_group()
+    with pytest.raises(CrossoverError):
+        for _ in range(3):
+            state.average()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_centre_is_wide_and_pulls_half_precision(dtype: torch.dtype) -> None:
+    network = nn.Linear(4, 2).to(dtype)
+    model, state = wrapped(network), ElasticState(1, "sync", 0.5)
+    model.register_comm_hook(state, elastic_hook)
+    model(torch.randn(5, 4, dtype=dtype)).sum().backward()
+    start = network.weight.detach().clone()
+    with torch.no_grad():
+        network.weight.add_(1.0)
+    model(torch.randn(5, 4, dtype=dtype))
+    torch.testing.assert_close(network.weight.detach(), start + 0.5, atol=1e-2, rtol=0)
+    centre = state.state_dict()["kept"]["centre"]["weight"]
+    assert centre.dtype == (torch.float32 if dtype == torch.bfloat16 else torch.float64)
