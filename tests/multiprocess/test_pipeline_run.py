@@ -1,7 +1,6 @@
 """Plans run in real ranks: losses and gradients are those of the model that was not cut."""
 
 import os
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
-from crossover_ddp.pipeline import Action, Cluster, Plan, Profile, Runner, Stage, plan_pipeline
+from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, Stage
 from crossover_ddp.pipeline.model import StagedChain
 from crossover_ddp.pipeline.schedule import best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import simulate
-from tests.harness import Job, run_jobs, run_ranks
+from tests.harness import run_ranks
 
 TOLERANCE = 1e-5
 STEPS = 3
