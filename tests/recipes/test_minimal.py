@@ -32,12 +32,13 @@ def plain() -> list[str]:
     return losses(train("crossover", environment=PLAIN))
 
 
-def test_there_is_one_for_each_hook_and_the_mutex() -> None:
+def test_there_is_one_for_each_hook_the_mutex_and_pipelines() -> None:
     assert [path.stem for path in MINIMAL] == [
         "minimal_crossover",
         "minimal_decoupled",
         "minimal_kfac",
         "minimal_mutex",
+        "minimal_pipeline",
     ]
 
 
@@ -71,6 +72,17 @@ def test_kfac_learns() -> None:
     output = train("kfac", "--epochs", "3")
     assert float(losses(output)[-1]) < 0.05  # 1e-5 as measured; plain SGD's was 0.033
     assert "KFACState(3 layers" in output
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_pipeline_learns(replicas: int) -> None:
+    arguments = ["--epochs", "2", "--max-replicas", str(replicas)]
+    with spawn_script(RECIPES / "minimal_pipeline.py", 2, args=arguments) as ranks:
+        outputs = ranks.wait(TIMEOUT_S)
+    assert "micro-batches" in outputs[0]
+    found = [each for each in map(losses, outputs) if each]
+    assert found
+    assert all(len(each) == 2 and float(each[-1]) < 1.0 for each in found)
 
 
 def test_two_programs_take_turns() -> None:
