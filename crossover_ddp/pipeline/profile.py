@@ -142,6 +142,8 @@ def _measured(
     import torch
 
     kept = [(p, p.grad) for p in layer.parameters()]
+    for parameter, _ in kept:  # or backward would add to the gradients that are kept
+        parameter.grad = None
     times: list[tuple[float, float]] = []
     stored = 0
     try:

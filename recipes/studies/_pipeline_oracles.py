@@ -15,7 +15,6 @@ def random_instance(
     dice: random.Random, *, layers: int, devices: int, memory: bool = False
 ) -> tuple[Profile, Cluster]:
     """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
-    costs = ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2))
     profile = Profile(
         tuple(
             [LayerProfile(f"l{place}", *[dice.uniform(*each) for each in costs]) for place in range(layers)]
@@ -26,6 +25,11 @@ def random_instance(
     nodes = tuple([str(dice.randrange(max(2, devices - 1))) for _ in range(devices)])
     speed = tuple([dice.choice((0.5, 1.0, 1.0)) for _ in range(devices)])
     return profile, Cluster(rates, latency_s=0.1, nodes=nodes, speed=speed, memory_bytes=rooms)
+
+
+def _drawn(dice: random.Random) -> tuple[float, float, float, float, float]:
+    one, two, three, four, five = (dice.uniform(*each) for each in ((0.5, 2), (1, 4), (0, 2), (0, 3), (0, 2)))
+    return one, two, three, four, five
 
 
 def exhaustive_bottleneck(

@@ -12,20 +12,25 @@ import json
 import random
 import resource
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
-from _pipeline_oracles import WholeSeconds, exhaustive_bottleneck, proven_bounds_s, random_instance
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from crossover_ddp.pipeline import Cluster, LayerProfile, Profile, plan_pipeline
 from crossover_ddp.pipeline.partition import Partitioner, minimum_cut_order
 from crossover_ddp.pipeline.schedule import best_order
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+from studies._pipeline_oracles import WholeSeconds, exhaustive_bottleneck, proven_bounds_s, random_instance
 
 FLOPS = 20e12
 GIGABIT = 1e9 / 8
@@ -247,8 +252,9 @@ def clusters(count: int, first: int, every_model: bool) -> None:
             chosen[plan.method] += 1
             if best_s is not None:
                 rows.append(best_s / plan.step_s)
-            print(json.dumps({"seed": seed, "kind": kind, "devices": devices, "model": name, "step_s": plan.step_s,
-                              "stages": len(plan.stages), "method": plan.method, "baselines": plan.baselines}), flush=True)  # fmt: skip
+            row = {"seed": seed, "kind": kind, "devices": devices, "model": name, "stages": len(plan.stages)}
+            row |= {"step_s": plan.step_s, "method": plan.method, "baselines": plan.baselines}
+            print(json.dumps(row), flush=True)
     show(
         "best known design / chosen plan", rows, worse=worse, chosen=dict(chosen), shorter_zero_bubble=beaten
     )

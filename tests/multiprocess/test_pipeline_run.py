@@ -1,8 +1,12 @@
 """Plans run in real ranks: losses and gradients are those of the model that was not cut."""
 
+import dataclasses
+import itertools
 import os
+import signal
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
-from crossover_ddp.pipeline import Action, Cluster, Plan, Profile, Runner, Stage, plan_pipeline
+from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, Stage
 from crossover_ddp.pipeline.model import StagedChain
 from crossover_ddp.pipeline.schedule import best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import simulate
@@ -149,3 +153,153 @@ def test_known_orders_give_the_same(order: str) -> None:
         stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 7, (0,)), Stage(7, 9, (1,))]
     plan = plan_of(stages, 2, order)
     assert_equal(run_ranks(train, 2, args=[plan.to_json()]), plan)
+
+
+# --- torch's own runtime ---------------------------------------------------------------------------------------------
+
+
+def cross_check(rank: int, world_size: int, document: Any, path: str) -> Any:
+    """Train one step by torch's `_PipelineScheduleRuntime` and return the losses and this stage's gradients."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    plan = Plan.from_json(document)
+    (number,) = [k for k, stage in enumerate(plan.stages) if stage.devices == (rank,)]
+    stage = plan.stages[number]
+    module = nn.Sequential(*chain()[stage.start : stage.stop])
+    x, y = batch(0)
+    inputs = x[:MICRO] if number == 0 else torch.empty(plan.outputs[number - 1][0])
+    output = torch.empty(plan.outputs[number][0])
+    part = PipelineStage(
+        module, number, world_size, torch.device("cpu"), input_args=inputs, output_args=output
+    )
+    runtime = _PipelineScheduleRuntime([part], plan.microbatches, loss_fn=nn.functional.cross_entropy)
+    runtime._load_csv(path, format="compute_only")
+    losses: list[torch.Tensor] = []
+    is_last = number == world_size - 1
+    runtime.step(*([x] if number == 0 else []), **({"target": y, "losses": losses} if is_last else {}))
+    dist.barrier()
+    return [float(loss) for loss in losses], [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, tmp_path: Path) -> None:
+    edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
+    # torch's stage k is on rank k.
+    plan = plan_of([Stage(a, b, (k,)) for k, (a, b) in enumerate(itertools.pairwise(edges))], ranks, "1f1b")
+    path = tmp_path / "schedule.csv"
+    path.write_text(plan.csv())
+    theirs = run_ranks(cross_check, ranks, args=[plan.to_json(), str(path)])
+    ours = run_ranks(first_step, ranks, args=[plan.to_json()])
+    assert sum(theirs[-1][0]) / M == pytest.approx(ours[-1][0], rel=TOLERANCE)
+    for (_, expected), (_, found) in zip(theirs, ours, strict=True):
+        assert len(expected) == len(found) > 0
+        for one, two in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, two, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def first_step(rank: int, world_size: int, document: Any) -> Any:
+    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
+    loss = runner.step(*batch(0))
+    dist.barrier()
+    return None if loss is None else float(loss), [p.grad for p in runner.parameters()]
+
+
+# --- two jobs --------------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_in_bands_have_the_losses_that_they_have_alone() -> None:
+    stages, ranks = PLANS["four stages"]
+    plan = plan_of(stages, ranks)
+    group = {"PIPELINE_DEVICES": uuid.uuid4().hex, "CROSSOVER_GROUP": uuid.uuid4().hex}
+    jobs = [Job(train, ranks, [plan.to_json(), True], environment=group, name=name) for name in "ab"]
+    for results in run_jobs(jobs):
+        assert_equal(results, plan)
+        bands = len(next(iter(plan.bands().values())))
+        for _, _, stats in results:
+            assert stats["disabled_because"] is None
+            assert stats["turns"] == STEPS * bands
+
+
+# --- what cannot work ------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int, document: Any) -> None:
+    plan = Plan.from_json(document)
+    loss_fn = nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="expected the 9 layers of the plan, got 8"):
+        Runner(plan, chain()[1:], loss_fn)
+    with pytest.raises(ValueError, match="expected a plan with whole backwards"):
+        Runner(dataclasses.replace(plan, split=True), chain(), loss_fn)
+    with pytest.raises(ValueError, match="expected a rank for each of the plan's 3 devices, got 2"):
+        Runner(dataclasses.replace(plan, devices=("a", "b", "c")), chain(), loss_fn)
+    with pytest.raises(ValueError, match="expected the same plan on all ranks"):
+        Runner(dataclasses.replace(plan, step_s=float(rank)), chain(), loss_fn)
+    with pytest.raises(UnsupportedConfigurationError, match="expected layers on the CPU"):
+        Runner(plan, [layer.to("meta") for layer in chain()], loss_fn)
+    runner = Runner(plan, chain(), loss_fn)
+    with pytest.raises(ValueError, match=r"expected a batch that 8 micro-batches divide, got len\(x\)=9"):
+        runner.step(*batch(0, 9))
+
+
+def test_what_cannot_work_is_refused() -> None:
+    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
+    run_ranks(refusals, 2, args=[plan.to_json()])
+
+
+def another_size(rank: int, world_size: int, document: Any) -> str:
+    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        runner.step(*batch(0, M))
+    if "an output of float32[2, 12] of stage 0, got float32[1, 12]" in str(caught.value):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(caught.value)
+
+
+def without_group(rank: int, world_size: int, document: Any) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="expected a default process group on gloo"):
+        Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
+
+
+def test_a_process_group_is_needed() -> None:
+    plan = plan_of([Stage(0, 9, (0,))], 1)
+    run_ranks(without_group, 1, args=[plan.to_json()], backend=None)
+
+
+def test_micro_batches_of_another_size_are_refused() -> None:
+    """The first stage finds it; its rank ends, which is an error for the others and no hang."""
+    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
+    _, second = run_ranks(another_size, 2, args=[plan.to_json()], deaths={0: signal.SIGKILL})
+    assert second
+
+
+def die_in_step(rank: int, world_size: int, document: Any) -> str:
+    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
+    runner.step(*batch(0))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        runner.step(*batch(1))
+    return str(caught.value)
+
+
+def test_the_death_of_a_peer_is_an_error_and_no_hang() -> None:
+    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
+    found, _ = run_ranks(die_in_step, 2, args=[plan.to_json()], deaths={1: signal.SIGKILL})
+    assert found
+
+
+# --- a cluster is measured -------------------------------------------------------------------------------------------
+
+
+def measure(rank: int, world_size: int) -> Cluster:
+    return Cluster.measure(size_bytes=1 << 18, names=tuple("abc"))
+
+
+def test_all_ranks_measure_the_same_cluster() -> None:
+    first, *others = run_ranks(measure, 3)
+    assert others == [first, first]
+    assert first.names == ("a", "b", "c")
+    pairs = list(itertools.permutations(range(3), 2))
+    assert all(first.rate(a, b) == first.rate(b, a) > 1e5 for a, b in pairs)
+    assert all(0 <= first.latency(a, b) < 1 for a, b in pairs)

@@ -33,7 +33,7 @@ def plain() -> list[str]:
     return losses(train("crossover", environment=PLAIN))
 
 
-def test_there_is_one_for_each_hook_and_the_mutex() -> None:
+def test_there_is_one_for_each_hook_the_mutex_and_pipelines() -> None:
     assert [path.stem for path in MINIMAL] == [
         "minimal_averaging",
         "minimal_crossover",
@@ -41,6 +41,7 @@ def test_there_is_one_for_each_hook_and_the_mutex() -> None:
         "minimal_kfac",
         "minimal_muon",
         "minimal_mutex",
+        "minimal_pipeline",
     ]
 
 
@@ -92,6 +93,17 @@ def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: P
         (256, 64),
         (128, 256),
     ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_pipeline_learns(replicas: int) -> None:
+    arguments = ["--epochs", "2", "--max-replicas", str(replicas)]
+    with spawn_script(RECIPES / "minimal_pipeline.py", 2, args=arguments) as ranks:
+        outputs = ranks.wait(TIMEOUT_S)
+    assert "micro-batches" in outputs[0]
+    found = [each for each in map(losses, outputs) if each]
+    assert found
+    assert all(len(each) == 2 and float(each[-1]) < 1.0 for each in found)
 
 
 def test_two_programs_take_turns() -> None:

@@ -1,5 +1,6 @@
 """Planning of pipelines: parts against oracles, properties of steps, and what is refused."""
 
+import itertools
 import json
 import math
 import os
@@ -108,7 +109,7 @@ def test_a_cap_on_the_bottleneck_is_kept(seed: int) -> None:
 def test_balanced_cuts_have_the_least_largest_run() -> None:
     times = [3, 1, 4, 1, 5, 9, 2, 6]
     profile = Profile(tuple(LayerProfile(str(k), float(t), 0.0, 0, 0) for k, t in enumerate(times)))
-    for count, largest in ((1, 31), (2, 17), (3, 14), (4, 11), (8, 9)):
+    for count, largest in ((1, 31), (2, 17), (3, 14), (4, 9), (8, 9)):
         cuts = balanced(profile, count)
         assert len(cuts) == count
         assert max(sum(times[a:b]) for a, b in cuts) == largest
@@ -212,7 +213,7 @@ def test_every_step_obeys_the_rules(seed: int, split: bool) -> None:
     for device, actions in step.orders.items():
         spans = [span for span in step.spans if span.device == device and span.kind == COMPUTE]
         assert [span.label for span in spans] == [str(action) for action in actions]
-        assert all(one.end_s <= two.begin_s + 1e-9 for one, two in zip(spans, spans[1:], strict=False))
+        assert all(one.end_s <= two.begin_s + 1e-9 for one, two in itertools.pairwise(spans))
         for span, action in zip(spans, actions, strict=True):
             begins[action], ends[action] = span.begin_s, span.end_s
     kind = chain.kinds[1]
@@ -287,7 +288,7 @@ def test_orders_that_cannot_run_are_refused() -> None:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if CAMPAIGN else 2))
 def test_a_plan_is_no_longer_than_any_baseline(seed: int) -> None:
     dice = random.Random(seed)
     profile, cluster = random_instance(dice, layers=8, devices=4)
@@ -306,10 +307,8 @@ def test_a_plan_is_no_longer_than_any_baseline(seed: int) -> None:
 
 
 def test_plans_near_the_best_of_all_device_orders() -> None:
-    import itertools
-
     ratios = []
-    for seed in range(100 if CAMPAIGN else 8):
+    for seed in range(100 if CAMPAIGN else 4):
         dice = random.Random(seed)
         profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, 4))
         every = list(itertools.permutations(range(len(cluster))))
@@ -337,7 +336,7 @@ def test_slow_devices_get_less_and_useless_ones_nothing() -> None:
 
 
 def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
-    plan = plan_pipeline(even(4, size=0.1), flat(2), microbatches=4, max_replicas=1)
+    plan = plan_pipeline(even(4, size=0.1), flat(2), microbatches=4, max_replicas=1, max_stages=2)
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -431,7 +430,8 @@ def test_bad_clusters_are_refused(document: Any, message: str) -> None:
 
 def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
     document = {
-        "devices": [{"name": "a", "node": "x", "memory_gib": 2}, {"name": "b", "node": "x", "speed": 0.5}, {"node": "y"}],
+        "devices": [{"name": "a", "node": "x", "memory_gib": 2}, {"name": "b", "node": "x", "speed": 0.5},
+                    {"node": "y"}],
         "bandwidth_gbit": 8, "latency_us": 10, "cards_gbit": {"x": 4},
     }  # fmt: skip
     cluster = Cluster.from_json(document)
@@ -467,4 +467,4 @@ def test_no_plan_uses_a_link_that_is_missing() -> None:
     plan = plan_pipeline(even(6, size=0.1, parameters=1.0), Cluster(rates), microbatches=4)
     assert plan.step_s < math.inf
     used = [stage.devices for stage in plan.stages]
-    assert all({one[0], two[0]} != {0, 2} for one, two in zip(used, used[1:], strict=False))
+    assert all({one[0], two[0]} != {0, 2} for one, two in itertools.pairwise(used))
