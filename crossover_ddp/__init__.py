@@ -1,5 +1,6 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
+from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -19,15 +20,21 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 
 __all__ = [
+    "CompressedState",
     "CrossoverError",
     "CrossoverState",
     "DecoupledState",
     "ExchangeError",
     "GPUMutex",
+    "Half",
+    "Int8",
     "KFACState",
+    "SIDCo",
     "SegmentError",
+    "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
+    "compressed_hook",
     "crossover_hook",
     "crossover_wrapper",
     "decoupled_hook",
