@@ -1,5 +1,6 @@
 """Eight bits for an element, and one scale for a block of elements. Our design; the scale is that of absmax codecs."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,15 @@ _TILE_NUMEL: Final = 1 << 17
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
+
+
+def _rounded_down(scale: float) -> float:
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(math.floor(math.ldexp(mantissa, 24 - _DROPPED_BITS)), exponent - 24 + _DROPPED_BITS)
+
+
+# With a larger one the largest code would stand for infinity.
+_LARGEST_SCALE: Final = _rounded_down(torch.finfo(torch.float32).max / _LARGEST)
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,6 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     """Round float32 scales up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
     # The bits of a positive float32 are in the order of the numbers.
     mask = (1 << _DROPPED_BITS) - 1
-    bits = scales.clamp_max(2e36).view(torch.int32).add(mask).bitwise_and_(~mask)
-    rounded = bits.view(torch.float32)
+    bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
+    rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
     return torch.where(scales > _SMALLEST_SCALE, rounded, torch.zeros_like(rounded))
