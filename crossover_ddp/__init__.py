@@ -7,6 +7,7 @@ from crossover_ddp.averaging_hooks import (
     elastic_hook,
     local_sgd_hook,
 )
+from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -28,18 +29,24 @@ from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 __all__ = [
     "AveragingPlan",
+    "CompressedState",
     "CrossoverError",
     "CrossoverState",
     "DecoupledState",
     "ElasticState",
     "ExchangeError",
     "GPUMutex",
+    "Half",
+    "Int8",
     "KFACState",
     "LocalSGDState",
     "MuonState",
+    "SIDCo",
     "SegmentError",
+    "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
+    "compressed_hook",
     "crossover_hook",
     "crossover_wrapper",
     "decoupled_hook",

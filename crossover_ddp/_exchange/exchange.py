@@ -31,7 +31,7 @@ from .module_buffers import BufferCopy, ModuleBuffers
 from .routes import Routes
 from .spans import ExchangeSpans, timeline_of
 from .step import GradientFuture, Step, after_backward
-from .transfer import Deferred, OwnerStep, Payload, Sharded, Transfer, Turn
+from .transfer import Deferred, Messages, OwnerStep, Payload, Sharded, Transfer, Turn
 
 _JOIN_TIMEOUT_S: Final = 5.0
 
@@ -107,6 +107,7 @@ class Exchange:
         owner_step: OwnerStep | None = None,
         layout: Layout | None = None,
         payload: Callable[[], Payload] | None = None,
+        messages: Callable[[], Messages | None] | None = None,
         state: object = None,
     ) -> GradientFuture:
         """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
@@ -118,12 +119,16 @@ class Exchange:
             layout: who owns which part; None cuts equally.
             payload: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
                 buckets of a step complete together, also if ``payload`` raises.
+            messages: returns what travels straight to owners instead of the buffer, which its ``unload`` fills; None:
+                the buffer itself. Called with two ranks or more; for CPU tensors on gloo.
             state: that the hook was registered with; see `ModuleBuffers`.
         """
         step = self._enter(bucket)
         try:
             carried = None if payload is None else payload()
+            direct = messages() if messages is not None and self.world_size > 1 else None
             transfer = self.routes.of_bucket(bucket, step, turn)
+            transfer.messages = direct
             transfer.owner_step, transfer.layout = owner_step, layout or transfer.layout
             if carried is not None:
                 transfer.carry(carried)
@@ -302,6 +307,10 @@ class Exchange:
         return buffers
 
     def _begin(self, transfer: Transfer, *, behind: bool = False) -> None:
+        if transfer.messages is not None:
+            begin = functools.partial(self.routes.direct.begin, self.engine, transfer)
+            self.engine.guarded(transfer, "start", begin)
+            return
         way = self.routes.way(transfer.tensor.device)
         begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
         self.engine.guarded(transfer, "start", begin)

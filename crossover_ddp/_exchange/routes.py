@@ -12,6 +12,7 @@ from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves, Ring
 from .ddp_checks import check_group, flat_gradients, largest_bytes
+from .direct_way import DirectWay
 from .gathers import GatherOrder
 from .layout import Layout
 from .native_way import NativeWay
@@ -55,6 +56,7 @@ class Routes:
         self.backends = _backends(process_group)
         self.sides: dict[torch.device, Side] = {}
         self.ring = RingWay(ring, order, reducer, gatherer, stepper)
+        self.direct = DirectWay(ring, reducer, gatherer)
         self.native = NativeWay(NativeHalves(process_group), gatherer)
         self.alone = AloneWay(gatherer)
 

@@ -1,7 +1,7 @@
 """One bucket on its way from the hook to its Future, and the turn around it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -88,6 +88,24 @@ class Payload:
     is_long: bool = False
 
 
+class Messages(Protocol):
+    """What travels in a bucket's place where it cannot be added on its way; see [Note: straight to the owner].
+
+    ``outgoing``: bytes for each other owner; ``incoming``: memory for those of each other rank, of the size that this
+    rank will send. ``gather``: bytes that owners copy to all. The host's memory only.
+    """
+
+    outgoing: Mapping[int, torch.Tensor]
+    incoming: Mapping[int, torch.Tensor]
+    gather: Sharded
+
+    def step(self) -> None:
+        """Make the own part of ``gather`` of what has come. On the gatherer."""
+
+    def unload(self) -> None:
+        """Fill the bucket's buffer from ``gather``. On the gatherer."""
+
+
 def _no_report(numel: int) -> None:
     """For buffers that leave as a whole."""
 
@@ -121,6 +139,7 @@ class Transfer:
     turn: Turn | None = None
     owner_step: OwnerStep | None = None
     payload: Payload | None = None
+    messages: Messages | None = None
     result: torch.Tensor | None = None
     urgency: int | None = None
     halves: RingHalves | None = None

@@ -1,0 +1,210 @@
+"""Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
+
+[Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
+after it. So does the step after `drain`. In an exact step each rank adds its residuals to its gradients, those of an
+owner as often as there are ranks, since the exchange divides by that. Afterwards there are none.
+
+[Note: buckets that change] When DDP hands over a bucket of other parameters than before, the residuals of these
+parameters move over, and an owner's residual becomes part of its rank's push residual. Ranks need not exchange
+anything for that, and nothing is lost.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
+from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._exchange.transfer import Messages
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .bucket import Codecs, CodedBucket, numel_of
+from .codec import Codec
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_NEEDED: Final = ("room", "encode", "add_decoded")
+
+
+class Compression:
+    """The residuals of one model on this rank, and its buckets' messages.
+
+    Args:
+        codec: for both halves, or a pair: push to owners, pull from owners.
+        loss_scale: what the loss is multiplied by.
+        state: that the hook is registered with; tells apart models that wrap one module.
+    """
+
+    def __init__(
+        self, codec: Codec | tuple[Codec, Codec], loss_scale: float | Callable[[], float], state: object
+    ) -> None:
+        push, pull = codec if isinstance(codec, tuple) else (codec, codec)
+        self.codecs = Codecs(_checked(push), _checked(pull))
+        self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
+        self._state = state
+        self._scale: float | None = None
+        self._buckets: dict[int, CodedBucket] = {}
+        # Of parameters whose bucket is not known yet, or is not there any more.
+        self._pool: Any = WeakTensorKeyDictionary()
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._names: Any = WeakTensorKeyDictionary()
+        self._is_exact, self._is_new_step = True, True
+        self.steps = 0
+        self._sent_bytes = self._exact_bytes = 0
+
+    # --- in a hook -------------------------------------------------------------------------------------------
+
+    def messages(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Messages | None:
+        """Encode ``bucket``; None: it travels as it is, with all residuals in it. On the hook's thread."""
+        flat = flat_gradients(bucket)
+        _check(flat, group)
+        if self._is_new_step:
+            self._begin_step(bucket)
+        is_exact = self._is_exact
+        self._is_new_step = bucket.is_last()
+        if bucket.is_last():
+            self.steps += 1
+            self._is_exact = False
+        if is_exact:
+            self._add_residuals(bucket)
+            return None
+        coded = self._bucket(bucket, flat, group)
+        self._count(coded, flat, group.size())
+        coded.encode(flat)
+        return coded
+
+    def _begin_step(self, bucket: dist.GradBucket) -> None:
+        scale = float(self._loss_scale())
+        if self._scale is not None and scale != self._scale:
+            for each in self._buckets.values():
+                each.scale(scale / self._scale)
+            for residual in (*self._pool.values(), *self._loaded.values()):
+                residual.mul_(scale / self._scale)
+        self._scale = scale
+        if not len(self._names):
+            model = model_of(bucket, state=self._state)
+            for name, parameter in model.module.named_parameters() if model is not None else ():
+                self._names[parameter] = name
+
+    def _add_residuals(self, bucket: dist.GradBucket) -> None:
+        """Add what is kept for the bucket's parameters to its gradients, and keep nothing."""
+        self._retire(bucket.parameters())
+        start, flat = 0, bucket.buffer()
+        for parameter in bucket.parameters():
+            stop = start + numel_of(parameter)
+            piece, residual = flat[start:stop], self._taken(parameter)
+            if residual is not None and bool(piece.any()):
+                piece.add_(residual)
+            elif residual is not None:  # a parameter that is used nowhere has no use for it in this step
+                self._pool[parameter] = residual
+            start = stop
+
+    def _bucket(self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup) -> CodedBucket:
+        parameters = bucket.parameters()
+        known = self._buckets.get(bucket.index())
+        if known is not None and _are_same(known.parameters, parameters):
+            return known
+        self._retire(parameters)
+        layout = Layout.equal(flat.numel(), group.size())
+        made = CodedBucket(self.codecs, parameters, layout, group.rank())
+        for number, parameter in enumerate(parameters):
+            residual = self._taken(parameter)
+            if residual is not None:
+                made.keep(number, residual)
+        self._buckets[bucket.index()] = made
+        return made
+
+    def _retire(self, parameters: list[torch.Tensor]) -> None:
+        """Take apart all buckets that have one of ``parameters``, see [Note: buckets that change]."""
+        wanted = set(map(id, parameters))
+        for index, each in list(self._buckets.items()):
+            if not wanted.isdisjoint(map(id, each.parameters)):
+                for parameter, residual in each.kept():
+                    self._pool[parameter] = residual
+                del self._buckets[index]
+
+    def _taken(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what is kept for a parameter outside of any bucket, and keep it no longer."""
+        found = self._pool.pop(parameter, None)
+        loaded = self._loaded.pop(self._names.get(parameter, ""), None)
+        if loaded is None or found is None:
+            return loaded if found is None else found
+        return found.add_(loaded)
+
+    # --- between steps ---------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included."""
+        self._is_exact = True
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return a copy of this rank's residuals by the parameter's name, flat, as DDP's buckets order elements."""
+        kept = [*self._pool.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
+        if any(parameter not in self._names for parameter, _ in kept):
+            raise UnsupportedConfigurationError(
+                "expected a DDP model that Python's collector knows, got parameters without a name; "
+                "call gc.freeze() after the first backward(), not before"
+            )
+        named = {self._names[parameter]: residual.clone() for parameter, residual in kept}
+        return {**{name: residual.clone() for name, residual in self._loaded.items()}, **named}
+
+    def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
+        """Begin with ``residuals`` in place of what there is; the next step travels exact."""
+        self._buckets.clear()
+        self._pool.clear()
+        self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
+        self._scale = scale
+        self.drain()
+
+    @property
+    def scale(self) -> float | None:
+        """The loss's scale that residuals belong to; None before the first step."""
+        return self._scale
+
+    def stats(self) -> dict[str, float]:
+        """Return what was sent since the beginning, and the memory of residuals."""
+        nbytes = sum(each.nbytes for each in self._buckets.values())
+        rate = self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0
+        return {
+            "steps": self.steps,
+            "sent_bytes": self._sent_bytes,
+            "rate": rate,
+            "residual_bytes": nbytes,
+        }
+
+    def _count(self, coded: CodedBucket, flat: torch.Tensor, world_size: int) -> None:
+        """Count what the bucket's former step has sent, and what a ring would have."""
+        if coded.outgoing:
+            self._sent_bytes += coded.sent_bytes
+            self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
+
+
+def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
+    return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
+
+
+def _checked(codec: Codec) -> Codec:
+    missing = [name for name in _NEEDED if not callable(getattr(codec, name, None))]
+    if missing or isinstance(codec, type):
+        raise TypeError(
+            f"expected a codec such as Int8(), got codec={codec!r} without {', '.join(missing) or 'an instance'}; "
+            "pass an object of crossover_ddp.codecs, or None for no compression"
+        )
+    return codec
+
+
+def _check(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    backends = str(dist.get_backend_config(group)).split(",")
+    if flat.device.type != "cpu" or "cpu:gloo" not in backends:
+        raise UnsupportedConfigurationError(
+            f"expected CPU gradients on gloo, got device={flat.device} and backends={','.join(backends)}; "
+            "codecs do not work on other devices or backends yet, pass codec=None"
+        )
+    if flat.dtype not in _DTYPES:
+        raise UnsupportedConfigurationError(
+            f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
+            "of a codec are float32; pass codec=None"
+        )

@@ -1,0 +1,98 @@
+"""How a bucket is cut into what is coded and what travels exact, owner by owner. Pure: no tensors, no processes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .._exchange.layout import Layout, Span
+
+ALIGNMENT_BYTES = 16
+# A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
+_CODED_DIMENSIONS = 2
+
+
+class Segment(NamedTuple):
+    """What one owner has of one parameter.
+
+    Args:
+        parameter: its number in the bucket.
+        span: in the bucket's flat buffer.
+        begin: first element of it in the parameter.
+    """
+
+    parameter: int
+    span: Span
+    begin: int
+
+
+class Part(NamedTuple):
+    """What one owner has of a bucket; messages hold it in this order."""
+
+    coded: tuple[Segment, ...]
+    exact: tuple[Segment, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of elements of each coded segment."""
+        return tuple([segment.span.numel for segment in self.coded])
+
+    @property
+    def coded_numel(self) -> int:
+        """Number of coded elements."""
+        return sum(self.lengths)
+
+    @property
+    def exact_numel(self) -> int:
+        """Number of elements that travel exact."""
+        return sum(segment.span.numel for segment in self.exact)
+
+
+class Shape(NamedTuple):
+    """Where a message of bytes holds what: header, which parameters are in use, exact values, coded values."""
+
+    used: int
+    exact: int
+    coded: int
+    stop: int
+
+    @classmethod
+    def of(cls, part: Part, room: int) -> "Shape":
+        """Return the shape of a message of ``part`` whose codec has ``room`` bytes."""
+        used = ALIGNMENT_BYTES
+        exact = used + aligned(len(part.coded))
+        coded = exact + aligned(4 * part.exact_numel)
+        return cls(used, exact, coded, coded + aligned(room))
+
+
+def aligned(size: int) -> int:
+    """Round up to what any dtype may begin at."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def cut(numels: Sequence[int], dimensions: Sequence[int], layout: Layout) -> tuple[Part, ...]:
+    """Cut a bucket of parameters into the parts of its owners.
+
+    Args:
+        numels: of the parameters, in the order of the flat buffer.
+        dimensions: of the parameters.
+        layout: who owns which part of the buffer.
+    """
+    spans, start = [], 0
+    for numel in numels:
+        spans.append(Span(start, start + numel))
+        start += numel
+    if start != layout.numel:
+        raise ValueError(f"expected {layout.numel} elements, got numels of {start}; pass those of the bucket")
+    parts = []
+    for owner in range(layout.parts):
+        segments = list(_meets(spans, layout.part(owner)))
+        coded = [each for each in segments if dimensions[each.parameter] >= _CODED_DIMENSIONS]
+        exact = [each for each in segments if dimensions[each.parameter] < _CODED_DIMENSIONS]
+        parts.append(Part(tuple(coded), tuple(exact)))
+    return tuple(parts)
+
+
+def _meets(spans: Sequence[Span], part: Span) -> Iterator[Segment]:
+    for parameter, span in enumerate(spans):
+        start, stop = max(span.start, part.start), min(span.stop, part.stop)
+        if start < stop:
+            yield Segment(parameter, Span(start, stop), start - span.start)

@@ -1,0 +1,170 @@
+"""Compression as a stage of both halves: codecs for any state, and `compressed_hook` for a state with nothing else.
+
+Each rank sends its coded gradient straight to the owner of each part; the owner adds the decoded values in float32, in
+the order of ranks, encodes the mean and sends it to all. So a gradient is rounded once on its way to the owner and the
+mean once on its way back, whatever the number of ranks. What a message does not hold is added to the next gradient of
+the same parameter ("error feedback"). Parameters of one dimension travel exact. Our design; codecs name their papers.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from crossover_ddp._compression.codec import Codec, Encoded
+from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.half import Half
+from crossover_ddp._compression.int8 import Int8
+from crossover_ddp._compression.sidco import SIDCo
+from crossover_ddp._compression.threshold import Threshold
+from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.hook import Pausable, guarded
+
+from .errors import UnsupportedConfigurationError
+from .gpu_mutex import GPUMutex, turns_disabled
+
+__all__ = [
+    "Codec",
+    "CompressedState",
+    "Encoded",
+    "Half",
+    "Int8",
+    "SIDCo",
+    "Threshold",
+    "compressed_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class CompressedState(Pausable):
+    """State of `compressed_hook`: gradients travel coded in both halves, and what is left out is sent later.
+
+    The gradients are not those of plain DDP, but the same on all ranks to the last bit. With one rank they are its own.
+    The first step, while DDP arranges its buckets, travels exact.
+
+    Args:
+        codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first and to all with the second;
+            None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last bit.
+        loss_scale: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``: residuals follow
+            when it changes. Default 1.
+        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
+        mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
+
+    On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
+    gradients that are not on the CPU, not exchanged by gloo, or float64. ``ExchangeError`` from ``backward()`` when a
+    peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
+    residuals stay finite.
+
+    **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
+    same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
+
+    Example::
+
+        model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
+    """
+
+    def __init__(
+        self,
+        codec: Codec | tuple[Codec, Codec] | None,
+        *,
+        loss_scale: float | Callable[[], float] = 1.0,
+        process_group: dist.ProcessGroup | None = None,
+        mutex: GPUMutex | None = None,
+    ) -> None:
+        self.process_group = process_group
+        self.codec = codec
+        self.mutex = mutex
+        self._compression = None if codec is None else Compression(codec, loss_scale, self)
+        logger.info("%r", self)
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included: a checkpoint after it needs none of them.
+
+        **Collective**: all ranks must call it between the same two steps. Does nothing without a codec.
+        """
+        if self._compression is not None:
+            self._compression.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
+
+        After `drain` and a step there are none, and any number of ranks may go on without this.
+        """
+        if self._compression is None:
+            return {"residuals": {}, "loss_scale": None}
+        return {"residuals": self._compression.residuals(), "loss_scale": self._compression.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.
+
+        Not collective, but all ranks must. A rank that did not exist then passes ``{"residuals": {}, "loss_scale":
+        None}``; with another number of ranks the sum of residuals is divided by the new number.
+        """
+        if self._compression is not None:
+            self._compression.load(state["residuals"], state["loss_scale"])
+
+    def stats(self) -> dict[str, float]:
+        """Return "steps", "sent_bytes", "rate" (over an exact exchange's) and "residual_bytes". Not collective.
+
+        Bytes and rate are those of the coded steps but the last one. Empty without a codec.
+        """
+        return {} if self._compression is None else self._compression.stats()
+
+    def __repr__(self) -> str:
+        return f"CompressedState(codec={self.codec!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what lives in this process only, as torch's own hook states do."""
+        logger.warning("process_group, mutex and residuals are not pickled; the copy uses the default group")
+        return {"codec": self.codec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["codec"])  # type: ignore[misc]
+
+
+def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket over the ranks, coded on the way to owners and on the way back.
+
+    Args:
+        state: made once per model, on all ranks; see `CompressedState`.
+        bucket: DDP's bucket.
+
+    Returns:
+        A Future of the bucket's own buffer, completed by a thread of this package's own.
+
+    On failure: as `reduce_scatter_all_gather_hook`; see also `CompressedState`. Nothing leaves the hook.
+
+    **Collective**: DDP calls it on all ranks in the same order. Source: our design, see the module.
+
+    Example::
+
+        model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
+    """
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
+        _check_state(state)
+        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+        if turns_disabled():
+            return allreduce_hook(group, bucket)
+        check_not_capturing(bucket)
+        compression = state._compression
+        messages = None if compression is None else functools.partial(compression.messages, bucket, group)
+        return Exchange.of(group).submit(bucket, turn=state.mutex, messages=messages, state=state)
+
+    return guarded(bucket, answer)
+
+
+def _check_state(state: object) -> None:
+    if not isinstance(state, CompressedState):
+        raise UnsupportedConfigurationError(
+            f"expected a CompressedState, got state={type(state).__name__}; pass codec= to that state instead, "
+            "and register its own hook"
+        )
