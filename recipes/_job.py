@@ -105,7 +105,7 @@ class MuonAndAdamW:
             part.load_state_dict(state[name])
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of linear layers but the head's."""
     return [
         module.weight

@@ -46,9 +46,10 @@ def main() -> None:
         nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
     ).to(device)
     # Muon is for hidden matrices; biases, embeddings and the head go to another optimizer.
-    matrices = [network[0].weight, network[2].weight]
+    matrices = [p for name, p in network.named_parameters() if name in ("0.weight", "2.weight")]
     others = [p for p in network.parameters() if all(p is not matrix for matrix in matrices)]
     muon, adamw = torch.optim.Muon(matrices, lr=args.lr), torch.optim.AdamW(others, lr=1e-3)
+    optimizers: list[torch.optim.Optimizer] = [muon, adamw]
     model = DistributedDataParallel(network)
     state = MuonState(muon)
     model.register_comm_hook(state, muon_hook)  # the added lines
@@ -58,7 +59,7 @@ def main() -> None:
         for inputs, labels in loader:
             loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
             loss.backward()
-            for optimizer in (muon, adamw):
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         if dist.get_rank() == 0:
@@ -67,8 +68,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(state)
         if args.checkpoint is not None:
-            parts = {"network": network, "muon": muon, "adamw": adamw}
-            torch.save({name: part.state_dict() for name, part in parts.items()}, args.checkpoint)
+            saved = {"network": network.state_dict(), "muon": muon.state_dict(), "adamw": adamw.state_dict()}
+            torch.save(saved, args.checkpoint)
     dist.destroy_process_group()
 
 
