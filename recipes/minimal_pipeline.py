@@ -8,6 +8,7 @@ Losses are those of the model that is not cut.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def main() -> None:
         nn.Linear(128, 10),
     ]
     cluster = Cluster.measure()  # latency and bandwidth of each pair of ranks
-    document = [None]
+    document: list[Any] = [None]
     if dist.get_rank() == 0:
         profile = Profile.measure(layers, images[:MICRO_SIZE])
         plan = plan_pipeline(profile, cluster, microbatches=MICROBATCHES, max_replicas=args.max_replicas)

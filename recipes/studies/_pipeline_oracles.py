@@ -15,11 +15,7 @@ def random_instance(
     dice: random.Random, *, layers: int, devices: int, memory: bool = False
 ) -> tuple[Profile, Cluster]:
     """Return a chain and a cluster with costs of one magnitude; with ``memory`` some stages do not fit."""
-    profile = Profile(
-        tuple(
-            [LayerProfile(f"l{place}", *[dice.uniform(*each) for each in costs]) for place in range(layers)]
-        )
-    )
+    profile = Profile(tuple([LayerProfile(f"l{k}", *_drawn(dice)) for k in range(layers)]))
     rates = tuple([tuple([10 ** dice.uniform(-0.5, 1) for _ in range(devices)]) for _ in range(devices)])
     rooms = tuple([dice.uniform(20, 60) for _ in range(devices)]) if memory else ()
     nodes = tuple([str(dice.randrange(max(2, devices - 1))) for _ in range(devices)])

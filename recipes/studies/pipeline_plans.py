@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def transformer(blocks: int, width: int, tokens: int, vocabulary: int) -> Profil
     )
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], Profile]] = {
     "VGG-19": vgg,
     "ResNet-152": resnet,
     "BERT-like": lambda: transformer(24, 1024, 2048, 30522),
