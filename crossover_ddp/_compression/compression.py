@@ -22,7 +22,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Messages
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .bucket import CodedBucket, Codecs, numel_of
+from .bucket import Codecs, CodedBucket, numel_of
 from .codec import Codec
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -180,6 +180,13 @@ class Compression:
         if coded.outgoing:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
+
+
+def state_of(compression: Compression | None) -> dict[str, Any]:
+    """Return what a state dict holds; nothing without a codec."""
+    if compression is None:
+        return {"residuals": {}, "loss_scale": None}
+    return {"residuals": compression.residuals(), "loss_scale": compression.scale}
 
 
 def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "_kfac": HOOK_WING,
     "_compression": HOOK_WING,
     "codecs": {*HOOK_WING, "_compression"},
-    "comm_hooks": {*HOOK_WING, "_decoupled"},
+    "comm_hooks": {*HOOK_WING, "_compression", "_decoupled"},
     "kfac_hooks": {*HOOK_WING, "_kfac"},
     "cli": {"_turns.view", "_turns.slots", "_timeline", "_planning", "_system", "errors"},
     "__init__": {"codecs", "comm_hooks", "kfac_hooks", "gpu_mutex", "errors"},

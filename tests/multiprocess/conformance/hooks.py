@@ -9,6 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp.codecs import CompressedState, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -18,6 +19,7 @@ from crossover_ddp.comm_hooks import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.multiprocess.identity_codec import Identity
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
@@ -110,11 +112,41 @@ def kfac_of_nothing(
     state.close()
 
 
+@contextlib.contextmanager
+def compressed_by_nothing(model: DistributedDataParallel) -> Iterator[None]:
+    model.register_comm_hook(CompressedState(codec=None), compressed_hook)
+    yield
+
+
+@contextlib.contextmanager
+def identity_codec(model: DistributedDataParallel) -> Iterator[None]:
+    """Gradients travel as messages, whose values are as they were."""
+    model.register_comm_hook(CompressedState(codec=Identity()), compressed_hook)
+    yield
+
+
 VIEWS = {"gradient_as_bucket_view": True}
-NO_VIEWS = {
+NO_ @ contextlib.contextmanager
+
+
+def compressed_by_nothing(model: DistributedDataParallel) -> Iterator[None]:
+    model.register_comm_hook(CompressedState(codec=None), compressed_hook)
+    yield
+
+
+@contextlib.contextmanager
+def identity_codec(model: DistributedDataParallel) -> Iterator[None]:
+    """Gradients travel as messages, whose values are as they were."""
+    model.register_comm_hook(CompressedState(codec=Identity()), compressed_hook)
+    yield
+
+
+VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
     "complex_parameters": "complex parameters need gradient_as_bucket_view, which is said",
 }
+
+IN_DOUBLE = {"several_dtypes": "a codec refuses float64, which is said"}
 
 HOOKS: dict[str, Row] = {
     "split": Row(split),
@@ -124,5 +156,7 @@ HOOKS: dict[str, Row] = {
     "decoupled": Row(attach=decoupled, options=VIEWS),
     "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
+    "compressed_by_nothing": Row(compressed_by_nothing),
+    "identity_codec": Row(identity_codec, bitwise_world_sizes=(1,), skip=IN_DOUBLE),
     "kfac_of_nothing": Row(attach=kfac_of_nothing),
 }
