@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.codec import Codec, Encoded
-from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.half import Half
 from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.sidco import SIDCo
@@ -98,9 +98,7 @@ class CompressedState(Pausable):
 
         After `drain` and a step there are none, and any number of ranks may go on without this.
         """
-        if self._compression is None:
-            return {"residuals": {}, "loss_scale": None}
-        return {"residuals": self._compression.residuals(), "loss_scale": self._compression.scale}
+        return state_of(self._compression)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.

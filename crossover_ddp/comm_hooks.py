@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from crossover_ddp._compression.codec import Codec
+from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.endings import on_destruction
@@ -91,7 +93,7 @@ class CrossoverState(Pausable):
     """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
 
     ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
-    only *when* the job computes changes. Without siblings the job goes on as with the split hook.
+    only *when* the job computes changes (``codec=`` does change gradients). Without siblings the job goes on as with the split hook.
 
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
@@ -99,6 +101,9 @@ class CrossoverState(Pausable):
             group named by ``CROSSOVER_GROUP``, made when the first exchange ends and closed with the process group.
             All models of the process share it. A model whose process group has only some of the job's ranks takes no
             turns of its own; its gradients travel inside the turns of the job.
+        codec: compresses both halves, with error feedback; one for both, or a pair: to owners, to all. Such as
+            ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default: none, gradients are those of plain DDP.
+        loss_scale: for ``codec``: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
 
     On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
@@ -117,10 +122,14 @@ class CrossoverState(Pausable):
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
+        codec: Codec | tuple[Codec, Codec] | None = None,
+        loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
     ) -> None:
         self.process_group = process_group
         self.hook_state = hook_state
+        self.codec = codec
+        self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.turn: Turn = mutex if mutex is not None else JobTurn(process_group)
 
     @property
@@ -129,8 +138,26 @@ class CrossoverState(Pausable):
         return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
 
     def stats(self) -> dict[str, Any]:
-        """Return the mutex's counters; see `GPUMutex.stats`. Empty before the first exchange."""
-        return self.mutex.stats() if self.mutex is not None else {}
+        """Return the mutex's counters, see `GPUMutex.stats`, once the first exchange has ended.
+
+        With a codec also "codec", what `CompressedState.stats` returns.
+        """
+        counters = self.mutex.stats() if self.mutex is not None else {}
+        return counters if self.compression is None else {**counters, "codec": self.compression.stats()}
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
+        if self.compression is not None:
+            self.compression.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals; see `CompressedState.state_dict`. Not collective."""
+        return state_of(self.compression)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with residuals of `state_dict`; see `CompressedState.load_state_dict`. Not collective."""
+        if self.compression is not None:
+            self.compression.load(state["residuals"], state["loss_scale"])
 
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.
@@ -145,10 +172,10 @@ class CrossoverState(Pausable):
         logger.warning(
             "process_group and mutex are not pickled; the copy uses the default group and its own mutex"
         )
-        return {"hook_state": self.hook_state}
+        return {"hook_state": self.hook_state, "codec": self.codec}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(hook_state=state["hook_state"])  # type: ignore[misc]
+        self.__init__(hook_state=state["hook_state"], codec=state.get("codec"))  # type: ignore[misc]
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -180,8 +207,11 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_not_capturing(bucket)
-        exchange = Exchange.of(resolve_group(group))
-        return exchange.submit(bucket, turn=_turn_of(state, bucket), state=state)
+        resolved, compression = resolve_group(group), state.compression
+        messages = None if compression is None else functools.partial(compression.messages, bucket, resolved)
+        return Exchange.of(resolved).submit(
+            bucket, turn=_turn_of(state, bucket), messages=messages, state=state
+        )
 
     return guarded(bucket, answer)
 

@@ -182,6 +182,13 @@ class Compression:
             self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
 
 
+def state_of(compression: Compression | None) -> dict[str, Any]:
+    """Return what a state dict holds; nothing without a codec."""
+    if compression is None:
+        return {"residuals": {}, "loss_scale": None}
+    return {"residuals": compression.residuals(), "loss_scale": compression.scale}
+
+
 def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
     return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
 

@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,40 +16,17 @@ from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import (
     Codec,
     CompressedState,
-    Encoded,
     Half,
     Int8,
     SIDCo,
     Threshold,
     compressed_hook,
 )
-from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
+from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from tests.harness import run_ranks
+from tests.multiprocess.identity_codec import Identity
 
 WORLD_SIZES = (2, 3, 4)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Values as they are."""
-
-    def room(self, lengths: Sequence[int], wanted: int | None = None) -> int:
-        return 4 * sum(lengths)
-
-    def encode(
-        self,
-        values: torch.Tensor,
-        lengths: Sequence[int],
-        message: torch.Tensor,
-        residual: torch.Tensor,
-        memory: Any = None,
-    ) -> Encoded:
-        message[: 4 * sum(lengths)].view(torch.float32).copy_(values)
-        residual.zero_()
-        return Encoded(True, values.numel(), None)
-
-    def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
-        out.add_(message[: 4 * sum(lengths)].view(torch.float32))
 
 
 CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
@@ -459,13 +435,23 @@ class Turns:
         self.order.append("acquire")
 
 
-def turns(rank: int, world_size: int) -> list[str]:
-    model, mutex = wrapped(), Turns()
-    model.register_comm_hook(CompressedState(Int8(), mutex=mutex), compressed_hook)  # type: ignore[arg-type]
-    for step in range(3):
-        backward(model, rank, step)
-    return mutex.order
+def turns(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
+    orders, digests = [], []
+    for make, hook in ((CompressedState, compressed_hook), (CrossoverState, crossover_hook)):
+        model, mutex = wrapped(), Turns()
+        state = make(codec=(SIDCo(0.05), Int8()), mutex=mutex)
+        model.register_comm_hook(state, hook)
+        for step in range(4):
+            if step == 3:
+                state.drain()
+            backward(model, rank, step)
+        assert not any(residual.any() for residual in state.state_dict()["residuals"].values())
+        orders.append(mutex.order)
+        digests.append(digest(gradients(model)))
+    return orders, digests
 
 
 def test_the_turn_is_given_away_while_messages_travel() -> None:
-    assert run_ranks(turns, 2) == [["release", "request", "acquire"] * 3] * 2
+    for orders, digests in run_ranks(turns, 2):
+        assert orders == [["release", "request", "acquire"] * 4] * 2
+        assert digests[0] == digests[1]

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "codecs": {*HOOK_WING, "_compression"},
     "averaging_hooks": {*HOOK_WING, "_averaging"},
     "_muon": HOOK_WING,
-    "comm_hooks": {*HOOK_WING, "_decoupled"},
+    "comm_hooks": {*HOOK_WING, "_compression", "_decoupled"},
     "kfac_hooks": {*HOOK_WING, "_kfac"},
     "muon_hooks": {*HOOK_WING, "_muon"},
     "pipeline": {"_planning", "_exchange", "gpu_mutex", "comm_hooks", "kfac_hooks", "errors"},

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.codecs import CompressedState, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -20,6 +21,7 @@ from crossover_ddp.comm_hooks import (
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.multiprocess.identity_codec import Identity
 
 # Registers a hook for the time of the block, and leaves nothing behind.
 Registration = Callable[[DistributedDataParallel], contextlib.AbstractContextManager[None]]
@@ -121,6 +123,12 @@ def muon_of_nothing(model: DistributedDataParallel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def compressed_by_nothing(model: DistributedDataParallel) -> Iterator[None]:
+    model.register_comm_hook(CompressedState(codec=None), compressed_hook)
+    yield
+
+
+@contextlib.contextmanager
 def averaged_every_step(model: DistributedDataParallel) -> Iterator[None]:
     """Replicas that never differ."""
     state = LocalSGDState(sync_every=1)
@@ -129,11 +137,20 @@ def averaged_every_step(model: DistributedDataParallel) -> Iterator[None]:
     state.close()
 
 
+@contextlib.contextmanager
+def identity_codec(model: DistributedDataParallel) -> Iterator[None]:
+    """Gradients travel as messages, whose values are as they were."""
+    model.register_comm_hook(CompressedState(codec=Identity()), compressed_hook)
+    yield
+
+
 VIEWS = {"gradient_as_bucket_view": True}
 NO_VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
     "complex_parameters": "complex parameters need gradient_as_bucket_view, which is said",
 }
+
+IN_DOUBLE = {"several_dtypes": "a codec refuses float64, which is said"}
 
 HOOKS: dict[str, Row] = {
     "split": Row(split),
@@ -144,6 +161,8 @@ HOOKS: dict[str, Row] = {
     "decoupled": Row(attach=decoupled, options=VIEWS),
     "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
+    "compressed_by_nothing": Row(compressed_by_nothing),
+    "identity_codec": Row(identity_codec, bitwise_world_sizes=(1,), skip=IN_DOUBLE),
     "kfac_of_nothing": Row(attach=kfac_of_nothing),
     "muon_of_nothing": Row(muon_of_nothing),
 }
