@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import weakref
 
 import pytest
 
@@ -47,3 +48,16 @@ def test_later_threads_end_although_the_first_one_was_late() -> None:
     for worker in (first, second, third):
         with pytest.raises(RuntimeError, match="takes no more work: it was closed"):
             worker.put(lambda: None)
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_job_alive() -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    seen, worker = weakref.ref(kept), Worker("idle")
+    worker.put(functools.partial(lambda _: None, kept))
+    del kept
+    assert eventually(lambda: seen() is None)
+    assert "idle" in names_of_threads()
+    assert stop_workers([worker], 10)
