@@ -51,6 +51,7 @@ def test_one_failure_ends_all_transfers_under_way_at_once(process_group: dist.Pr
     assert not waiting.future.done()
     exchange.engine.guarded(failing, "reduce-scatter", fail)
     for transfer in (waiting, failing):
+        assert transfer.future.done()
         with pytest.raises(ExchangeError, match="the reduce-scatter of bucket 0 failed: on purpose"):
             transfer.future.wait()
     exchange.close()
