@@ -52,6 +52,7 @@ BENCH = "tests/benchmarks/test_hooks_bench.py"
 
 # By the beginning of the command; the longest one counts.
 COMMANDS: dict[str, Short | Elsewhere | Needs] = {
+    "python recipes/studies/muon.py": Elsewhere("tests/recipes/test_muon_study.py::test_the_study_runs"),
     "make demo": Elsewhere("tests/recipes/test_demo.py::test_demo_on_an_emulated_network"),
     "make test": Needs("to be what runs this test"),
     "crossover-ddp advise -- torchrun": Elsewhere(
