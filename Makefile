@@ -42,6 +42,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
 	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled
+	@$(BIN)/python recipes/studies/averaging.py --preset convnet --ratio 1 2 3 --out runs/campaign/averaging
 	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
 	@$(BIN)/python recipes/studies/optimizer_study.py --study autoencoder --seeds 3 --out runs/campaign/optimizers
 

@@ -135,6 +135,19 @@ class Engine:
             self.finish(other, None)
         self.finish(transfer, None)
 
+    def follow(self, transfer: Transfer) -> None:
+        """End a step whose Futures another library completes; see `Exchange.follow`."""
+        with transfer.side.current():
+            for future in transfer.step.futures:
+                result = future.wait()
+            transfer.tensor = result
+            whole_way = transfer.side.mark()
+        shared = transfer.turn is not None and transfer.turn.shared
+        if shared:
+            whole_way()
+        # Another library's hook: it is unknown whose data it waited for.
+        self.complete(transfer, ahead=not shared)
+
     def finish(self, transfer: Transfer, error: CrossoverError | None) -> None:
         """Complete the transfer's Future, and nothing else."""
         with self._lock:

@@ -259,7 +259,7 @@ class Exchange:
             return future
         transfer = self.routes.of_bucket(bucket, step, turn)
         self._leave(step, turn)
-        follow = functools.partial(self._follow, transfer)
+        follow = functools.partial(self.engine.follow, transfer)
         put = functools.partial(self.engine.put, self._follower, transfer, "wrapped hook", follow)
         self.engine.guarded(transfer, "start", put)
         return transfer.future
@@ -328,18 +328,6 @@ class Exchange:
         spread = functools.partial(way.spread, self.engine, transfer)
         self.engine.guarded(transfer, "start", spread)
         return transfer.future
-
-    def _follow(self, transfer: Transfer) -> None:
-        with transfer.side.current():
-            for future in transfer.step.futures:
-                result = future.wait()
-            transfer.tensor = result
-            whole_way = transfer.side.mark()
-        shared = transfer.turn is not None and transfer.turn.shared
-        if shared:
-            whole_way()
-        # Another library's hook: it is unknown whose data it waited for.
-        self.engine.complete(transfer, ahead=not shared)
 
 
 def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:
