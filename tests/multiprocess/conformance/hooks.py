@@ -126,22 +126,7 @@ def identity_codec(model: DistributedDataParallel) -> Iterator[None]:
 
 
 VIEWS = {"gradient_as_bucket_view": True}
-NO_ @ contextlib.contextmanager
-
-
-def compressed_by_nothing(model: DistributedDataParallel) -> Iterator[None]:
-    model.register_comm_hook(CompressedState(codec=None), compressed_hook)
-    yield
-
-
-@contextlib.contextmanager
-def identity_codec(model: DistributedDataParallel) -> Iterator[None]:
-    """Gradients travel as messages, whose values are as they were."""
-    model.register_comm_hook(CompressedState(codec=Identity()), compressed_hook)
-    yield
-
-
-VIEWS = {
+NO_VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
     "complex_parameters": "complex parameters need gradient_as_bucket_view, which is said",
 }
