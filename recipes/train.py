@@ -26,6 +26,7 @@ import _data
 import _models
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
 from _options import parse_arguments
+from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -44,6 +45,7 @@ HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizer, args: (None, allreduce_hook),
     "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
+    "compressed": lambda model, optimizer, args: (CompressedState(codec=Int8()), compressed_hook),
     "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
     "kfac": lambda model, optimizer, args: (
         KFACState(

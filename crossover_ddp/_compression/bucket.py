@@ -15,7 +15,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
 from .codec import Codec
-from .cut import Part, OwnedSpan, cut
+from .cut import OwnedSpan, Part, cut
 from .message import CodedMessage, total, views
 
 
