@@ -93,8 +93,8 @@ class CrossoverState(Pausable):
     """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
 
     ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
-    only *when* the job computes changes (``codec=`` does change gradients). Without siblings the job goes on as with
-    the split hook.
+    only *when* the job computes changes; ``codec=`` does change gradients. Without siblings the job goes on as with the
+    split hook.
 
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.

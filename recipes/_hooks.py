@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -29,6 +30,7 @@ HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizer, args: (None, allreduce_hook),
     "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
+    "compressed": lambda model, optimizer, args: (CompressedState(codec=Int8()), compressed_hook),
     "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
     "local_sgd": lambda model, optimizer, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),

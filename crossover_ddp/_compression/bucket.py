@@ -15,8 +15,8 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
 from .codec import Codec
-from .cut import Part, Segment, cut
-from .message import Message, total, views
+from .cut import OwnedSpan, Part, cut
+from .message import CodedMessage, total, views
 
 
 class Codecs(NamedTuple):
@@ -35,7 +35,7 @@ class _Stream:
         self.room = codec.room(part.lengths)
         self._memory: Any = None
 
-    def encode(self, values: torch.Tensor, used: Sequence[bool], message: Message) -> None:
+    def encode(self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage) -> None:
         """Write values plus residual, and keep the rest; what is not used waits with its residual. Changes ``values``.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
@@ -88,6 +88,7 @@ class CodedBucket:
         self._is_own_kept = False
         self.outgoing: dict[int, torch.Tensor] = {}
         self.incoming: dict[int, torch.Tensor] = {}
+        self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, layout.parts))
 
     @property
     def sent_bytes(self) -> int:
@@ -104,7 +105,7 @@ class CodedBucket:
         self._messages = {}
         for owner in self._others:
             part, stream = self.parts[owner], self._push[owner]
-            message = self._messages[owner] = Message(part, stream.room)
+            message = self._messages[owner] = CodedMessage(part, stream.room)
             _collect(flat, part.exact, message.exact)
             values = _collect(flat, part.coded, torch.empty(part.coded_numel))
             stream.encode(values, [used[segment.parameter] for segment in part.coded], message)
@@ -112,7 +113,9 @@ class CodedBucket:
         self._own_used = [used[segment.parameter] for segment in self._own.coded]
         self._addend = self._own_addend(flat)
         self._exact_addend = _collect(flat, self._own.exact, torch.empty(self._own.exact_numel))
-        self._received = {source: Message(self._own, room) for source, room in self._incoming_rooms.items()}
+        self._received = {
+            source: CodedMessage(self._own, room) for source, room in self._incoming_rooms.items()
+        }
         self.incoming = {source: message.bytes for source, message in self._received.items()}
         sizes = [total(part, room) for part, room in zip(self.parts, self._pull_rooms, strict=True)]
         layout = Layout.of_lengths(sizes)
@@ -150,7 +153,7 @@ class CodedBucket:
                 used = [
                     mine or bool(theirs) for mine, theirs in zip(used, message.used.tolist(), strict=True)
                 ]
-        out = Message(own, self._pull_rooms[self.rank], self._piece(self.rank))
+        out = CodedMessage(own, self._pull_rooms[self.rank], self._piece(self.rank))
         out.exact.copy_(exact.div_(world_size))
         if is_finite:
             self._pull.encode(values.div_(world_size), used, out)
@@ -161,7 +164,7 @@ class CodedBucket:
         """Decode all owners' messages into the bucket. On a worker."""
         rooms = list(self._pull_rooms)
         for owner, part in enumerate(self.parts):
-            message = Message(part, rooms[owner], self._piece(owner))
+            message = CodedMessage(part, rooms[owner], self._piece(owner))
             finite, self._pull_rooms[owner] = message.opened()
             values = torch.zeros(part.coded_numel) if finite else torch.full((part.coded_numel,), torch.nan)
             if finite and part.coded:
@@ -219,7 +222,7 @@ class CodedBucket:
         """Bytes of the residuals."""
         return sum(stream.residual.nbytes for stream in (*self._push, self._pull))
 
-    def _pieces(self, streams: Sequence[_Stream]) -> Iterator[tuple[Segment, torch.Tensor]]:
+    def _pieces(self, streams: Sequence[_Stream]) -> Iterator[tuple[OwnedSpan, torch.Tensor]]:
         for stream in streams:
             yield from zip(stream.part.coded, views(stream.residual, stream.part.lengths), strict=True)
 
@@ -229,7 +232,7 @@ def numel_of(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _collect(flat: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor) -> torch.Tensor:
+def _collect(flat: torch.Tensor, segments: Sequence[OwnedSpan], out: torch.Tensor) -> torch.Tensor:
     """Copy segments of ``flat`` one behind the other."""
     if segments:
         pieces = [flat[segment.span.start : segment.span.stop] for segment in segments]
@@ -240,7 +243,7 @@ def _collect(flat: torch.Tensor, segments: Sequence[Segment], out: torch.Tensor)
     return out
 
 
-def _spread(values: torch.Tensor, segments: Sequence[Segment], flat: torch.Tensor) -> None:
+def _spread(values: torch.Tensor, segments: Sequence[OwnedSpan], flat: torch.Tensor) -> None:
     """Copy back what `_collect` has collected."""
     if segments:
         places = [flat[segment.span.start : segment.span.stop] for segment in segments]

@@ -128,7 +128,7 @@ class Compression:
 
     def _taken(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what is kept for a parameter outside of any bucket, and keep it no longer."""
-        found = self._pool.pop(parameter, None)
+        found: torch.Tensor | None = self._pool.pop(parameter, None)
         loaded = self._loaded.pop(self._names.get(parameter, ""), None)
         if loaded is None or found is None:
             return loaded if found is None else found

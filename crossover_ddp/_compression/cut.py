@@ -10,7 +10,7 @@ ALIGNMENT_BYTES = 16
 _CODED_DIMENSIONS = 2
 
 
-class Segment(NamedTuple):
+class OwnedSpan(NamedTuple):
     """What one owner has of one parameter.
 
     Args:
@@ -27,8 +27,8 @@ class Segment(NamedTuple):
 class Part(NamedTuple):
     """What one owner has of a bucket; messages hold it in this order."""
 
-    coded: tuple[Segment, ...]
-    exact: tuple[Segment, ...]
+    coded: tuple[OwnedSpan, ...]
+    exact: tuple[OwnedSpan, ...]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ def cut(numels: Sequence[int], dimensions: Sequence[int], layout: Layout) -> tup
     return tuple(parts)
 
 
-def _meets(spans: Sequence[Span], part: Span) -> Iterator[Segment]:
+def _meets(spans: Sequence[Span], part: Span) -> Iterator[OwnedSpan]:
     for parameter, span in enumerate(spans):
         start, stop = max(span.start, part.start), min(span.stop, part.stop)
         if start < stop:
-            yield Segment(parameter, Span(start, stop), start - span.start)
+            yield OwnedSpan(parameter, Span(start, stop), start - span.start)

@@ -14,7 +14,7 @@ from .cut import Part, Shape
 _FINITE, _NEXT_ROOM = 0, 1
 
 
-class Message:
+class CodedMessage:
     """A message's bytes, and where its parts are.
 
     Args:

@@ -91,13 +91,21 @@ class Payload:
 class Messages(Protocol):
     """What travels in a bucket's place where it cannot be added on its way; see [Note: straight to the owner].
 
-    ``outgoing``: bytes for each other owner; ``incoming``: memory for those of each other rank, of the size that this
-    rank will send. ``gather``: bytes that owners copy to all. The host's memory only.
+    ``outgoing``: bytes for each other owner; ``incoming``: memory for those of each other rank, of the size that it
+    sends. ``gather``: bytes that owners copy to all. The host's memory only.
     """
 
-    outgoing: Mapping[int, torch.Tensor]
-    incoming: Mapping[int, torch.Tensor]
-    gather: Sharded
+    @property
+    def outgoing(self) -> Mapping[int, torch.Tensor]:
+        """By owner."""
+
+    @property
+    def incoming(self) -> Mapping[int, torch.Tensor]:
+        """By rank."""
+
+    @property
+    def gather(self) -> Sharded:
+        """By owner."""
 
     def step(self) -> None:
         """Make the own part of ``gather`` of what has come. On the gatherer."""

@@ -33,9 +33,18 @@ def plain() -> list[str]:
     return losses(train("crossover", environment=PLAIN))
 
 
+def test_a_compressed_job_learns_nearly_what_plain_ddp_learns(plain: list[str]) -> None:
+    printed = train("compressed")
+    (loss,), (rate,) = losses(printed), re.findall(r"rate ([0-9.]+)", printed)
+    assert loss != plain[0]
+    assert float(loss) == pytest.approx(float(plain[0]), rel=0.1)
+    assert 0.25 < float(rate) < 0.27
+
+
 def test_there_is_one_for_each_hook_the_mutex_and_pipelines() -> None:
     assert [path.stem for path in MINIMAL] == [
         "minimal_averaging",
+        "minimal_compressed",
         "minimal_crossover",
         "minimal_decoupled",
         "minimal_kfac",

@@ -92,7 +92,7 @@ class Figures:
         return sum(bucket.size_bytes for bucket in self.buckets)
 
 
-class _Half(NamedTuple):
+class _HalfSpan(NamedTuple):
     bucket: int
     kind: str
     begin_s: float
@@ -108,7 +108,7 @@ class _RankStep(NamedTuple):
     sizes: tuple[int, ...]
     largest: tuple[int, ...]
     ready_s: tuple[float, ...]
-    halves: tuple[_Half, ...]
+    halves: tuple[_HalfSpan, ...]
 
     @property
     def compute_s(self) -> float:
@@ -297,7 +297,7 @@ def _step(
         ),
         halves=tuple(
             [
-                _Half(place, kind, span.begin_s, span.end_s)
+                _HalfSpan(place, kind, span.begin_s, span.end_s)
                 for place, number in enumerate(sorted(whole))
                 for kind, span in whole[number].items()
             ]
