@@ -66,7 +66,7 @@ def measure_once(ranks: Ranks, args: argparse.Namespace, c_s: float, repeat: int
 
 def samples_per_s(answers: Iterable[Answer]) -> float:
     """Return the mini-batches of all ranks in a second."""
-    return sum(1 / answer["step_s"] for answer in answers)
+    return float(sum(1 / answer["step_s"] for answer in answers))
 
 
 def summarize(
@@ -137,7 +137,7 @@ def measure_preset(
 
 def cells(row: Row) -> Cells:
     """What the table says of a row."""
-    found: Cells = {
+    found: dict[str, float | str | None] = {
         "model": row["preset"],
         "M/C": row["m_s"] / row["c_s"],
         "C s": row["c_s"],

@@ -279,7 +279,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = {
+    runs: dict[str, Callable[[], None]] = {
         "partition": lambda: partition(args.instances),
         "actions": lambda: actions(args.instances, args.large, args.solver_seconds),
         "device-orders": lambda: device_orders(args.instances),
