@@ -83,8 +83,8 @@ class SharedCentre:
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
     """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of its elements.
 
-    Chunks are small beside the vector, so that ranks which begin at the same moment stay apart: where two of them add to
-    the same chunk at the same speed, a fifth of the additions was lost.
+    Chunks are small beside the vector, so that ranks which begin at the same moment stay apart: where two of them added
+    to the same chunk at the same speed, a fifth of the additions was lost.
     """
     numel = sum(piece.numel() for piece in pieces)
     size = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, numel // _CHUNKS))
