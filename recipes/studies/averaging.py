@@ -66,7 +66,7 @@ def measure_once(ranks: Ranks, args: argparse.Namespace, c_s: float, repeat: int
 
 def samples_per_s(answers: Iterable[Answer]) -> float:
     """Return the mini-batches of all ranks in a second."""
-    return sum(1 / answer["step_s"] for answer in answers)
+    return float(sum(1 / answer["step_s"] for answer in answers))
 
 
 def summarize(

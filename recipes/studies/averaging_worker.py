@@ -59,7 +59,7 @@ class AveragingRun(WorkerJob):
             self.state = LocalSGDState(every, order.get("delay", 0), order.get("fragments", 1))
             self.model.register_comm_hook(self.state, local_sgd_hook)
         elif way in AVERAGED:
-            self.state = ElasticState(every, way)
+            self.state = ElasticState(every, way)  # type: ignore[arg-type]
             self.model.register_comm_hook(self.state, elastic_hook)
 
     def step(self) -> torch.Tensor:
