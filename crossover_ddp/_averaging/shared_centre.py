@@ -14,7 +14,7 @@ import hashlib
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -25,7 +25,9 @@ from crossover_ddp._system.shared_memory import SHARED_MEMORY, check_owned, open
 from crossover_ddp.errors import SegmentError
 
 _ALIGNMENT: Final = 64
-_CHUNK_NUMEL: Final = 1 << 16
+_CHUNKS: Final = 64
+_SMALLEST_CHUNK: Final = 1 << 8
+_LARGEST_CHUNK: Final = 1 << 16
 _NET_NAMESPACE: Final = "/proc/self/ns/net"
 
 
@@ -79,18 +81,20 @@ class SharedCentre:
 
 
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of them."""
-    chunks = list(_chunks(pieces))
-    begin = int(first * len(chunks))
-    return [*chunks[begin:], *chunks[:begin]]
+    """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of its elements.
 
-
-def _chunks(pieces: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    start = 0
+    Chunks are small beside the vector, so that ranks which begin at the same moment stay apart: where two of them added
+    to the same chunk at the same speed, a fifth of the additions was lost.
+    """
+    numel = sum(piece.numel() for piece in pieces)
+    size = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, numel // _CHUNKS))
+    chunks, start = [], 0
     for piece in pieces:
-        for chunk in piece.split(_CHUNK_NUMEL):
-            yield start, chunk
+        for chunk in piece.split(size):
+            chunks.append((start, chunk))
             start += chunk.numel()
+    begin = next((place for place, (start, _) in enumerate(chunks) if start >= first * numel), 0)
+    return [*chunks[begin:], *chunks[:begin]]
 
 
 def share(exchange: Exchange, start: Sequence[torch.Tensor]) -> tuple[SharedCentre, Hosts]:

@@ -145,10 +145,10 @@ def cells(row: Row) -> Cells:
         **{f"{way} s": taken_s for way, taken_s in row["step_s"].items()},
     }
     if "of_bound" in row:
-        found |= {"of bound": row["of_bound"], "waited/C": row["waited_of_c"]}
+        found = {**found, "of bound": row["of_bound"], "waited/C": row["waited_of_c"]}
     if row["slow"] > 1:
-        found |= {f"{way} samples/s": rate for way, rate in row["samples_per_s"].items()}
-        found |= {f"{way} fastest s": taken_s for way, taken_s in row["fastest_s"].items()}
+        found = {**found, **{f"{way} samples/s": rate for way, rate in row["samples_per_s"].items()}}
+        found = {**found, **{f"{way} fastest s": taken_s for way, taken_s in row["fastest_s"].items()}}
     return found
 
 

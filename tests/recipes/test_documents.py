@@ -122,6 +122,7 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
         "tests/benchmarks/test_decoupled_bench.py::test_decoupled_against_the_others"
     ),
     "python recipes/studies/kfac_comparison.py": Needs("a checkout of kfac-pytorch"),
+    "python recipes/studies/averaging.py": Needs("an idle machine with an emulated network for minutes"),
     "python -m tests.faults.campaign": Elsewhere(
         "tests/faults/test_campaign.py::test_a_steady_job_survives_guests_that_come_go_die_and_stop"
     ),
