@@ -39,10 +39,14 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000 --lanes 5
 	@$(BIN)/python -m tests.faults.campaign --events 200
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/multiprocess/test_decoupled.py -k many_steps
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit/test_pipeline_planning.py
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
 	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled
 	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
+	@$(BIN)/python recipes/studies/pipeline_plans.py partition actions device-orders minimum-cut time clusters
+	@$(BIN)/python recipes/studies/pipeline_lab.py step --max-replicas 1
+	@$(BIN)/python recipes/studies/pipeline_lab.py siblings --steps 30
 	@$(BIN)/python recipes/studies/optimizer_study.py --study autoencoder --seeds 3 --out runs/campaign/optimizers
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy
