@@ -39,14 +39,14 @@ def results(out: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def step(rates: list[float], rows: int, seconds: float, steps: int, out: Path) -> None:
+def step(rates: list[float], rows: int, seconds: float, steps: int, replicas: int, out: Path) -> None:
     """Plan for a rate, run the plan on links of that rate, and compare a step's times."""
     profile = Profile.measure(blocks(8, seconds, 2 * seconds), torch.randn(rows, WIDTH))
     for rate in rates:
         directory = out / f"{rate:g}"
         directory.mkdir(parents=True, exist_ok=True)
         devices = Cluster(((rate * 1e6 / 8,) * NODES,) * NODES, latency_s=1e-4)
-        plan = plan_pipeline(profile, devices, microbatches=8)
+        plan = plan_pipeline(profile, devices, microbatches=8, max_replicas=replicas)
         plan.save(directory / "plan.json")
         command = [sys.executable, str(WORKER), "--plan", str((directory / "plan.json").resolve())]
         command += ["--rows", str(rows), "--forward", str(seconds), "--backward", str(2 * seconds)]
@@ -57,7 +57,10 @@ def step(rates: list[float], rows: int, seconds: float, steps: int, out: Path) -
         measured_s = statistics.median(results(directory, "a")[0]["seconds"][3:])
         row = {"figure": "measured over simulated step", "rate_mbit": rate, "ratio": measured_s / plan.step_s}
         row |= {"measured_s": measured_s, "simulated_s": plan.step_s, "steps": steps - 3}
-        print(json.dumps({**row, "devices": [stage.devices for stage in plan.stages]}), flush=True)
+        print(
+            json.dumps({**row, "devices": [stage.devices for stage in plan.stages], "method": plan.method}),
+            flush=True,
+        )
 
 
 def four_stages(seconds: float, rows: int, microbatches: int) -> Plan:
@@ -111,12 +114,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, nargs="+", default=[50, 200, 1000], help="Mbit/s")
     parser.add_argument("--rows", type=int, default=256, help="of a micro-batch; a row has 1 KiB")
     parser.add_argument("--seconds", type=float, default=0.02, help="of a block's forward")
+    parser.add_argument("--max-replicas", type=int, default=NODES)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline") / time.strftime("%H%M%S"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.figure == "step":
-        step(args.rate, args.rows, args.seconds, args.steps, args.out)
+        step(args.rate, args.rows, args.seconds, args.steps, args.max_replicas, args.out)
     else:
         siblings(args.seconds, args.steps, args.out)
 

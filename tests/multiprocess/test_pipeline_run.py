@@ -168,8 +168,8 @@ def cross_check(rank: int, world_size: int, document: Any, path: str) -> Any:
     stage = plan.stages[number]
     module = nn.Sequential(*chain()[stage.start : stage.stop])
     x, y = batch(0)
-    inputs = x[:MICRO] if number == 0 else torch.empty(plan.outputs[number - 1][0])
-    output = torch.empty(plan.outputs[number][0])
+    inputs = x[:MICRO] if number == 0 else torch.empty(plan.outputs[number - 1][0], requires_grad=True)
+    output = torch.empty(plan.outputs[number][0], requires_grad=True)
     part = PipelineStage(
         module, number, world_size, torch.device("cpu"), input_args=inputs, output_args=output
     )

@@ -55,6 +55,10 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "python recipes/studies/muon.py": Elsewhere("tests/recipes/test_muon_study.py::test_the_study_runs"),
     "make demo": Elsewhere("tests/recipes/test_demo.py::test_demo_on_an_emulated_network"),
     "make test": Needs("to be what runs this test"),
+    "crossover-ddp plan": Elsewhere("tests/unit/test_cli_plan.py::test_text_json_csv_picture_and_plan"),
+    "torchrun --standalone --nproc-per-node 2 recipes/minimal_pipeline.py": Elsewhere(
+        "tests/recipes/test_minimal.py::test_a_pipeline_learns"
+    ),
     "crossover-ddp advise -- torchrun": Elsewhere(
         "tests/recipes/test_advice.py::test_a_job_under_torchrun_is_measured_and_ended"
     ),
