@@ -52,7 +52,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.6f}, rate {state.stats()['rate']:.3f}", flush=True)
+            print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
+    if dist.get_rank() == 0:
+        print(f"rate {state.stats()['rate']:.3f}")
     dist.destroy_process_group()
 
 

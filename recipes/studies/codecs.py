@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 recipes/studies/codecs.py --convergence --seeds 5
 
 Without torchrun: CPU time of each codec, in ms per MiB of float32, for a message of one matrix, beside torch.topk. With
-it: accuracy on a tenth of the digits, which nobody trains on, and the steps until it first reaches 97 %, evaluated
+it: best accuracy on a tenth of the digits, which nobody trains on, and the steps until it first reaches 97 %, evaluated
 every ten steps.
 """
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.harness import run_ranks
 from tests.multiprocess.identity_codec import Identity
 
 WORLD_SIZES = (2, 3, 4)
+STEPS = 200 if os.environ.get("CROSSOVER_CAMPAIGN") else 30
 
 
 CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
@@ -191,7 +193,7 @@ def train_all(rank: int, world_size: int, steps: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_are_the_same_on_all_ranks(world_size: int) -> None:
-    first, *others = run_ranks(train_all, world_size, args=(200 if world_size == 2 else 30,))
+    first, *others = run_ranks(train_all, world_size, args=(STEPS,))
     assert len(set(first.values())) == len(CODECS)
     for other in others:
         assert other == first
