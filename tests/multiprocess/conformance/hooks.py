@@ -9,7 +9,6 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -111,15 +110,6 @@ def kfac_of_nothing(
     state.close()
 
 
-@contextlib.contextmanager
-def averaged_every_step(model: DistributedDataParallel) -> Iterator[None]:
-    """Replicas that never differ."""
-    state = LocalSGDState(sync_every=1)
-    model.register_comm_hook(state, local_sgd_hook)
-    yield
-    state.close()
-
-
 VIEWS = {"gradient_as_bucket_view": True}
 NO_VIEWS = {
     "unused_parameters": "find_unused_parameters needs gradient_as_bucket_view, which is said",
@@ -131,7 +121,6 @@ HOOKS: dict[str, Row] = {
     "split_on_own_group": Row(split_on_own_group),
     "crossover": Row(crossover),
     "wrapped_all_reduce": Row(wrapped_all_reduce),
-    "averaged_every_step": Row(averaged_every_step),
     "decoupled": Row(attach=decoupled, options=VIEWS),
     "decoupled_and_copied": Row(attach=decoupled, skip=NO_VIEWS),
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
