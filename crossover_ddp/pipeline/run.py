@@ -52,8 +52,8 @@ def _summing_hook(state: _ReplicaState, bucket: dist.GradBucket) -> torch.future
     return state.hook(state.hook_state, bucket)
 
 
-class _Message(NamedTuple):
-    """A tensor that travels: the output of a stage's forward, or the gradient that its backward needs."""
+class _Parcel(NamedTuple):
+    """A tensor that travels between stages: the output of a stage's forward, or the gradient that its backward needs."""
 
     stage: int
     back: bool
@@ -219,10 +219,10 @@ class _StepRun:
         self._inputs, self._targets = inputs, targets
         self._leaves: dict[tuple[int, int], torch.Tensor] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._local: dict[_Message, torch.Tensor] = {}
-        self._posted: dict[_Message, tuple[torch.Tensor, Any]] = {}
+        self._local: dict[_Parcel, torch.Tensor] = {}
+        self._posted: dict[_Parcel, tuple[torch.Tensor, Any]] = {}
         self._sending: list[tuple[torch.Tensor, Any]] = []
-        self._sent: set[_Message] = set()
+        self._sent: set[_Parcel] = set()
         self.losses: list[torch.Tensor] = []
         """Of this rank's micro-batches on the last stage, each divided by M."""
         actions = self._plan.orders.get(runner._rank, ())
@@ -249,7 +249,7 @@ class _StepRun:
         leaf = self._inputs[micro] if needed is None else self._receive(needed)
         if needed is not None and leaf.is_floating_point():
             leaf.requires_grad_()
-            gradient = _Message(stage - 1, True, micro)
+            gradient = _Parcel(stage - 1, True, micro)
 
             def send(tensor: torch.Tensor) -> None:  # see [Note: gradients leave early]
                 assert tensor.grad is not None
@@ -266,7 +266,7 @@ class _StepRun:
             self.losses.append(output.detach())
         else:
             self._check_output(stage, output)
-            self._send(_Message(stage, False, micro), output.detach())
+            self._send(_Parcel(stage, False, micro), output.detach())
         self._outputs[stage, micro] = output
 
     def _check_output(self, stage: int, output: torch.Tensor) -> None:
@@ -291,29 +291,29 @@ class _StepRun:
                 model.reducer.prepare_for_backward([output])
             with contextlib.nullcontext() if final else _unsynchronized(model):
                 output.backward(gradient)
-        message = _Message(stage - 1, True, micro)
+        message = _Parcel(stage - 1, True, micro)
         if stage and message not in self._sent:  # nothing in this stage depends on its input
             self._send(message, torch.zeros_like(leaf))
         leaf.grad = None
 
     # --- messages ------------------------------------------------------------------------------------------
 
-    def _needed(self, action: Action) -> _Message | None:
+    def _needed(self, action: Action) -> _Parcel | None:
         """Return what an action needs of another stage."""
         if action.kind == FORWARD:
-            return _Message(action.stage - 1, False, action.micro) if action.stage else None
-        return _Message(action.stage, True, action.micro) if action.stage < self._runner._last else None
+            return _Parcel(action.stage - 1, False, action.micro) if action.stage else None
+        return _Parcel(action.stage, True, action.micro) if action.stage < self._runner._last else None
 
     def _device(self, stage: int, micro: int) -> int:
         devices = self._plan.stages[stage].devices
         return devices[micro % len(devices)]
 
-    def _ends(self, message: _Message) -> tuple[int, int]:
+    def _ends(self, message: _Parcel) -> tuple[int, int]:
         """Return the ranks that send and receive a message."""
         one, two = (self._device(message.stage + side, message.micro) for side in (0, 1))
         return (two, one) if message.back else (one, two)
 
-    def _is_remote(self, message: _Message) -> bool:
+    def _is_remote(self, message: _Parcel) -> bool:
         source, target = self._ends(message)
         return source != target
 
@@ -325,7 +325,7 @@ class _StepRun:
             work = dist.irecv(buffer, self._ends(message)[0], tag=message.tag(self._plan.microbatches))
             self._posted[message] = buffer, work
 
-    def _receive(self, message: _Message) -> torch.Tensor:
+    def _receive(self, message: _Parcel) -> torch.Tensor:
         if message in self._local:
             return self._local.pop(message)
         buffer, work = self._posted.pop(message)
@@ -333,7 +333,7 @@ class _StepRun:
         work.wait()
         return buffer
 
-    def _send(self, message: _Message, tensor: torch.Tensor) -> None:
+    def _send(self, message: _Parcel, tensor: torch.Tensor) -> None:
         self._sent.add(message)
         if not self._is_remote(message):
             self._local[message] = tensor.detach().clone()
