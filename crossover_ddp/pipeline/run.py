@@ -53,7 +53,7 @@ def _summing_hook(state: _ReplicaState, bucket: dist.GradBucket) -> torch.future
 
 
 class _Parcel(NamedTuple):
-    """A tensor that travels between stages: the output of a stage's forward, or the gradient that its backward needs."""
+    """A tensor between stages: the output of a forward, or the gradient that a backward needs."""
 
     stage: int
     back: bool
