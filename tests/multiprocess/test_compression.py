@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,11 @@ from crossover_ddp.codecs import (
 )
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from tests.harness import run_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.identity_codec import Identity
 
 WORLD_SIZES = (2, 3, 4)
-STEPS = 200 if os.environ.get("CROSSOVER_CAMPAIGN") else 30
+STEPS = 200 if IN_CAMPAIGN else 30
 
 
 CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
