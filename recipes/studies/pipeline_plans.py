@@ -288,7 +288,7 @@ def main() -> None:
         "clusters": lambda: clusters(args.clusters, args.first, not args.one_model),
     }
     for figure in args.figures:
-        runs[figure]()  # type: ignore[no-untyped-call]
+        runs[figure]()
 
 
 if __name__ == "__main__":
