@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch.distributed as dist
 
@@ -19,6 +20,11 @@ ALONE = (
     "tests/recipes/test_lab",
     "tests/recipes/test_demo",
 )
+# Timing never decides a unit test.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 _turnstile = pytest.StashKey[Turnstile | None]()
 
 

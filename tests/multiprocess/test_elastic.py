@@ -188,6 +188,10 @@ def test_a_rank_that_blows_up_spoils_nobody(mode: str) -> None:
 # --- wild -------------------------------------------------------------------------------------------------------------
 
 
+def near(world_size: int) -> float:
+    return 0.35 * (world_size - 1)
+
+
 def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float, int]:
     """Pretend that ranks live on several hosts."""
     with mock.patch(
@@ -199,15 +203,20 @@ def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float,
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(float(rank))
-    for _ in range(60):
-        trainer.step()
-        time.sleep(0.003)
-    spread = parameters_of(trainer)
-    stats = trainer.state.stats()
-    everyone = [torch.empty_like(spread) for _ in range(world_size)]
-    dist.all_gather(everyone, spread)
+    leads = hosts > 1 and rank % (world_size // hosts) == 0
+    for _ in range(20):  # a busy machine takes more than one turn of this
+        for _ in range(60):
+            trainer.step()
+            time.sleep(0.003)
+        stats = trainer.state.stats()
+        found = [None] * world_size
+        dist.all_gather_object(found, (parameters_of(trainer), not leads or stats["pulls"] > 0))
+        everyone, have_pulled = zip(*found, strict=True)
+        spread = float((everyone[0] - everyone[-1]).abs().max())
+        if all(have_pulled) and spread < near(world_size):
+            break
     trainer.state.close()
-    return stats["hosts"], stats["own_pulls"], float((everyone[0] - everyone[-1]).abs().max()), stats["pulls"]
+    return stats["hosts"], stats["own_pulls"], spread, stats["pulls"]
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (4, 2)])
@@ -218,4 +227,4 @@ def test_ranks_of_a_host_meet_in_memory_and_hosts_in_rounds(world_size: int, hos
         assert known_hosts == hosts
         assert own_pulls >= 29
         assert (pulls > 0) == (rank in leaders)
-        assert spread < 0.35 * (world_size - 1), "ranks that began apart have not come closer"
+        assert spread < near(world_size), "ranks that began apart have not come closer"
