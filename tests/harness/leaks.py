@@ -124,4 +124,8 @@ def _describe_process(pid: int) -> str:
 def _segments() -> frozenset[Path]:
     """List files of this test run's own group: somebody else may train or test on this machine."""
     group = os.environ.get("CROSSOVER_GROUP", "default")
-    return frozenset(path for path in SHARED_MEMORY.glob("crossover*/**/*") if group in path.name)
+    while True:
+        try:
+            return frozenset(path for path in SHARED_MEMORY.glob("crossover*/**/*") if group in path.name)
+        except FileNotFoundError:  # another run has just removed a directory
+            continue
