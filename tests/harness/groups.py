@@ -19,7 +19,11 @@ def new_group() -> str:
 
 def files_of(group: str) -> list[Path]:
     """Return the files of a group, and of groups whose names begin so, in shared memory, of whatever user."""
-    return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+    while True:
+        try:
+            return list(Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+        except FileNotFoundError:  # another run has just removed a directory
+            continue
 
 
 def free_port() -> int:
