@@ -1,18 +1,25 @@
-"""What a schedule of buckets will take, and which buckets are best. Pure: no tensors, no processes, no clock.
+"""What a schedule of buckets will take, which buckets are best, and how often to average parameters instead.
+
+Pure: no tensors, no processes, no clock.
 
 The cost of one half of an exchange (reduce-scatter or all-gather) of m bytes is α + β·m. The wire is one queue that
 is never idle while something is ready: reduce-scatters first, then the gather that forward needs first; what has
 begun is not interrupted. Source: the α–β model is common; the schedule is our design after DeAR (arXiv 2302.12445).
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 1e-3
+_CODEC_INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
 _MEGABYTE: Final = 1024 * 1024
+_FULL: Final = 0.9
+"""Greatest part of the compute time that a plan of averaging lets the wire take."""
+_LONGEST_INTERVAL: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -256,3 +263,113 @@ def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s
     cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
     borders = bare.borders(cap)
     return BucketPlan(cap, len(borders) + 1, best_s, limit_s(borders))
+
+
+@dataclass(frozen=True)
+class AveragingPlan:
+    """Intervals that suit a model on a link.
+
+    Args:
+        sync_every, delay, fragments: arguments of ``LocalSGDState``.
+        step_s: predicted seconds of a step.
+        compute_s: C, seconds that a step computes.
+        wire_s: M, seconds that one exchange of all parameters takes.
+    """
+
+    sync_every: int
+    delay: int
+    fragments: int
+    step_s: float
+    compute_s: float
+    wire_s: float
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments for ``LocalSGDState``."""
+        return {"sync_every": self.sync_every, "delay": self.delay, "fragments": self.fragments}
+
+
+def plan_averaging(compute_s: float, size_bytes: float, link: Link) -> AveragingPlan:
+    """Choose the shortest interval for which the wire keeps up, and the shortest delay that no step waits for.
+
+    A fragment leaves in every step if the link's start-up time allows that, else all parameters at once. Our design.
+
+    Args:
+        compute_s: of a step, more than 0.
+        size_bytes: of all parameters.
+        link: what one half of an exchange costs.
+    """
+    if not compute_s > 0:
+        raise ValueError(f"expected compute_s > 0, got compute_s={compute_s}; measure some steps first")
+    room_s = _FULL * compute_s
+    for sync_every in range(2, _LONGEST_INTERVAL + 1):
+        for fragments in (sync_every, 1):
+            one_s = 2 * link.half_s(size_bytes / fragments)
+            delay = max(1, math.ceil(one_s / room_s))
+            if fragments * one_s <= sync_every * room_s and delay < sync_every:
+                step_s = max(compute_s, fragments * one_s / sync_every)
+                wire_s = 2 * link.half_s(size_bytes)
+                return AveragingPlan(sync_every, delay, fragments, step_s, compute_s, wire_s)
+    raise ValueError(
+        f"expected an exchange within {_LONGEST_INTERVAL} steps, got {2 * link.half_s(size_bytes):.3g} s for it and "
+        f"{compute_s:.3g} s a step; use larger batches or another link"
+    )
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec makes of an exchange, for each byte of gradient.
+
+    Args:
+        rate: bytes on the wire over those of an exact exchange.
+        hook_s: seconds of encoding on the thread that computes.
+        worker_s: processor seconds of adding, encoding again and decoding on other threads.
+    """
+
+    rate: float
+    hook_s: float
+    worker_s: float
+
+
+EXACT: Final = CodecCost(1.0, 0.0, 0.0)
+
+
+def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict = all_reduce_step_s) -> float:
+    """Return the time of a step with a codec, on one core for compute and workers.
+
+    A bucket's workers wait for its wire, and the next half of it for them; so their time counts as the wire's. No step
+    takes less than all compute of both.
+
+    Args:
+        work: without a codec.
+        link: as measured.
+        cost: of the codec.
+        predict: `all_reduce_step_s` or `decoupled_step_s`.
+    """
+    filled, buckets = 0, []
+    for bucket in work.buckets:
+        filled += bucket.size_bytes
+        buckets.append(bucket._replace(ready_s=bucket.ready_s + cost.hook_s * filled))
+    coded = Workload(work.forward_s, work.backward_s + cost.hook_s * filled, tuple(buckets))
+    slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2, link.cpu_s)
+    return max(predict(coded, slowed), coded.compute_s + cost.worker_s * filled)
+
+
+def weakest_codec(
+    work: Workload, link: Link, costs: Sequence[CodecCost], predict: Predict = all_reduce_step_s
+) -> tuple[int, tuple[float, ...]]:
+    """Return which codec to take, and the predicted seconds of a step with each.
+
+    The weakest whose step is about as short as the shortest: where it hides what is left of the exchange, a stronger
+    one has nothing to gain. Source: our design, after the abstract of FusionLLM (arXiv 2410.12707).
+
+    Args:
+        work: without a codec.
+        link: as measured.
+        costs: of the codecs, the weakest first.
+        predict: `all_reduce_step_s` or `decoupled_step_s`.
+    """
+    if not costs:
+        raise ValueError("expected at least one codec to choose from, got none; pass EXACT for no codec")
+    predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
+    good_s = min(predicted) * (1 + _CODEC_INDIFFERENCE)
+    return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted

@@ -10,7 +10,7 @@ the same parameter ("error feedback"). Parameters of one dimension travel exact.
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from crossover_ddp._compression.codec import Codec, Encoded
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.half import Half
 from crossover_ddp._compression.int8 import Int8
+from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sidco import SIDCo
 from crossover_ddp._compression.threshold import Threshold
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
@@ -32,6 +33,7 @@ from .gpu_mutex import GPUMutex, turns_disabled
 
 __all__ = [
     "Codec",
+    "CodecPlan",
     "CompressedState",
     "Encoded",
     "Half",
@@ -115,6 +117,25 @@ class CompressedState(Pausable):
         Bytes and rate are those of the coded steps but the last one. Empty without a codec.
         """
         return {} if self._compression is None else self._compression.stats()
+
+    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
+        """Choose the weakest codec that hides as much as any: from the steps so far and a few probes of the link.
+
+        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``.
+
+        Args:
+            candidates: the weakest first; None: no codec. Default: none, ``Half()``, ``Int8()``, ``SIDCo(0.05)``,
+                ``SIDCo(0.01)``.
+
+        Returns:
+            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
+
+        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, or as long as some rank has recorded
+        no step.
+
+        **Collective**: all ranks of the job, between two steps.
+        """
+        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
 
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from crossover_ddp._compression.codec import Codec
 from crossover_ddp._compression.compression import Compression, state_of
+from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.endings import on_destruction
@@ -159,6 +160,10 @@ class CrossoverState(Pausable):
         """Go on with residuals of `state_dict`; see `CompressedState.load_state_dict`. Not collective."""
         if self.compression is not None:
             self.compression.load(state["residuals"], state["loss_scale"])
+
+    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
+        """Choose a codec; see `CompressedState.plan_codec`. **Collective**."""
+        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
 
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.

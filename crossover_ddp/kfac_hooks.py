@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from crossover_ddp._compression.codec import Codec
+from crossover_ddp._compression.payloads import PayloadCompression
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, guarded
@@ -89,6 +91,9 @@ class KFACState(Pausable):
         process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
             wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
+        codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
+            for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
+            spread then, and the first two steps travel exact. Default: none.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
     step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
@@ -127,6 +132,7 @@ class KFACState(Pausable):
         costs: Literal["typical", "measured"] = "typical",
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
+        codec: Codec | tuple[Codec, Codec] | None = None,
     ) -> None:
         check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
         check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
@@ -138,8 +144,8 @@ class KFACState(Pausable):
         self.optimizer = optimizer
         self.mutex = mutex
         group = resolve_group(self.process_group)
-        # New solvers that are made in the background come at another step on each rank.
-        spread_steps = inverse_steps if inversion == "at_once" else None
+        # New solvers that are made in the background come at another step on each rank. No codec for rows of a layer.
+        spread_steps = inverse_steps if inversion == "at_once" and codec is None else None
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         inverse_cost, agreed = self._agree_on(
             model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None
@@ -163,9 +169,13 @@ class KFACState(Pausable):
                 FactorCapture, layers, model=model, sharing=weight_sharing, accumulated=accumulated
             ),
         )
-        self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps))
+        self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps), codec)
 
-    def _begin(self, model: nn.Module, placement: Placement) -> None:
+    def _begin(
+        self, model: nn.Module, placement: Placement, codec: Codec | tuple[Codec, Codec] | None
+    ) -> None:
+        self.codec = codec
+        self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)
@@ -240,18 +250,32 @@ class KFACState(Pausable):
         found = self._preconditioner.memory_usage()
         return {**found, "buffers": found["buffers"] + self._rounds.nbytes}
 
-    def stats(self) -> dict[str, int]:
-        """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective."""
-        return self._preconditioner.stats()
+    def stats(self) -> dict[str, Any]:
+        """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective.
+
+        With a codec also "codec", what `CompressedState.stats` returns.
+        """
+        found = self._preconditioner.stats()
+        return found if self._compression is None else {**found, "codec": self._compression.stats()}
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
+        if self._compression is not None:
+            self._compression.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the step, and of all layers factors, solvers and counts, on the host.
 
-        The same on all ranks, so that any rank can save it, and any number of ranks resume from it.
+        The same on all ranks, so that any rank can save it, and any number of ranks resume from it. A codec's residuals
+        are not in it: call `drain` before the last step, or they are lost, with a warning.
 
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
         after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
         """
+        if self._compression is not None and not self._compression.is_drained:
+            logger.warning(
+                "a codec's residuals are not saved; call drain() before the step before state_dict()"
+            )
         return {"steps": self.steps, **self._preconditioner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -274,6 +298,8 @@ class KFACState(Pausable):
         self._preconditioner.close()
         self._own(placed(setup.costs, owners, setup.world_size, setup.inverse_cost, setup.inverse_steps))
         self._preconditioner.load_state_dict(state)
+        if self._compression is not None:
+            self._compression.forget()
         self._rounds.steps = state["steps"]
         self._rounds.prepare_step()
 
@@ -303,8 +329,11 @@ class KFACState(Pausable):
         """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
         try:
             turn = cast(Turn | None, self.mutex)
-            payload = functools.partial(self._rounds.payload, bucket)
-            return Exchange.of(group).submit(bucket, turn=turn, payload=payload, state=self)
+            payload, compression = functools.partial(self._rounds.payload, bucket), self._compression
+            messages = None if compression is None else functools.partial(compression.messages, bucket, group)
+            return Exchange.of(group).submit(
+                bucket, turn=turn, payload=payload, messages=messages, state=self
+            )
         finally:
             if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
                 self._rounds.end()

@@ -100,10 +100,10 @@ class MuonState(Pausable):
         self._rank, self._world_size = group.rank(), group.size()
         pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
         self._matrices = [matrix for matrix, _ in pairs]
-        ownership = own(
+        self._ownership = own(
             [newton_schulz_flop(_shape(matrix), each["ns_steps"]) for matrix, each in pairs], group.size()
         )
-        self.owners, self.loads = ownership.owners, ownership.loads
+        self.owners, self.loads = self._ownership.owners, self._ownership.loads
         self._stepping: Stepping | None = None
         if turns_disabled():
             return
@@ -190,10 +190,9 @@ class MuonState(Pausable):
 
     def __repr__(self) -> str:
         own_count = sum(owner == self._rank for owner in self.owners)
-        share = max(self.loads) / max(1, sum(self.loads))
         return (
             f"MuonState({len(self.owners)} matrices, {own_count} of them on rank {self._rank} of {self._world_size}, "
-            f"the busiest rank has {share:.0%} of the cost)"
+            f"the busiest rank has {self._ownership.busiest_share:.0%} of the cost)"
         )
 
     def __getstate__(self) -> dict[str, Any]:

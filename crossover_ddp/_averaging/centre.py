@@ -14,6 +14,7 @@ import torch
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.step import GradientFuture
 
+from .checks import all_finite
 from .flat import FlatBlock, wide
 from .means import Means
 
@@ -50,7 +51,7 @@ class CentreParts:
 
     def _move(self, place: int, pulling: int, mean: torch.Tensor) -> None:
         centre = self.parts[place]
-        if not bool(torch.isfinite(mean).all()):
+        if not all_finite([mean]):
             mean.fill_(float("nan"))  # every rank sees it, and refuses it; the centre stays as it is
             return
         former = centre.clone()

@@ -75,6 +75,11 @@ class DelayedMeans:
             self._make_outer is not None,
         ]
 
+    @property
+    def has_local_steps(self) -> bool:
+        """See `Rule`."""
+        return self.schedule.has_local_steps
+
     def is_local(self, steps: int) -> bool:
         """See `Rule`."""
         return self.schedule.is_local(steps)

@@ -13,7 +13,7 @@ from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import CentreParts, check_loaded, gathered, packed, pull_of, start_vectors, whole
-from .checks import check_finite
+from .checks import all_finite, check_finite
 from .means import Means
 from .rounds import ElasticRound, ElasticRounds, Ending, Pull
 
@@ -62,6 +62,11 @@ class TogetherElastic:
     def settings(self) -> Sequence[float]:
         """See `Rule`."""
         return [0.0, self._every, self._given_rate or 0.0]
+
+    @property
+    def has_local_steps(self) -> bool:
+        """See `Rule`."""
+        return True
 
     def is_local(self, steps: int) -> bool:
         """See `Rule`."""
@@ -135,6 +140,11 @@ class OwnPaceElastic:
     def settings(self) -> Sequence[float]:
         """See `Rule`."""
         return [1.0, self._every, self._given_rate or 0.0]
+
+    @property
+    def has_local_steps(self) -> bool:
+        """See `Rule`."""
+        return True
 
     def is_local(self, steps: int) -> bool:
         """See `Rule`."""
@@ -256,8 +266,3 @@ def host_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> 
             f"expected this process among ranks {chosen}, got none of them; register the hook on its own model"
         )
     return made
-
-
-def all_finite(vectors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all elements are finite numbers."""
-    return all(not v.numel() or bool(torch.linalg.vector_norm(v, float("inf")).isfinite()) for v in vectors)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from crossover_ddp._exchange.layout import Span
 
+from .checks import all_finite
 from .flat import FlatBlock, wide
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
@@ -76,7 +77,7 @@ class OuterPart:
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean of the own part by the next z, see [Note: outer steps around the mean]."""
         own = mean[: self.span.numel]
-        if not bool(torch.isfinite(own).all()):
+        if not all_finite([own]):
             return  # every rank will see it, and refuse it
         values = own.to(self.anchor.dtype)
         gradient = self.anchor - values

@@ -20,20 +20,22 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.ddp_checks import flat_gradients
+from crossover_ddp._exchange.ddp_checks import check_not_joined, flat_gradients
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .checks import check_agreement, check_not_joined, check_waits_for_nobody, model_behind
+from .checks import check_agreement, check_waits_for_nobody, model_behind
 from .flat import FlatBlock, blocks_of
 from .means import Means
 
 logger = logging.getLogger(__name__)
 
 _TIMES_KEPT: Final = 64
+_WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
 
 
 class Rule(Protocol):
@@ -42,6 +44,10 @@ class Rule(Protocol):
     @property
     def settings(self) -> Sequence[float]:
         """Numbers that must be the same on all ranks."""
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether any step, however late, uses this rank's gradients alone."""
 
     def is_local(self, steps: int) -> bool:
         """Whether the step after ``steps`` of them uses this rank's gradients alone."""
@@ -126,14 +132,14 @@ class Replica:
         return future
 
     def _adopt(self, model: DistributedDataParallel, exchange: Exchange) -> None:
-        if self.rule.is_local(1 << 62):
+        if self.rule.has_local_steps:
             check_waits_for_nobody(model)
-        check_not_joined(model)
+        check_not_joined(model, _WITHOUT_DATA)
         self.blocks = blocks_of(model)
         self.exchange, self.means = exchange, Means(exchange, self.blocks)
         self._model = weakref.ref(model)
         before = torch.compiler.disable(self._before_forward)
-        handle = model.register_forward_pre_hook(BetweenSteps(before), prepend=True)
+        handle = model.register_forward_pre_hook(OwnHook(before), prepend=True)
         self._hook.callback(handle.remove)
         logger.info("averaging: %s with %s", type(model.module).__name__, self.rule)
 
@@ -163,7 +169,7 @@ class Replica:
         if self._began:
             model = self._model()
             if model is not None:
-                check_not_joined(model)
+                check_not_joined(model, _WITHOUT_DATA)
             with self._guarded(), torch.no_grad():
                 for steps in range(self._acted + 1, self.steps + 1):
                     self._acted = steps
@@ -282,21 +288,6 @@ class Replica:
     def stats(self) -> dict[str, Any]:
         """Return the clock, the time spent waiting, and the rule's counters."""
         return {"steps": self.steps, "waited_s": self.waited_s, **self.rule.stats()}
-
-
-class BetweenSteps:
-    """A hook before the forward of this model only: a copy gets one that does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call it, if there is anything to call."""
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return BetweenSteps, ()
 
 
 def _no_model() -> None:

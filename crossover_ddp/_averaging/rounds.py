@@ -122,7 +122,7 @@ class ElasticRounds:
             fill: writes a vector for each block, and returns whether they are fit to be sent.
         """
         with self._changed:
-            self._check()
+            self.check()
             if self._taken or self._pull is not None:
                 return False
             if not fill(self._vectors):
@@ -138,7 +138,7 @@ class ElasticRounds:
     def collect(self, steps: int, apply: Callable[[Pull], None], *, leave: bool = False) -> bool:
         """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
         with self._changed:
-            self._check()
+            self.check()
             pull = self._pull
         if pull is None:
             return False
@@ -152,6 +152,11 @@ class ElasticRounds:
                         break
         return True
 
+    def check(self) -> None:
+        """Raise what has ended the rounds, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
     def hold(self) -> None:
         """Wait until the rounds of all ranks stand still; what was offered and in no round yet is taken back.
 
@@ -159,7 +164,7 @@ class ElasticRounds:
         """
         with self._changed:
             self._wait_for_hold()
-            self._check()
+            self.check()
             if not self._held:
                 raise ExchangeError(
                     "expected rounds that run, got ended ones: the process group was destroyed; call it before"
@@ -185,10 +190,6 @@ class ElasticRounds:
         self._ending.tell()
         self._exchange.close()
         self._ending.join()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     # --- the thread of the rounds ----------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._exchange.link_probe import measure_link
+from crossover_ddp._planning import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .replica import Replica, Rule
-from .schedule import AveragingPlan, plan_averaging
 
 logger = logging.getLogger(__name__)
 

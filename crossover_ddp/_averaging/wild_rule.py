@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .centre import gathered, start_vectors, whole
-from .elastic_rules import HOST_MEMORY, OwnPaceElastic, all_finite, begin_rounds, host_group, moving_rate_for
-from .rounds import Pull
+from .checks import all_finite
+from .elastic_rules import HOST_MEMORY, OwnPaceElastic, begin_rounds, host_group, moving_rate_for
+from .rounds import ElasticRounds, Pull
 from .shared_centre import Hosts, SharedCentre, share
 
 if TYPE_CHECKING:
@@ -19,10 +20,14 @@ class WildElastic(OwnPaceElastic):
     """Every ``sync_every`` steps a rank pulls itself and its host's centre together, without asking anybody.
 
     The first rank of each host takes part in rounds of all hosts, with the centre in the place of its parameters.
+
+    [Note: the watch] Who writes to memory notices nobody's death. So all ranks' threads go through rounds in which
+    nothing travels but the table: a rank that dies or is stopped ends them on all others, as it does with "async".
     """
 
     _shared: SharedCentre
     _hosts: Hosts
+    _watch: ElasticRounds
 
     def __repr__(self) -> str:
         return f"elastic, wild, every {self._every} steps"
@@ -44,10 +49,12 @@ class WildElastic(OwnPaceElastic):
         if len(self._hosts.leaders) > 1 and group.rank() in self._hosts.leaders:
             leaders = host_group(group, self._hosts.leaders)
             self._rounds, self._centre = begin_rounds(leaders, start, None)
+        self._watch, _ = begin_rounds(group, (), None)
 
     def act(self, steps: int) -> None:
         """See `Rule`."""
         self._steps = steps
+        self._watch.check()
         if self._rounds is not None:
             super().act(steps)
         if steps % self._every == 0 and self._is_fit():
@@ -93,4 +100,5 @@ class WildElastic(OwnPaceElastic):
     def close(self) -> None:
         """See `Rule`."""
         super().close()
+        self._watch.close()
         self._shared.vectors.clear()

@@ -4,9 +4,12 @@
 an owner what its message to all does not hold (the *owner's residual*, in units of the mean). After each step, for each
 element: what all ranks apply = mean of gradients + mean of old push residuals + old owner's residual − the same sum of
 the new ones. An owner does not send to itself: its own addend enters the sum exact.
+
+With an owner's step in between, such as K-FAC's, the owner's residual is in units of what that step makes, and the sum
+above holds for each half by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +18,11 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
 from .codec import Codec
-from .cut import OwnedSpan, Part, cut
+from .cut import OwnedSpan, Part
 from .message import CodedMessage, total, views
+from .whole import Whole
+
+_WHOLE = Whole()
 
 
 class Codecs(NamedTuple):
@@ -24,6 +30,25 @@ class Codecs(NamedTuple):
 
     push: Codec
     pull: Codec
+
+
+class Buffers(NamedTuple):
+    """What the messages of one step are about.
+
+    Args:
+        scatter: flat; messages to owners are made of it.
+        push: its parts, by owner.
+        gather: flat; owners' messages fill it.
+        pull: its parts, by owner; what is coded is of the same lengths as in ``push``.
+        step: the owner's work: makes its part of ``gather`` of its part of ``scatter``, which holds the mean; None: the
+            mean is what comes back, and both buffers are one.
+    """
+
+    scatter: torch.Tensor
+    push: Sequence[Part]
+    gather: torch.Tensor
+    pull: Sequence[Part]
+    step: Callable[[], None] | None = None
 
 
 class _Stream:
@@ -35,10 +60,18 @@ class _Stream:
         self.room = codec.room(part.lengths)
         self._memory: Any = None
 
-    def encode(self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage) -> None:
+    def encode(
+        self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage, *, whole: bool
+    ) -> None:
         """Write values plus residual, and keep the rest; what is not used waits with its residual. Changes ``values``.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
+
+        Args:
+            values: of the coded segments.
+            used: for each of them, whether its parameter is in use.
+            message: to be written and sealed.
+            whole: write all of it, in float32.
         """
         part, next_room, finite = self.part, self.room, True
         if part.coded:
@@ -52,11 +85,14 @@ class _Stream:
             ]
             for piece, _, _ in idle:
                 piece.zero_()
-            encoded = self.codec.encode(values, part.lengths, message.coded, self.residual, self._memory)
+            codec, memory = (_WHOLE, None) if whole else (self.codec, self._memory)
+            encoded = codec.encode(values, part.lengths, message.coded, self.residual, memory)
             for _, kept, before in idle:
                 kept.copy_(before)
-            finite, self._memory = encoded.finite, encoded.memory
-            next_room = self.codec.room(part.lengths, encoded.wanted) if finite else self.room
+            finite = encoded.finite
+            if not whole:
+                self._memory = encoded.memory
+                next_room = self.codec.room(part.lengths, encoded.wanted) if finite else self.room
             message.used.copy_(torch.tensor(used, dtype=torch.uint8))
         message.seal(finite=finite, next_room=next_room)
         self.room = next_room
@@ -68,27 +104,39 @@ class CodedBucket:
     Args:
         codecs: for both halves.
         parameters: of the bucket.
-        layout: who owns which part of the bucket's flat buffer.
+        numels: of their gradients.
+        parts: what is coded, by owner; exact parts may be others in each step.
         rank: of this process.
+        gives_mean: whether owners send the mean, and not what they make of it.
     """
 
-    def __init__(self, codecs: Codecs, parameters: Sequence[torch.Tensor], layout: Layout, rank: int) -> None:
+    def __init__(
+        self,
+        codecs: Codecs,
+        parameters: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        parts: Sequence[Part],
+        rank: int,
+        *,
+        gives_mean: bool = True,
+    ) -> None:
         self.parameters = list(parameters)
+        self.parts = tuple(parts)
         self.rank = rank
         self._codecs = codecs
-        self._others = [other for other in range(layout.parts) if other != rank]
-        self._numels = [numel_of(parameter) for parameter in parameters]
-        self.parts = cut(self._numels, [parameter.dim() for parameter in parameters], layout)
+        self._gives_mean = gives_mean
+        self._others = [other for other in range(len(parts)) if other != rank]
+        self._numels = list(numels)
         self._own = self.parts[rank]
         self._push = [_Stream(codecs.push, part) for part in self.parts]
         self._pull = _Stream(codecs.pull, self._own)
         # What others will send: their headers say so.
         self._incoming_rooms = dict.fromkeys(self._others, codecs.push.room(self._own.lengths))
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
-        self._is_own_kept = False
+        self._is_own_kept = self._is_whole = False
         self.outgoing: dict[int, torch.Tensor] = {}
         self.incoming: dict[int, torch.Tensor] = {}
-        self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, layout.parts))
+        self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, len(parts)))
 
     @property
     def sent_bytes(self) -> int:
@@ -98,35 +146,45 @@ class CodedBucket:
 
     # --- messages, see `Messages` in `_exchange/direct_way.py` ------------------------------------------------
 
-    def encode(self, flat: torch.Tensor) -> None:
-        """Write the messages to the owners. On the hook's thread."""
-        self._flat = flat
-        used = self._used(flat)
+    def encode(self, buffers: Buffers, *, whole: bool = False) -> None:
+        """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
+
+        ``whole``: all messages of this step, in both halves, hold all that is kept, in float32.
+        """
+        self._buffers, self._is_whole, self._is_own_unloaded = buffers, whole, False
+        flat, used = buffers.scatter, self._used(buffers)
         self._messages = {}
         for owner in self._others:
-            part, stream = self.parts[owner], self._push[owner]
-            message = self._messages[owner] = CodedMessage(part, stream.room)
+            part, stream = buffers.push[owner], self._push[owner]
+            message = self._messages[owner] = CodedMessage(part, self._room(stream.room, part))
             _collect(flat, part.exact, message.exact)
             values = _collect(flat, part.coded, torch.empty(part.coded_numel))
-            stream.encode(values, [used[segment.parameter] for segment in part.coded], message)
+            stream.encode(values, [used[segment.parameter] for segment in part.coded], message, whole=whole)
         self.outgoing = {owner: message.bytes for owner, message in self._messages.items()}
-        self._own_used = [used[segment.parameter] for segment in self._own.coded]
+        own = buffers.push[self.rank]
+        self._own_used = [used[segment.parameter] for segment in own.coded]
         self._addend = self._own_addend(flat)
-        self._exact_addend = _collect(flat, self._own.exact, torch.empty(self._own.exact_numel))
+        self._exact_addend = _collect(flat, own.exact, torch.empty(own.exact_numel))
         self._received = {
-            source: CodedMessage(self._own, room) for source, room in self._incoming_rooms.items()
+            source: CodedMessage(own, self._room(room, own)) for source, room in self._incoming_rooms.items()
         }
         self.incoming = {source: message.bytes for source, message in self._received.items()}
-        sizes = [total(part, room) for part, room in zip(self.parts, self._pull_rooms, strict=True)]
+        self._sent_rooms = [
+            self._room(room, part) for room, part in zip(self._pull_rooms, buffers.pull, strict=True)
+        ]
+        sizes = [total(part, room) for part, room in zip(buffers.pull, self._sent_rooms, strict=True)]
         layout = Layout.of_lengths(sizes)
         self.gather = Sharded(torch.empty(layout.numel, dtype=torch.uint8), layout)
 
+    def _room(self, room: int, part: Part) -> int:
+        return _WHOLE.room(part.lengths) if self._is_whole else room
+
     def _own_addend(self, flat: torch.Tensor) -> torch.Tensor:
         """Return what this rank adds to its own part; it has a residual there only after a change of buckets."""
-        own, lengths = self._push[self.rank].residual, self._own.lengths
-        addend = _collect(flat, self._own.coded, torch.empty(own.numel()))
+        own, part = self._push[self.rank].residual, self._buffers.push[self.rank]
+        addend = _collect(flat, part.coded, torch.empty(own.numel()))
         if self._is_own_kept:
-            pieces = zip(self._own_used, views(addend, lengths), views(own, lengths), strict=True)
+            pieces = zip(self._own_used, views(addend, part.lengths), views(own, part.lengths), strict=True)
             for piece, kept in [(piece, kept) for use, piece, kept in pieces if use]:
                 piece.add_(kept)
                 kept.zero_()
@@ -135,11 +193,32 @@ class CodedBucket:
 
     def step(self) -> None:
         """Add what came in the order of ranks, and write the message to all. On a worker."""
+        part, gathered = self._buffers.push[self.rank], self._buffers.pull[self.rank]
+        values, exact, used, is_finite = self._sums()
         world_size = len(self.parts)
-        own, lengths = self._own, self._own.lengths
-        values, exact = torch.zeros(own.coded_numel), torch.zeros(own.exact_numel)
+        values.div_(world_size)
+        exact.div_(world_size)
+        if self._buffers.step is not None:
+            _spread(values if is_finite else values.fill_(torch.nan), part.coded, self._buffers.scatter)
+            _spread(exact, part.exact, self._buffers.scatter)
+            self._buffers.step()
+            is_finite = True  # what it has made may be
+            _collect(self._buffers.gather, gathered.coded, values)
+            exact = _collect(self._buffers.gather, gathered.exact, torch.empty(gathered.exact_numel))
+        out = CodedMessage(gathered, self._sent_rooms[self.rank], self._piece(self.rank))
+        out.exact.copy_(exact)
+        if is_finite:
+            self._pull.encode(values, used, out, whole=self._is_whole)
+        else:
+            out.seal(finite=False, next_room=self._pull.room)
+
+    def _sums(self) -> tuple[torch.Tensor, torch.Tensor, list[bool], bool]:
+        """Return the sums of what is coded and of what is exact, which parameters are in use, and if all is finite."""
+        part = self._buffers.push[self.rank]
+        codec: Codec = _WHOLE if self._is_whole else self._codecs.push
+        values, exact = torch.zeros(part.coded_numel), torch.zeros(part.exact_numel)
         used, is_finite = list(self._own_used), True
-        for rank in range(world_size):
+        for rank in range(len(self.parts)):
             if rank == self.rank:
                 values.add_(self._addend)
                 exact.add_(self._exact_addend)
@@ -148,40 +227,52 @@ class CodedBucket:
             finite, self._incoming_rooms[rank] = message.opened()
             is_finite = is_finite and finite
             exact.add_(message.exact)
-            if finite and own.coded:
-                self._codecs.push.add_decoded(message.coded, lengths, values)
+            if finite and part.coded:
+                codec.add_decoded(message.coded, part.lengths, values)
                 used = [
                     mine or bool(theirs) for mine, theirs in zip(used, message.used.tolist(), strict=True)
                 ]
-        out = CodedMessage(own, self._pull_rooms[self.rank], self._piece(self.rank))
-        out.exact.copy_(exact.div_(world_size))
-        if is_finite:
-            self._pull.encode(values.div_(world_size), used, out)
-        else:
-            out.seal(finite=False, next_room=self._pull.room)
+        return values, exact, used, is_finite
+
+    def unload_own(self) -> None:
+        """Decode this owner's message into the bucket. On a worker."""
+        self._unload(self.rank)
+        self._is_own_unloaded = True
 
     def unload(self) -> None:
         """Decode all owners' messages into the bucket. On a worker."""
-        rooms = list(self._pull_rooms)
-        for owner, part in enumerate(self.parts):
-            message = CodedMessage(part, rooms[owner], self._piece(owner))
-            finite, self._pull_rooms[owner] = message.opened()
-            values = torch.zeros(part.coded_numel) if finite else torch.full((part.coded_numel,), torch.nan)
-            if finite and part.coded:
-                self._codecs.pull.add_decoded(message.coded, part.lengths, values)
-            _spread(values, part.coded, self._flat)
-            _spread(message.exact, part.exact, self._flat)
+        for owner in range(len(self.parts)):
+            if owner != self.rank or not self._is_own_unloaded:
+                self._unload(owner)
+
+    def _unload(self, owner: int) -> None:
+        part, flat = self._buffers.pull[owner], self._buffers.gather
+        message = CodedMessage(part, self._sent_rooms[owner], self._piece(owner))
+        finite, self._pull_rooms[owner] = message.opened()
+        values = torch.zeros(part.coded_numel) if finite else torch.full((part.coded_numel,), torch.nan)
+        if finite and part.coded:
+            codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
+            codec.add_decoded(message.coded, part.lengths, values)
+        _spread(values, part.coded, flat)
+        _spread(message.exact, part.exact, flat)
 
     def _piece(self, owner: int) -> torch.Tensor:
         span = self.gather.layout.part(owner)
         return self.gather.tensor[span.start : span.stop]
 
-    def _used(self, flat: torch.Tensor) -> list[bool]:
-        """Tell which parameters have a gradient that is not all zero."""
-        pieces = views(flat, self._numels)
+    def _used(self, buffers: Buffers) -> list[bool]:
+        """Tell which coded parameters have a gradient that is not all zero."""
+        segments = [segment for part in buffers.push for segment in part.coded]
+        used = [False] * len(self.parameters)
+        if not segments:
+            return used
+        pieces = [buffers.scatter[segment.span.start : segment.span.stop] for segment in segments]
         # Most gradients' first elements are not zero, and then nobody need look further.
         firsts = torch.stack([piece[0] for piece in pieces]).tolist()
-        return [bool(first != 0) or bool(piece.any()) for first, piece in zip(firsts, pieces, strict=True)]
+        for segment, first, piece in zip(segments, firsts, pieces, strict=True):
+            number = segment.parameter
+            used[number] = used[number] or bool(first != 0) or bool(piece.any())
+        return used
 
     # --- residuals -------------------------------------------------------------------------------------------
 
@@ -189,13 +280,15 @@ class CodedBucket:
         """Yield each coded parameter with its whole residual, flat, in units of this rank's gradient.
 
         An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
+        Where owners send something else than the mean, theirs is left out.
         """
         whole: dict[int, torch.Tensor] = {}
         for segment, push in self._pieces(self._push):
             numel = self._numels[segment.parameter]
             residual = whole.setdefault(segment.parameter, torch.zeros(numel))
             residual[segment.begin : segment.begin + push.numel()] = push
-        for segment, pull in zip(self._own.coded, views(self._pull.residual, self._own.lengths), strict=True):
+        pulled = zip(self._own.coded, views(self._pull.residual, self._own.lengths), strict=True)
+        for segment, pull in pulled if self._gives_mean else ():
             place = whole[segment.parameter][segment.begin : segment.begin + pull.numel()]
             place.add_(pull, alpha=len(self.parts))
         for number, residual in whole.items():
@@ -213,9 +306,10 @@ class CodedBucket:
         for stream in (*self._push, self._pull):
             stream.residual.mul_(factor)
 
-    def drop(self) -> None:
-        """Forget all residuals."""
-        self.scale(0.0)
+    @property
+    def is_kept(self) -> bool:
+        """Whether any residual is not zero."""
+        return any([bool(stream.residual.any()) for stream in (*self._push, self._pull)])
 
     @property
     def nbytes(self) -> int:
@@ -225,11 +319,6 @@ class CodedBucket:
     def _pieces(self, streams: Sequence[_Stream]) -> Iterator[tuple[OwnedSpan, torch.Tensor]]:
         for stream in streams:
             yield from zip(stream.part.coded, views(stream.residual, stream.part.lengths), strict=True)
-
-
-def numel_of(parameter: torch.Tensor) -> int:
-    """Return the real numbers of a gradient: DDP's buckets hold complex ones as pairs."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _collect(flat: torch.Tensor, segments: Sequence[OwnedSpan], out: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-ALIGNMENT_BYTES = 16
-
 
 class Encoded(NamedTuple):
     """What an encoder says of one message.

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.layout import Layout
-from crossover_ddp._exchange.transfer import Messages
+from crossover_ddp._exchange.transfer import Messages, Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .bucket import Codecs, CodedBucket, numel_of
+from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec
+from .cut import cut
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _NEEDED: Final = ("room", "encode", "add_decoded")
@@ -41,8 +43,7 @@ class Compression:
     def __init__(
         self, codec: Codec | tuple[Codec, Codec], loss_scale: float | Callable[[], float], state: object
     ) -> None:
-        push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-        self.codecs = Codecs(_checked(push), _checked(pull))
+        self.codecs = codecs_of(codec)
         self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
         self._state = state
         self._scale: float | None = None
@@ -57,10 +58,12 @@ class Compression:
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
-    def messages(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Messages | None:
+    def messages(
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
+    ) -> Messages | None:
         """Encode ``bucket``; None: it travels as it is, with all residuals in it. On the hook's thread."""
         flat = flat_gradients(bucket)
-        _check(flat, group)
+        check_coded(flat, group)
         if self._is_new_step:
             self._begin_step(bucket)
         is_exact = self._is_exact
@@ -69,11 +72,13 @@ class Compression:
             self.steps += 1
             self._is_exact = False
         if is_exact:
-            self._add_residuals(bucket)
+            self._add_residuals(bucket, flat)
             return None
         coded = self._bucket(bucket, flat, group)
         self._count(coded, flat, group.size())
-        coded.encode(flat)
+        # With a version counter of its own: decoded values are no change that somebody has made.
+        own = flat.data
+        coded.encode(Buffers(own, coded.parts, own, coded.parts))
         return coded
 
     def _begin_step(self, bucket: dist.GradBucket) -> None:
@@ -89,18 +94,15 @@ class Compression:
             for name, parameter in model.module.named_parameters() if model is not None else ():
                 self._names[parameter] = name
 
-    def _add_residuals(self, bucket: dist.GradBucket) -> None:
+    def _add_residuals(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
         """Add what is kept for the bucket's parameters to its gradients, and keep nothing."""
         self._retire(bucket.parameters())
-        start, flat = 0, bucket.buffer()
-        for parameter in bucket.parameters():
-            stop = start + numel_of(parameter)
-            piece, residual = flat[start:stop], self._taken(parameter)
+        for parameter, _, span in contents_of(bucket, flat):
+            piece, residual = flat[span.start : span.stop], self._taken(parameter)
             if residual is not None and bool(piece.any()):
                 piece.add_(residual)
             elif residual is not None:  # a parameter that is used nowhere has no use for it in this step
                 self._pool[parameter] = residual
-            start = stop
 
     def _bucket(self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup) -> CodedBucket:
         parameters = bucket.parameters()
@@ -109,7 +111,9 @@ class Compression:
             return known
         self._retire(parameters)
         layout = Layout.equal(flat.numel(), group.size())
-        made = CodedBucket(self.codecs, parameters, layout, group.rank())
+        numels = [content.span.numel for content in contents_of(bucket, flat)]
+        parts = cut(numels, [parameter.dim() for parameter in parameters], layout)
+        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank())
         for number, parameter in enumerate(parameters):
             residual = self._taken(parameter)
             if residual is not None:
@@ -193,6 +197,12 @@ def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool
     return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
 
 
+def codecs_of(codec: Codec | tuple[Codec, Codec]) -> Codecs:
+    """Return the codec of each half; raise ``TypeError`` for what is none."""
+    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
+    return Codecs(_checked(push), _checked(pull))
+
+
 def _checked(codec: Codec) -> Codec:
     missing = [name for name in _NEEDED if not callable(getattr(codec, name, None))]
     if missing or isinstance(codec, type):
@@ -203,7 +213,8 @@ def _checked(codec: Codec) -> Codec:
     return codec
 
 
-def _check(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+def check_coded(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Refuse gradients that no codec works for."""
     backends = str(dist.get_backend_config(group)).split(",")
     if flat.device.type != "cpu" or "cpu:gloo" not in backends:
         raise UnsupportedConfigurationError(

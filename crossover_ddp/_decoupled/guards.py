@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .compiled import compiled_call, compiled_modules, uncompiled
@@ -76,6 +77,18 @@ class Watch(Generic[Pending]):
         """See what the module's forward reads through references of its own."""
         self._call()
         self._reads([*dict.values(module._parameters)])
+
+    def names_in_order(self, network: nn.Module) -> list[str]:
+        """Return the names of the parameters in the order in which forward reads them."""
+        names = {id(p): name for name, p in named_entries(network)}
+        return [names[key] for key in sorted(self.order, key=lambda key: self.order[key]) if key in names]
+
+    def take_order(self, names: Iterable[str], network: nn.Module) -> None:
+        """Take over what `names_in_order` returned."""
+        parameters = dict(named_entries(network))
+        self.order.update(
+            (id(parameters[name]), place) for place, name in enumerate(names) if name in parameters
+        )
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -133,21 +146,6 @@ class GuardedParameters(dict[str, Entry]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (self.copy(),)
-
-
-class OwnHook:
-    """A hook of a module, for this module only: a copy gets one that does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call it, if there is anything to call."""
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return OwnHook, ()
 
 
 class _Guard:

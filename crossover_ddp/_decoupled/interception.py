@@ -27,6 +27,9 @@ class Watcher(Protocol):
     def on_step(self, closure: Callable[[], Any] | None) -> Any:
         """The user calls ``step``."""
 
+    def on_zero_grad(self) -> None:
+        """The user has called ``zero_grad``."""
+
     def on_look(self) -> None:
         """Somebody is about to go through the optimizer's parameters."""
 
@@ -98,6 +101,7 @@ def intercept(optimizer: Optimizer, watcher: Watcher) -> contextlib.ExitStack:
             watcher.flush()
         with watcher.unwatched():
             original_zero_grad(set_to_none)
+        watcher.on_zero_grad()
 
     @functools.wraps(optimizer.zero_grad)
     def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:

@@ -178,17 +178,9 @@ def _tried_both_ways(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[tor
 
 def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) -> list[torch.Tensor]:
     """Take some steps with a copy of ``optimizer`` on tiny parameters; return what becomes of them."""
-    copy: Optimizer = object.__new__(type(optimizer))
-    copy.__dict__.update(vars(optimizer))
-    for name in ("step", "zero_grad"):
-        copy.__dict__.pop(name, None)
-    copy._optimizer_step_pre_hooks = OrderedDict()
-    copy._optimizer_step_post_hooks = OrderedDict()
-    copy.state = defaultdict(dict)
-    copy.param_groups = [
-        {**_hyper_parameters(group), "params": _tiny(group["params"])}
-        for group in optimizer.param_groups[:_PROBE_GROUPS]
-    ]
+    copy = copy_on(
+        optimizer, [(group, tiny_like(group["params"])) for group in optimizer.param_groups[:_PROBE_GROUPS]]
+    )
     tiny = [parameter for group in copy.param_groups for parameter in group["params"]]
     if with_state:
         originals = [p for group in optimizer.param_groups[:_PROBE_GROUPS] for p in _chosen(group["params"])]
@@ -200,7 +192,7 @@ def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) ->
     partial = PartialOptimizer(copy)
     with torch.random.fork_rng():
         for step in range(_PROBE_STEPS):
-            gradients = [_ramp(p, 0.1 + 3.0 * place + step) for place, p in enumerate(tiny)]
+            gradients = [ramp(p, 0.1 + 3.0 * place + step) for place, p in enumerate(tiny)]
             updates = [
                 Update(parameter, gradient) for parameter, gradient in zip(tiny, gradients, strict=True)
             ]
@@ -210,10 +202,23 @@ def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) ->
     return [parameter.detach() for parameter in tiny]
 
 
-def _tiny(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tensor]]]) -> Optimizer:
+    """Return a copy of ``optimizer`` without state, for each of some of its groups with other parameters."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(vars(optimizer))
+    for name in ("step", "zero_grad"):
+        copy.__dict__.pop(name, None)
+    copy._optimizer_step_pre_hooks = OrderedDict()
+    copy._optimizer_step_post_hooks = OrderedDict()
+    copy.state = defaultdict(dict)
+    copy.param_groups = [{**_hyper_parameters(group), "params": parameters} for group, parameters in groups]
+    return copy
+
+
+def tiny_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make stand-ins, two elements wide, for two of these parameters."""
     stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in _chosen(parameters))
-    return [_ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(stand_ins)]
+    return [ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(stand_ins)]
 
 
 def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,7 +234,8 @@ def _tiny_entry(value: Any, original: torch.Tensor, stand_in: torch.Tensor) -> A
     return torch.full(stand_in.shape, value.flatten()[0].item(), dtype=value.dtype, device=value.device)
 
 
-def _ramp(like: torch.Tensor, start: float) -> torch.Tensor:
+def ramp(like: torch.Tensor, start: float) -> torch.Tensor:
+    """Return numbers from ``start`` on, one more each, of the shape and type of ``like``."""
     steps = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return (steps + start).to(like.dtype).reshape(like.shape)
 

@@ -17,7 +17,7 @@ from crossover_ddp._exchange.transfer import Deferred
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .fingerprints import fingerprint
-from .partial_optimizer import StepPlan, Update
+from .partial_optimizer import PartialOptimizer, StepPlan, Update
 
 CHANGED: Final = (
     "expected the gradients that backward() left, got gradients that were changed in place (by "
@@ -47,14 +47,20 @@ class _Separate(NamedTuple):
 
 def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of ``parameters`` in a bucket, laid out as DDP lays them out."""
-    begin, views = int(buffer.storage_offset()), []
+    begin, views = 0, []
     for parameter in parameters:
-        views.append(buffer.as_strided(parameter.shape, _strides_in_bucket(parameter), begin))
+        views.append(view_of(buffer, parameter, begin))
         begin += parameter.numel()
     return views
 
 
-def _strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
+def view_of(buffer: torch.Tensor, parameter: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return what begins there in a flat buffer, laid out as DDP lays out the gradient of ``parameter``."""
+    begin += int(buffer.storage_offset())
+    return buffer.as_strided(parameter.shape, strides_in_bucket(parameter), begin)
+
+
+def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides that DDP gives a gradient in its bucket."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
@@ -180,6 +186,17 @@ class Share:
         for update, bits in zip(self.updates, self._parameter_bits or (), strict=False):
             if not torch.equal(fingerprint(update.parameter), bits):
                 raise UnsupportedConfigurationError(WRITTEN)
+
+    def wait(self) -> None:
+        """Wait for what the update needs of other ranks."""
+        self.deferred.wait()
+
+    def apply(self, partial: PartialOptimizer) -> None:
+        """Update the parameters, after `wait`."""
+        assert self.plan is not None
+        self.scale()
+        self.land()
+        partial.apply(self.plan, self.updates)
 
     def clip(self, factor: torch.Tensor) -> None:
         """Have the gradients scaled when they are whole."""

@@ -7,6 +7,7 @@ order of the gathers, updates by the user's own optimizer, and guards against re
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.hook import Pausable, guarded
 from crossover_ddp._planning import BucketPlan
+from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
-from .interception import check_not_intercepted
-from .partial_optimizer import check_separable
+from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
+from .optimizers import as_one, checked_optimizers
+from .owned_training import OwnedTraining
 from .planning import plan_from
 from .training import DecoupledTraining
 
@@ -46,12 +49,24 @@ class DecoupledState(Pausable):
     What is changed through them is refused, see docs/decoupled.md; ``CROSSOVER_CHECK=1`` looks harder, in every step.
 
     Args:
-        optimizer: any torch optimizer that treats each parameter by itself, with all parameters of the model.
+        optimizer: any torch optimizer that treats each parameter by itself, with all parameters of the model; with
+            ``owners="layers"`` also several, which have them together.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs: the turn is given away when backward's compute is done, and taken before
             the next forward's. Default: no turns.
         defer: "auto": try in some of the first thirty steps whether deferring is worth it, and keep what is faster for
             this model on this link; see `deferring`. "always": do not try. The results are the same either way.
+        codec: compresses both halves, with error feedback; one for both, or a pair: to owners, to all. Such as
+            ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Parameters are then not those of plain DDP, but the
+            same on all ranks to the last bit. Default: none.
+        loss_scale: for ``codec``: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``.
+        owners: None: every rank updates every parameter. "layers": each parameter has an owner, which alone runs the
+            optimizer on it and keeps its state; updated parameters travel instead of gradients. The bytes are the same,
+            work and state are divided by the number of ranks, ``defer`` has no effect. For SOAP, Shampoo, Muon and
+            other optimizers that work on whole matrices, and for AdamW with less memory; see docs/owners.md.
+
+    With owners, gradients are zero after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
+    `flush` does not fill them. Call `consolidate` on all ranks before ``optimizer.state_dict()``.
 
     On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from the first
     ``backward()`` or ``step()``. When a peer dies, code that waits for its gradients gets ``ExchangeError``, in bounded
@@ -67,20 +82,35 @@ class DecoupledState(Pausable):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
         defer: Literal["auto", "always"] = "auto",
+        codec: AnyCodec = None,
+        loss_scale: float | Callable[[], float] = 1.0,
+        owners: Literal["layers"] | None = None,
     ) -> None:
         if defer not in ("auto", "always"):
             raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
-        check_separable(optimizer)
-        check_not_intercepted(optimizer)
+        optimizers = checked_optimizers(optimizer, owners)
         self.process_group = process_group
         self.optimizer = optimizer
         self.mutex = mutex
-        self._training = DecoupledTraining(optimizer, mutex, always=defer == "always")
+        if codec is not None and owners is not None:
+            raise UnsupportedConfigurationError(
+                f"expected codec=None with owners={owners!r}, got codec={codec!r}: updated parameters travel, whose "
+                "rounding no residual would mend; use one of both"
+            )
+        self.codec = codec
+        self._training: DecoupledTraining
+        if owners is None or turns_disabled():
+            coding = Coding(codec, loss_scale, self)
+            self._training = DecoupledTraining(optimizers[0], mutex, coding, always=defer == "always")
+            if len(optimizers) > 1:
+                self._training.optimizer = as_one(optimizers)
+        else:
+            self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
         self._stale = self._training.updates.stale
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -103,6 +133,11 @@ class DecoupledState(Pausable):
         gradients_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         cap_bytes = min(max(gradients_bytes / _BUCKETS, _SMALLEST_BUCKET_BYTES), _LARGEST_BUCKET_BYTES)
         return {"gradient_as_bucket_view": True, "bucket_cap_mb": cap_bytes / 2**20}
+
+    @property
+    def owners(self) -> tuple[int, ...] | None:
+        """Rank of each parameter in the order of the optimizers' groups; None without ``owners="layers"``."""
+        return self._training.owned.owners if isinstance(self._training, OwnedTraining) else None
 
     @property
     def deferring(self) -> bool | None:
@@ -150,32 +185,85 @@ class DecoupledState(Pausable):
             Rank 0's choice, the same on all ranks: the size of buckets, and the predicted seconds per step.
 
         On failure: raises ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels
-        run, and, on all ranks, as long as some rank has recorded no step whose updates all came in forward.
+        run, and, on all ranks, as long as some rank has recorded no step whose updates all came in forward. With owners
+        too: gathers begin later there than the plan's model knows.
 
         **Collective**: all ranks of the job, between two steps.
         """
+        if self.owners is not None:
+            raise UnsupportedConfigurationError(
+                "expected owners=None to plan for, got owners='layers', whose gathers begin after step(); choose "
+                "bucket_cap_mb by hand: a sixteenth of the model is a good start"
+            )
         self.flush()
         model = self._training.model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
         return plan_from(self._training.updates.times, resolve_group(self.process_group), device)
 
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
+        self._training.coding.drain()
+
+    def stats(self) -> dict[str, Any]:
+        """Return under "codec", if there is one, what `CompressedState.stats` returns. Not collective."""
+        return self._training.coding.stats()
+
+    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
+        """Choose a codec; see `CompressedState.plan_codec`. **Collective**."""
+        self.flush()
+        group = resolve_group(self.process_group)
+        return self._training.coding.plan(self._training.updates.times, group, candidates)
+
+    def consolidate(self, to: int | None = None) -> None:
+        """Bring what owners keep into the optimizers' state, where it stays until the next step.
+
+        Without ``owners="layers"`` it is there already.
+
+        Args:
+            to: the rank of the group that gets all of it; None: all ranks do.
+
+        On failure: ``ValueError`` if there is no such rank; what torch's collectives raise when a peer has died.
+
+        **Collective**: all ranks, between two steps.
+
+        Example::
+
+            state.consolidate(to=0)
+            if rank == 0:
+                torch.save(optimizer.state_dict(), path)
+        """
+        group = resolve_group(self.process_group)
+        if to is not None and not 0 <= to < group.size():
+            raise ValueError(
+                f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
+            )
+        if isinstance(self._training, OwnedTraining):
+            self._training.consolidate(group, to)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""
+        owned = isinstance(self._training, OwnedTraining)
+        return self._training.memory_usage() if owned else {}  # type: ignore[attr-defined]
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job may take over: the order in which forward needs the parameters.
 
-        Updates under way are applied first, so that model and optimizer may be saved right after.
+        Updates under way are applied first, so that model and optimizer may be saved right after. With a codec also
+        this rank's residuals, under "codec": different on each rank; after `drain` and a step there are none.
         """
         self.flush()
-        return {"forward_order": self._training.forward_order()}
+        return {"forward_order": self._training.forward_order(), **self._training.coding.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; optional, since the first forward shows the same."""
-        unknown = set(state) - {"forward_order"}
+        unknown = set(state) - {"forward_order", "codec"}
         if unknown or not isinstance(state.get("forward_order"), list):
             raise ValueError(
                 f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
                 "pass what state_dict() returned"
             )
         self._training.take_order(list(state["forward_order"]))
+        self._training.coding.load_state_dict(state)
 
     def close(self) -> None:
         """Finish what is under way and let the optimizer and the model go; later steps are those of the split hook.

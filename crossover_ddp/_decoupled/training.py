@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ from crossover_ddp._exchange.ddp_checks import (
 )
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.module_buffers import BufferCopy
+from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
-from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp._exchange.transfer import MakeMessages, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .coded import Coding
 from .compiled import called_by_compiled_code, uncompiled
-from .guards import Guards, OwnHook, named_entries
+from .guards import Guards
 from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
 from .round import parameters_of
@@ -51,17 +53,28 @@ class DecoupledTraining:
     Args:
         optimizer: the user's.
         turn: taken before forward, if there is one.
+        coding: how buckets become messages.
         always: defer every step, without trying whether that is worth it.
+        updates: other ones than those of `PartialOptimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, turn: Turn | None, *, always: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        turn: Turn | None,
+        coding: Coding,
+        *,
+        always: bool = False,
+        updates: Updates | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self.coding = coding
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
         self.exchange: Exchange | None = None
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
         self._turn = turn
         self._partial = PartialOptimizer(optimizer)
-        self.updates = Updates(self._partial)
+        self.updates = updates or Updates(self._partial)
         self.trial = None if always else Trial()
         self._known: set[int] = set()
         self._loaded_order: list[str] = []
@@ -89,11 +102,8 @@ class DecoupledTraining:
         if norm is None:
             self.updates.make_round_whole()
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
-                "look for the step that blew up, or pass error_if_nonfinite=False"
-            )
+        if error_if_nonfinite:
+            _check_finite(norm, norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for share in round_.shares:
             share.clip(factor)
@@ -102,23 +112,14 @@ class DecoupledTraining:
     def forward_order(self) -> list[str]:
         """Return the names of the parameters in the order in which forward reads them."""
         model = self.model()
-        names = {id(p): name for name, p in named_entries(model.module)} if model is not None else {}
-        order = self.updates.watch.order
-        return [names[key] for key in sorted(order, key=lambda key: order[key]) if key in names]
+        return [] if model is None else self.updates.watch.names_in_order(model.module)
 
     def take_order(self, names: list[str]) -> None:
         """Take over an order, now or when the model is known."""
         self._loaded_order = names
-        model = self.model()
-        if model is None:
-            return
-        parameters = dict(named_entries(model.module))
-        self.updates.watch.order.update(
-            (id(parameters[name]), place)
-            for place, name in enumerate(self._loaded_order)
-            if name in parameters
-        )
-        self._loaded_order = []
+        if (model := self.model()) is not None:
+            self.updates.watch.take_order(names, model.module)
+            self._loaded_order = []
 
     def close(self) -> None:
         """See `DecoupledState.close`."""
@@ -140,45 +141,66 @@ class DecoupledTraining:
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
         exchange = self.exchange = Exchange.of(process_group)
+        messages = self.coding.messages(bucket, process_group)
         if self._closed:
-            return exchange.submit(bucket, state=state)
+            return exchange.submit(bucket, messages=messages, state=state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
+            self.coding.await_former(round_.shares)
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
         parameters = self._checked_parameters(bucket, state)
         if self.trial is not None and not self.trial.defers:
-            future = self._average_now(exchange, process_group, bucket, state)
+            future = self._average_now(exchange, process_group, bucket, messages, state)
             if bucket.is_last():
                 self._end_trial_step(bucket)
             return future
-        urgency = self._urgency(bucket.index(), parameters)
-        buffer = bucket.buffer()
-        future, deferred = exchange.defer(bucket, turn=self._turn, urgency=urgency, state=state)
-        if deferred is None:
+        future, share = self._defer(exchange, bucket, parameters, messages, state)
+        if share is None:
             self.break_round()
         else:
-            model = self.model()
-            separate = model is not None and not model.gradient_as_bucket_view
-            views = views_of(deferred.tensor, parameters) if separate else None
-            round_.shares.append(Share(deferred, parameters, buffer, urgency, len(round_.shares), views))
-            times.bucket_ready(buffer.numel() * buffer.element_size())
-            self._buffers = deferred.buffers
+            round_.shares.append(share)
+            times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
+            self._buffers = share.deferred.buffers
         if bucket.is_last():
             self._end_round()
             self._end_trial_step(bucket)
         return future
 
+    def _defer(
+        self,
+        exchange: Exchange,
+        bucket: dist.GradBucket,
+        parameters: list[torch.Tensor],
+        messages: MakeMessages | None,
+        state: object,
+    ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
+        urgency = self.updates.urgency(bucket.index(), parameters)
+        future, deferred = exchange.defer(
+            bucket, turn=self._turn, urgency=urgency, messages=messages, state=state
+        )
+        if deferred is None:
+            return future, None
+        model, place = self.model(), len(self.updates.round.shares)
+        separate = model is not None and not model.gradient_as_bucket_view
+        views = views_of(deferred.tensor, parameters) if separate else None
+        return future, Share(deferred, parameters, bucket.buffer(), urgency, place, views)
+
     def _average_now(
-        self, exchange: Exchange, process_group: dist.ProcessGroup, bucket: dist.GradBucket, state: object
+        self,
+        exchange: Exchange,
+        process_group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        messages: MakeMessages | None,
+        state: object,
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of a step that is not deferred, to the same bits."""
         # Two addends have one sum, and DDP's way costs least.
-        if self._turn is None and exchange.world_size <= 2:
+        if self._turn is None and exchange.world_size <= 2 and messages is None:
             return allreduce_hook(process_group, bucket)
         self._has_turn = self._turn is not None
-        return exchange.submit(bucket, turn=self._turn, state=state)
+        return exchange.submit(bucket, turn=self._turn, messages=messages, state=state)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:
@@ -189,13 +211,6 @@ class DecoupledTraining:
     def break_round(self) -> None:
         """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
         self.updates.round.is_broken = True
-
-    def _urgency(self, index: int, parameters: list[torch.Tensor]) -> int:
-        """Return when forward first reads one of the bucket's parameters; the last bucket comes first at first."""
-        order = self.updates.watch.order
-        if not order:
-            return -index
-        return min([order.get(id(p), len(order)) for p in parameters])
 
     def _end_round(self) -> None:
         model = self.model()
@@ -218,27 +233,14 @@ class DecoupledTraining:
         if self._known.issuperset(map(id, parameters)):
             return parameters
         new = [p for p in parameters if id(p) not in self._known]
-        model = model_of(bucket, state=state)
-        known = self.model()
-        if model is None:
-            raise UnsupportedConfigurationError(
-                "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
-                "call gc.freeze() after the first backward(), not before"
-            )
+        model, known = _model_behind(bucket, state), self.model()
         if known is not None and model is not known:
             raise UnsupportedConfigurationError(
                 "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
             )
         if known is None:
             self._adopt(model)
-        owned = {id(p) for p in parameters_of(self.optimizer)}
-        foreign = [p for p in new if id(p) not in owned]
-        if foreign:
-            raise UnsupportedConfigurationError(
-                f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
-                f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
-                "wrapped (requires_grad=False)"
-            )
+        _check_in_optimizer(new, self.optimizer, model)
         self._known.update(id(p) for p in new)
         return parameters
 
@@ -285,13 +287,7 @@ class DecoupledTraining:
 
     def _take_turn(self, turn: Turn) -> None:
         """Take the turn when there is something to compute: the first parameters' gradients have come."""
-        first = min(self.updates.stale.values(), key=lambda share: share.urgency, default=None)
-        if first is not None:
-            # Alone the host runs ahead of the device as it would without a mutex.
-            if turn.shared:
-                first.deferred.wait_on_host()
-            else:
-                first.deferred.wait()
+        _wait_for_first(self.updates.stale.values(), turn)
         since_s = time.monotonic()
         turn.acquire()
         if self.exchange is not None:
@@ -319,6 +315,9 @@ class DecoupledTraining:
         """Let this thread go through parameters without reading values."""
         return self.updates.watch.unwatched()
 
+    def on_zero_grad(self) -> None:
+        """The user has called ``optimizer.zero_grad()``."""
+
     def on_step(self, closure: Callable[[], Any] | None) -> Any:
         """The user calls ``optimizer.step()``."""
         if closure is None:
@@ -345,6 +344,47 @@ class DecoupledTraining:
         with self.unwatched():
             updates.defer(self._partial.plan())
         return None
+
+
+def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
+    model = model_of(bucket, state=state)
+    if model is None:
+        raise UnsupportedConfigurationError(
+            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+            "call gc.freeze() after the first backward(), not before"
+        )
+    return model
+
+
+def _check_finite(norm: torch.Tensor, norm_type: float) -> None:
+    if not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
+            "look for the step that blew up, or pass error_if_nonfinite=False"
+        )
+
+
+def _check_in_optimizer(
+    parameters: list[torch.Tensor], optimizer: Optimizer, model: DistributedDataParallel
+) -> None:
+    known = {id(p) for p in parameters_of(optimizer)}
+    foreign = [p for p in parameters if id(p) not in known]
+    if foreign:
+        raise UnsupportedConfigurationError(
+            f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
+            f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+            "wrapped (requires_grad=False)"
+        )
+
+
+def _wait_for_first(shares: Iterable[Share], turn: Turn) -> None:
+    first = min(shares, key=lambda share: share.urgency, default=None)
+    if first is not None:
+        # Alone the host runs ahead of the device as it would without a mutex.
+        if turn.shared:
+            first.deferred.wait_on_host()
+        else:
+            first.deferred.wait()
 
 
 def _settle(device: torch.device) -> None:

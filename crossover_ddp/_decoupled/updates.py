@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -52,6 +52,13 @@ class Updates:
         )
 
     # --- what sets it off ------------------------------------------------------------------------------------
+
+    def urgency(self, index: int, parameters: Sequence[torch.Tensor]) -> int:
+        """Return when forward first reads one of a bucket's parameters; the last bucket comes first at first."""
+        order = self.watch.order
+        if not order:
+            return -index
+        return min([order.get(id(p), len(order)) for p in parameters])
 
     def look(self) -> None:
         """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
@@ -138,15 +145,12 @@ class Updates:
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
         begin_s = time.monotonic()
-        share.deferred.wait()
+        share.wait()
         waited_s = time.monotonic()
         share.check_gradients()
         share.check_parameters()
         with as_in_step(share.buffer.device.type):
-            share.scale()
-            share.land()
-            assert share.plan is not None
-            self._partial.apply(share.plan, share.updates)
+            share.apply(self._partial)
         share.pending = False
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)

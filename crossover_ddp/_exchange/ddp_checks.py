@@ -89,6 +89,12 @@ def _is_captured(bucket: Bucket) -> bool:
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
+def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
+    """Tell whether the model was told to broadcast rank 0's buffers before a forward."""
+    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.15
+    return bool(model.broadcast_buffers if wanted is None else wanted)
+
+
 def check_copyable(model: DistributedDataParallel) -> None:
     """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
     reasons = {
@@ -101,6 +107,16 @@ def check_copyable(model: DistributedDataParallel) -> None:
                 f"expected gradients that are views of DDP's buckets, got gradient_as_bucket_view=False and {reason}; "
                 "build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)"
             )
+
+
+def check_not_joined(model: DistributedDataParallel, why: str) -> None:
+    """Refuse Join, in whose shadow passes a rank neither steps nor runs forward; ``why`` that is needed."""
+    config = getattr(model, "_join_config", None)
+    if config is not None and config.enable:
+        raise UnsupportedConfigurationError(
+            f"expected as many steps on all ranks, got a model inside of Join: {why}; give all ranks as many batches "
+            "(DistributedSampler does)"
+        )
 
 
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:

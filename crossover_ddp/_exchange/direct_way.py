@@ -4,6 +4,9 @@
 stop. Here each rank sends one message to each owner, its right neighbour first, then the next one, so that no owner
 gets all messages at once; a link carries as much as in a ring's reduce-scatter. What an owner makes of them goes around
 the ring as ever: it is copied, not added. The reducer waits for messages; the gatherer adds, gathers and decodes.
+
+[Note: deferred messages] Of a deferred bucket the stepper adds, so that the owner's part is known to all who ask for it
+before its gather begins. The gatherer cannot do that: it may be waiting for this very bucket, which rank 0 has chosen.
 """
 
 import functools
@@ -16,8 +19,10 @@ from crossover_ddp._system.worker import Worker
 
 from .collectives import HostBuffer, Ring, ring_tag
 from .engine import Engine
+from .gathers import GatherOrder
 from .layout import Layout
 from .transfer import Messages, Transfer
+from .ways import arrive_half_way, gather_next
 
 
 class DirectWay:
@@ -25,18 +30,26 @@ class DirectWay:
 
     Args:
         ring: whose ranks exchange.
+        order: of deferred gathers.
         reducer, gatherer: see [Note: two workers].
+        stepper: see [Note: deferred messages].
     """
 
-    def __init__(self, ring: Ring, reducer: Worker, gatherer: Worker) -> None:
+    def __init__(
+        self, ring: Ring, order: GatherOrder, reducer: Worker, gatherer: Worker, stepper: Worker
+    ) -> None:
         self._ring = ring
+        self._order = order
         self._reducer = reducer
         self._gatherer = gatherer
+        self._stepper = stepper
 
     def begin(self, engine: Engine, transfer: Transfer) -> None:
         """Launch a bucket whose messages are written. On the hook's thread."""
         assert transfer.messages is not None
         engine.end_compute(transfer)
+        if transfer.deferred:
+            self._order.scatter_begins(transfer)
         push = functools.partial(self._push, engine, transfer, transfer.messages)
         engine.put(self._reducer, transfer, "reduce-scatter", push)
 
@@ -44,11 +57,21 @@ class DirectWay:
         """Exchange messages to owners. On the reducer."""
         begin_s = time.monotonic()
         sends = self._start(transfer, messages)
-        engine.spans.half("reduce_scatter", begin_s, transfer)
-        if transfer.last_turn is not None:
+        pushed = sum(map(len, messages.outgoing.values()))
+        sent = pushed, self._exact_bytes(transfer.tensor)
+        engine.spans.half("reduce_scatter", begin_s, transfer, sent=sent)
+        if transfer.last_turn is not None and not transfer.keeps_turn:
             transfer.last_turn.request()
-        pull = functools.partial(self._pull, engine, transfer, messages, sends)
-        engine.put(self._gatherer, transfer, "all-gather", pull)
+        if transfer.deferred:
+            transfer.gather = functools.partial(self._pull, engine, transfer, messages, sends)
+            step = functools.partial(self._step_ahead, engine, transfer, messages)
+            engine.put(self._stepper, transfer, "owner's step", step)
+            # On the reducer: only its order is that of all ranks, also among buckets that are not deferred.
+            following = functools.partial(gather_next, engine, self._order)
+            engine.put(self._gatherer, transfer, "choice of the next gather", following)
+        else:
+            pull = functools.partial(self._step_and_pull, engine, transfer, messages, sends)
+            engine.put(self._gatherer, transfer, "all-gather", pull)
 
     def _start(self, transfer: Transfer, messages: Messages) -> list[dist.Work]:
         """Send all messages, and wait for those to this rank; return the sends that are under way."""
@@ -71,16 +94,52 @@ class DirectWay:
             work.wait()
         return sends
 
-    def _pull(self, engine: Engine, transfer: Transfer, messages: Messages, sends: list[dist.Work]) -> None:
-        """Do the owner's step, gather, decode. On the gatherer."""
+    def _step_ahead(self, engine: Engine, transfer: Transfer, messages: Messages) -> None:
+        """Do the owner's step of a deferred bucket. On the stepper, see [Note: deferred messages]."""
+        messages.step()
+        messages.unload_own()
+        part = transfer.layout.part(self._ring.rank)
+        arrive_half_way(transfer, transfer.tensor[part.start : part.stop])
+        self._order.scatter_ends(transfer)
+
+    # On the gatherer.
+
+    def _step_and_pull(
+        self, engine: Engine, transfer: Transfer, messages: Messages, sends: list[dist.Work]
+    ) -> None:
         begin_s = time.monotonic()
         messages.step()
+        engine.end_kept_compute(transfer)
+        if transfer.keeps_turn and transfer.last_turn is not None:
+            transfer.last_turn.request()
+        self._pull(engine, transfer, messages, sends, begin_s)
+
+    def _pull(
+        self,
+        engine: Engine,
+        transfer: Transfer,
+        messages: Messages,
+        sends: list[dist.Work],
+        begin_s: float | None = None,
+    ) -> None:
+        """Gather and decode."""
+        begin_s = time.monotonic() if begin_s is None else begin_s
         self._gather(transfer, *messages.gather)
         for work in sends:  # or the next step might write a message that is still being read
             work.wait()
-        engine.spans.half("all_gather", begin_s, transfer)
+        layout = messages.gather.layout
+        pulled = layout.numel - layout.part((self._ring.rank + 1) % self._ring.size).numel
+        back = transfer.payload.gather if transfer.payload is not None else None
+        sent = pulled, self._exact_bytes(transfer.tensor if back is None else back.tensor)
+        engine.spans.half("all_gather", begin_s, transfer, sent=sent)
         messages.unload()
         engine.complete(transfer)
+        if transfer.deferred:
+            self._order.gathered()
+
+    def _exact_bytes(self, tensor: torch.Tensor) -> int:
+        """Return what a rank sends of ``tensor`` in one half without a codec."""
+        return tensor.nbytes * (self._ring.size - 1) // self._ring.size
 
     def _gather(self, transfer: Transfer, tensor: torch.Tensor, layout: Layout) -> None:
         gather = self._ring.all_gather(HostBuffer(tensor), layout, transfer.sequence)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -15,6 +16,7 @@ from .gathers import GatherOrder
 
 _END_TIMEOUT_S: Final = 0.5
 _LAST_GATHERS_TIMEOUT_S: Final = 30.0
+_LET_GO_S: Final = 0.1
 
 
 def on_destruction(
@@ -44,6 +46,16 @@ def end_engine(workers: Sequence[Worker], ring: Ring, order: GatherOrder) -> Non
         order.abandon()
         ring.interrupt()
         stop_workers(workers, _END_TIMEOUT_S)
+
+
+def let_collectives_go(process_group: dist.ProcessGroup) -> None:
+    """Wait a moment after torch's own collectives, for a process that may end right behind them.
+
+    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
+    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
+    """
+    if "gloo" in dist.get_backend(process_group):
+        time.sleep(_LET_GO_S)
 
 
 def stop_workers(workers: Sequence[Worker], timeout_s: float) -> bool:

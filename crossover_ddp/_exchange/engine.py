@@ -14,6 +14,7 @@ from crossover_ddp.errors import CrossoverError
 
 from .spans import ExchangeSpans
 from .step import Step
+from .step_records import StepRecords
 from .transfer import Failure, Transfer, Turn
 
 _AS_IT_IS: Final = contextlib.nullcontext()
@@ -40,6 +41,7 @@ class Engine:
         self._in_flight: set[Transfer] = set()
         self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
+        self.records = StepRecords()
 
     # --- threads and failures --------------------------------------------------------------------------------
 
@@ -121,13 +123,15 @@ class Engine:
         if transfer.payload is not None:
             with transfer.side.current():
                 transfer.payload.unload()
-            if not transfer.last and transfer.index >= 0 and transfer.step.hold(transfer):
+            waited_for = transfer.index >= 0 and not transfer.deferred
+            if waited_for and not transfer.last and transfer.step.hold(transfer):
                 return
         if transfer.last and not transfer.deferred:
             done_s = time.monotonic()
             if transfer.turn is not None:
                 with transfer.side.current():
                     transfer.turn.acquire(ahead=ahead)
+            self.records.add(transfer.step.buckets, self._turn_taken_s, done_s)
             self._turn_taken_s = time.monotonic()
             self.spans.exchange(transfer, done_s)
             self.spans.wait(transfer.step.number + 1, done_s, self._turn_taken_s)

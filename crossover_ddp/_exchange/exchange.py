@@ -31,7 +31,7 @@ from .module_buffers import BufferCopy, ModuleBuffers
 from .routes import Routes
 from .spans import ExchangeSpans, timeline_of
 from .step import GradientFuture, Step, after_backward
-from .transfer import Deferred, Messages, OwnerStep, Payload, Sharded, Transfer, Turn
+from .transfer import Deferred, MakeMessages, OwnerStep, Payload, Sharded, Transfer, Turn
 
 _JOIN_TIMEOUT_S: Final = 5.0
 
@@ -107,7 +107,7 @@ class Exchange:
         owner_step: OwnerStep | None = None,
         layout: Layout | None = None,
         payload: Callable[[], Payload] | None = None,
-        messages: Callable[[], Messages | None] | None = None,
+        messages: MakeMessages | None = None,
         state: object = None,
     ) -> GradientFuture:
         """Begin to average ``bucket``; the Future holds the bucket's own buffer with the mean over the ranks.
@@ -119,14 +119,14 @@ class Exchange:
             layout: who owns which part; None cuts equally.
             payload: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
                 buckets of a step complete together, also if ``payload`` raises.
-            messages: returns what travels straight to owners instead of the buffer, which its ``unload`` fills; None:
-                the buffer itself. Called with two ranks or more; for CPU tensors on gloo.
+            messages: returns, given the payload if there is one, what travels straight to owners instead of the buffer
+                or payload, which its ``unload`` fills; None: these. Called with two ranks or more; CPU, gloo.
             state: that the hook was registered with; see `ModuleBuffers`.
         """
         step = self._enter(bucket)
         try:
             carried = None if payload is None else payload()
-            direct = messages() if messages is not None and self.world_size > 1 else None
+            direct = messages(carried) if messages is not None and self.world_size > 1 else None
             transfer = self.routes.of_bucket(bucket, step, turn)
             transfer.messages = direct
             transfer.owner_step, transfer.layout = owner_step, layout or transfer.layout
@@ -180,6 +180,8 @@ class Exchange:
         *,
         turn: Turn | None = None,
         urgency: int = 0,
+        messages: MakeMessages | None = None,
+        scatter: Callable[[], Sharded] | None = None,
         state: object = None,
     ) -> tuple[GradientFuture, Deferred | None]:
         """Begin to average ``bucket`` in the background; backward does not wait for it.
@@ -188,6 +190,8 @@ class Exchange:
             bucket: what DDP gave to the hook; its gradients must be views of its buffer.
             turn: given away after the last bucket; the caller takes it again.
             urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
+            messages: see `submit`; its ``unload`` must leave the version counter of the bucket's buffer alone.
+            scatter: returns what is summed into its owners instead of the buffer. It is not gathered: see `spread`.
             state: that the hook was registered with; see `ModuleBuffers`.
 
         Returns:
@@ -196,9 +200,13 @@ class Exchange:
         step = self._enter(bucket)
         deferred = None
         try:
+            direct = messages(None) if messages is not None and self.world_size > 1 else None
             transfer = self.routes.of_bucket(bucket, step, turn)
+            transfer.messages = direct
             # Its own version counter: the user's changes show in the gradients', ours do not.
             transfer.tensor, transfer.urgency = transfer.tensor.data, urgency
+            if scatter is not None:
+                transfer.only_reduce(scatter())
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
@@ -229,7 +237,7 @@ class Exchange:
         )
         table[self.rank] = torch.tensor(numbers)
         flat = table.flatten()
-        self._spread(Sharded(flat, Layout.equal(flat.numel(), self.world_size)), self._step).wait()
+        self.spread(Sharded(flat, Layout.equal(flat.numel(), self.world_size))).wait()
         return flat.view_as(table).tolist()
 
     def begin_compute(self) -> None:
@@ -300,9 +308,9 @@ class Exchange:
         sharded = Sharded(buffers.flat, layout)
         if self.routes.is_on_ring(device):
             self._begin(transfer)
-            buffers.arrived = self._spread(sharded, transfer.step)
+            buffers.arrived = self.spread(sharded)
         else:  # the last bucket is followed by the deferred gathers
-            buffers.arrived = self._spread(sharded, transfer.step)
+            buffers.arrived = self.spread(sharded)
             self._begin(transfer)
         return buffers
 
@@ -320,9 +328,9 @@ class Exchange:
         everyone = self.gather_numbers([number], device)
         return number > 0 and everyone == [[number]] * self.world_size
 
-    def _spread(self, sharded: Sharded, step: Step) -> GradientFuture:
-        """Begin to copy each owner's part to all ranks, behind the buckets so far."""
-        transfer = self.routes.of_tensor(sharded, step)
+    def spread(self, sharded: Sharded) -> GradientFuture:
+        """Begin to copy each owner's part to all ranks, behind the buckets so far. **Collective**."""
+        transfer = self.routes.of_tensor(sharded, self._step)
         transfer.side.follow_compute()
         way = self.routes.way(transfer.tensor.device)
         spread = functools.partial(way.spread, self.engine, transfer)

@@ -6,7 +6,7 @@ reduce-scatter wants the wire; afterwards what the next forward needs first. So 
 travels around the ring ahead of the data: one bucket at a time during backward; the whole rest of a step, in one
 message, once its last bucket is reduced and nothing can come between. A rank waits for a choice only while rank 0 still
 has one to send: rank 0 names each bucket once, and each rank calls ``next`` once for every reduce-scatter that it
-has completed.
+has completed, or, with a codec, whose messages have come.
 
 A gather waits for reduce-scatters of its own step only. Those of a later step may need it: where rank 0 has run
 out of inputs (``Join``) it answers for steps whose forward the other ranks have not begun.

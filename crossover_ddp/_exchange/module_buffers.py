@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .ddp_checks import model_of
+from .ddp_checks import model_of, wants_buffers_broadcast
 
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 Agree = Callable[[int], bool]
@@ -156,9 +156,8 @@ def _size(source: _Source, device: torch.device) -> int:
 
 def _broadcasts(model: DistributedDataParallel) -> bool:
     """Whether DDP itself would broadcast rank 0's buffers."""
-    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.15
-    wanted = model.broadcast_buffers if wanted is None else wanted
-    return bool(wanted) and not model._join_config.enable and not hasattr(model, "buffer_hook")
+    own_way = model._join_config.enable or hasattr(model, "buffer_hook")
+    return wants_buffers_broadcast(model) and not own_way
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

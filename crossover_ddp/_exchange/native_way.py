@@ -76,7 +76,7 @@ class NativeWay:
         if not transfer.last:
             return
         for each in reversed(transfer.step.deferred):
-            for work in self._halves.all_gather(each.tensor, each.layout):
+            for work in self._halves.all_gather(each.tensor, each.layout) if each.goes_back else ():
                 work.wait()
             each.whole_way = each.side.mark()
             engine.complete(each)

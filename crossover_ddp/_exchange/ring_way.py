@@ -28,7 +28,7 @@ from .gathers import GatherOrder
 from .layout import Span
 from .staging import StagedBuffer
 from .transfer import RingHalves, Sharded, Transfer
-from .ways import arrive_half_way
+from .ways import arrive_half_way, gather_next
 
 _AS_IT_IS: Final = contextlib.nullcontext()
 
@@ -68,7 +68,7 @@ class RingWay:
         scatter = self._ring.reduce_scatter(buffer, transfer.layout, transfer.sequence, on_owned)
         transfer.halves = halves = RingHalves(buffer, scatter, gather)
         engine.end_compute(transfer)
-        if transfer.deferred:
+        if transfer.is_gathered_later:
             self._order.scatter_begins(transfer)
         engine.put(
             self._reducer,
@@ -132,8 +132,10 @@ class RingWay:
             part = transfer.layout.part(self._ring.rank)
             halves.buffer.landed(part)
             arrive_half_way(transfer, transfer.tensor[part.start : part.stop])
+        if transfer.is_gathered_later:
+            transfer.gather = functools.partial(self._gather, engine, transfer, halves)
             self._order.scatter_ends(transfer)
-            following = functools.partial(self._gather_next, engine)
+            following = functools.partial(gather_next, engine, self._order)
             engine.put(self._gatherer, transfer, "choice of the next gather", following)
         else:
             stepped = self._step_apart(engine, transfer, halves) if transfer.has_long_step else None
@@ -192,7 +194,7 @@ class RingWay:
         self._gather_buffer(transfer, halves)
         engine.spans.half("all_gather", begin_s, transfer)
         engine.complete(transfer)
-        if transfer.deferred:
+        if transfer.is_gathered_later:
             self._order.gathered()
 
     def _step(self, transfer: Transfer, halves: RingHalves) -> None:
@@ -221,9 +223,3 @@ class RingWay:
         gather.wait()
         gather.drain()
         buffer.release()
-
-    def _gather_next(self, engine: Engine) -> None:
-        """Gather one deferred bucket, see [Note: order of gathers]."""
-        chosen = self._order.next()
-        assert chosen.halves is not None
-        engine.guarded(chosen, "all-gather", functools.partial(self._gather, engine, chosen, chosen.halves))

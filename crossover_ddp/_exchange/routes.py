@@ -56,7 +56,7 @@ class Routes:
         self.backends = _backends(process_group)
         self.sides: dict[torch.device, Side] = {}
         self.ring = RingWay(ring, order, reducer, gatherer, stepper)
-        self.direct = DirectWay(ring, reducer, gatherer)
+        self.direct = DirectWay(ring, order, reducer, gatherer, stepper)
         self.native = NativeWay(NativeHalves(process_group), gatherer)
         self.alone = AloneWay(gatherer)
 
@@ -87,6 +87,7 @@ class Routes:
         tensor = flat_gradients(bucket)
         self._check_group(bucket, tensor)
         step.last_hook_s = time.monotonic()
+        step.buckets.append((tensor.nbytes, step.last_hook_s))
         return Transfer(
             index=bucket.index(),
             tensor=tensor,

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.device import default_device, sibling_name
-from crossover_ddp._timeline.record import Timeline
+from crossover_ddp._timeline.record import Detail, Timeline
 
 from .step import Step
 from .transfer import Transfer
@@ -35,11 +35,18 @@ class ExchangeSpans:
         if self.timeline is not None and begin_s is not None:
             self.timeline.span("compute", begin_s, step.last_hook_s, step=step.number)
 
-    def half(self, kind: str, begin_s: float, transfer: Transfer) -> None:
-        """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now."""
+    def half(
+        self, kind: str, begin_s: float, transfer: Transfer, *, sent: tuple[int, int] | None = None
+    ) -> None:
+        """Note that one half of a bucket's exchange has lasted from ``begin_s`` until now.
+
+        ``sent``: with a codec, the bytes that this rank has sent, and those that it would have sent without.
+        """
         if self.timeline is None:
             return
-        self.timeline.span(kind, begin_s, time.monotonic(), step=transfer.step.number, **transfer.in_words())
+        coded: dict[str, Detail] = {} if sent is None else {"sent_bytes": sent[0], "exact_bytes": sent[1]}
+        step = transfer.step.number
+        self.timeline.span(kind, begin_s, time.monotonic(), step=step, **transfer.in_words(), **coded)
 
     def exchange(self, transfer: Transfer, done_s: float) -> None:
         """Note that the exchange of the step that ``transfer`` ends was done at ``done_s``."""

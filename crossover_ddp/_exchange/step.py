@@ -29,6 +29,7 @@ class Step:
         self._is_cut_short = False
         self.entered = False
         self.last_hook_s = 0.0
+        self.buckets: list[tuple[int, float]] = []  # bytes, moment of the hook
         self.compute_ended = False
         self.keeps_turn = False
         self._lock = threading.Lock()

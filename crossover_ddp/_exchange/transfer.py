@@ -1,7 +1,7 @@
 """One bucket on its way from the hook to its Future, and the turn around it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from crossover_ddp._timeline.record import Detail, Timeline
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
 from .collectives import HostBuffer, RingAllGather, RingReduceScatter
-from .layout import Layout
+from .layout import Layout, Span
 from .module_buffers import BufferCopy
 from .staging import Side
 from .step import GradientFuture, Step
@@ -62,6 +62,19 @@ class Sharded(NamedTuple):
     layout: Layout
 
 
+class Travelling(NamedTuple):
+    """Where a run of a parameter's elements is in a payload: in its owner's part of both buffers.
+
+    ``begin``: its first element in the parameter, in the order in which the payload holds them.
+    """
+
+    parameter: torch.Tensor
+    begin: int
+    owner: int
+    there: Span
+    back: Span
+
+
 @dataclass(frozen=True, eq=False)
 class Payload:
     """What travels for a bucket in place of the bucket's own buffer.
@@ -77,6 +90,8 @@ class Payload:
         arriving: called before ``step``, on the same thread, with the number of leading elements of the own part that
             have arrived. Not called with one rank, for a device's memory, or on NCCL.
         is_long: ``step`` takes so long that it runs on a thread of its own, beside the gathers of earlier buckets.
+        matrices: returns where parameters of two dimensions or more travel, which a codec may round, in the order of
+            owners and offsets. None: nothing may be rounded.
     """
 
     scatter: Sharded
@@ -86,6 +101,7 @@ class Payload:
     keeps_turn: bool = False
     arriving: Callable[[int], None] | None = None
     is_long: bool = False
+    matrices: Callable[[], Sequence[Travelling]] | None = None
 
 
 class Messages(Protocol):
@@ -108,14 +124,28 @@ class Messages(Protocol):
         """By owner."""
 
     def step(self) -> None:
-        """Make the own part of ``gather`` of what has come. On the gatherer."""
+        """Make the own part of ``gather`` of what has come. On the gatherer, or the stepper if deferred."""
+
+    def unload_own(self) -> None:
+        """Fill the own part of the bucket's buffer from ``gather`` after `step`, ahead of all that comes."""
 
     def unload(self) -> None:
-        """Fill the bucket's buffer from ``gather``. On the gatherer."""
+        """Fill the rest of the bucket's buffer from ``gather``. On the gatherer."""
 
 
-def _no_report(numel: int) -> None:
-    """For buffers that leave as a whole."""
+MakeMessages = Callable[[Payload | None], Messages | None]
+
+
+def no_report(numel: int) -> None:
+    """For what leaves as a whole."""
+
+
+def _no_step(part: torch.Tensor, final: Callable[[int], None]) -> None:
+    """For what is only summed."""
+
+
+def _nothing() -> None:
+    """For what brings nothing back."""
 
 
 class RingHalves(NamedTuple):
@@ -131,10 +161,10 @@ class Transfer:
     """One bucket on its way from the hook to its Future.
 
     ``urgency`` is None for a bucket that backward waits for. A deferred bucket has a number: its gather comes
-    before those with a greater one. ``reduced`` is completed half-way, with the owned part. ``result`` is the
-    Future's value if that is not ``tensor``. ``ready_s``: when its hook was called (``time.monotonic()``).
-    ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does not wait for.
-    ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
+    before those with a greater one; ``gather`` does it. ``reduced`` is completed half-way, with the owned part.
+    ``result`` is the Future's value if that is not ``tensor``. ``ready_s``: when its hook was called
+    (``time.monotonic()``). ``whole_way``: blocks until the device has gathered a deferred bucket, which its Future does
+    not wait for. ``largest_bytes``: of its largest gradient, which no smaller bucket can cut; 0 where no timeline asks.
     """
 
     index: int
@@ -151,6 +181,7 @@ class Transfer:
     result: torch.Tensor | None = None
     urgency: int | None = None
     halves: RingHalves | None = None
+    gather: Callable[[], None] | None = None
     whole_way: Callable[[], None] | None = None
     ready_s: float = 0.0
     largest_bytes: int = 0
@@ -166,7 +197,12 @@ class Transfer:
         """Let ``payload`` travel, and the Future hold the bucket's buffer all the same."""
         self.payload, self.result = payload, self.tensor
         self.tensor, self.layout = payload.scatter
-        self.take_owner_step(_no_report)
+        self.take_owner_step(no_report)
+
+    def only_reduce(self, scatter: Sharded) -> None:
+        """Let ``scatter`` be summed into its owners, who keep it, in the place of the bucket's buffer."""
+        self.payload, self.result = Payload(scatter, None, _no_step, _nothing), self.tensor
+        self.tensor, self.layout = scatter
 
     def take_owner_step(self, final: Callable[[int], None]) -> None:
         """Let the payload's owner report to ``final`` what may leave."""
@@ -204,6 +240,11 @@ class Transfer:
     def deferred(self) -> bool:
         """Whether backward does not wait for this bucket."""
         return self.urgency is not None
+
+    @property
+    def is_gathered_later(self) -> bool:
+        """Whether its gather has a place in the order of deferred gathers; see [Note: order of gathers]."""
+        return self.deferred and self.goes_back
 
     @property
     def last_turn(self) -> Turn | None:
@@ -250,11 +291,13 @@ class Deferred:
 
     def wait(self) -> None:
         """Wait until the buffer holds the mean over the ranks."""
-        if self._transfer.halves is None and not self._transfer.future.done():  # see [Note: native order]
+        transfer = self._transfer
+        is_launched = transfer.halves is not None or transfer.messages is not None
+        if not is_launched and not transfer.future.done():  # see [Note: native order]
             raise ExchangeError(
                 "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
             )
         begin_s = time.monotonic()
-        self._transfer.future.wait()
+        transfer.future.wait()
         if self._timeline is not None:
             self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._transfer.index)

@@ -11,6 +11,7 @@ import torch
 from crossover_ddp._system.worker import Worker
 
 from .engine import Engine
+from .gathers import GatherOrder
 from .transfer import Transfer
 
 
@@ -68,3 +69,11 @@ def arrive_half_way(transfer: Transfer, own_part: torch.Tensor) -> None:
     if transfer.deferred:
         with transfer.side.current():
             transfer.reduced.set_result(own_part)
+
+
+def gather_next(engine: Engine, order: GatherOrder) -> None:
+    """Gather one deferred bucket, see [Note: order of gathers]. On the gatherer."""
+    chosen = order.next()
+    gather, chosen.gather = chosen.gather, None  # which holds its transfer
+    assert gather is not None
+    engine.guarded(chosen, "all-gather", gather)

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .layers import Layer, unwrapped
+from .matrices import matrices
 from .packing import TravellingFactors
 from .payload import BucketPayload, KFACRound
 from .preconditioner import Preconditioner
@@ -135,7 +137,10 @@ class Rounds:
             if bucket.is_last():
                 self._traffic.times.end()
         take = functools.partial(self._buffer, buffer, bucket.index())
-        return BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take).payload()
+        made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
+        weights = [self._setup.layers[layer.index].weight for layer in layers]
+        where = functools.partial(matrices, made.layout, layers, weights, self._round.plan.owners, contents)
+        return replace(made.payload(), matrices=where)
 
     def _buffer(self, like: Tensor, bucket: int, numel: int) -> Tensor:
         """Lend the memory of what travels for a bucket."""

@@ -1,16 +1,14 @@
 """All ranks' momentum in one place, for a checkpoint."""
 
-import time
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .momentum import OwnedMomentum
+from crossover_ddp._exchange.endings import let_collectives_go
 
-_LET_GO_S: Final = 0.1
+from .momentum import OwnedMomentum
 
 
 @torch.no_grad()
@@ -42,10 +40,7 @@ def consolidate(
             others[index] = sent
     if to in (None, rank):
         momentum.complete(others)
-    if "gloo" in dist.get_backend(group):
-        # gloo's threads let go of a collective a moment after it, and abort a process that ends by then
-        # (https://github.com/pytorch/pytorch/pull/179291); this one may be a job's last.
-        time.sleep(_LET_GO_S)
+    let_collectives_go(group)  # these may be a job's last
 
 
 def _in_memory(matrix: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 Shape = tuple[int, int]
+
+_WORTH: Final = 0.95
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def own(costs: Sequence[int], world_size: int) -> Ownership:
     """Give each matrix to the rank that has the least so far, the last matrix first; of equal ranks to the lowest.
 
     Backward makes gradients in about that order, so that the matrices of one bucket spread over the ranks. No rank
-    gets more than the mean load and one matrix (Graham's bound for any order, 1966).
+    gets more than the mean load and one matrix (Graham's bound for any order, 1966). Where there are few matrices, that
+    one is much: then the most expensive matrix goes first, if this takes a twentieth off the busiest rank.
 
     Args:
         costs: of each matrix, in the model's order; see `newton_schulz_flop`.
@@ -53,9 +57,18 @@ def own(costs: Sequence[int], world_size: int) -> Ownership:
     """
     if world_size < 1:
         raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
+    backward = [*reversed(range(len(costs)))]
+    in_order = _own_in(backward, costs, world_size)
+    largest_first = _own_in(sorted(backward, key=lambda each: -costs[each]), costs, world_size)
+    return min(
+        in_order, largest_first, key=lambda made: max(made.loads) * (_WORTH if made is in_order else 1)
+    )
+
+
+def _own_in(order: Sequence[int], costs: Sequence[int], world_size: int) -> Ownership:
     loads = [0] * world_size
     owners = [0] * len(costs)
-    for number in reversed(range(len(costs))):
+    for number in order:
         owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
         owners[number] = owner
         loads[owner] += costs[number]

@@ -77,6 +77,8 @@ class JobShare:
     turns: int
     handover: Statistics
     """From the end of a sibling's computation to the begin of its own, if it was waiting."""
+    rate: float | None = None
+    """With a codec: bytes sent over those of an exact exchange."""
 
 
 @dataclass(frozen=True)
@@ -222,10 +224,19 @@ def _one_device(
                 waited=_share(each, {"wait"}, window),
                 turns=_turns(each, window),
                 handover=Statistics.of(one.gap_s for one in passed if one.taker.job == job),
+                rate=_rate(each, window),
             )
             for job, each in own.items()
         ],
     )
+
+
+def _rate(spans: Iterable[TimelineSpan], window_s: tuple[float, float]) -> float | None:
+    """Return the bytes sent over those of an exact exchange, of the coded halves that ended in the window."""
+    begin_s, end_s = window_s
+    ended = [span.detail for span in spans if "sent_bytes" in span.detail and begin_s <= span.end_s <= end_s]
+    exact = sum(detail["exact_bytes"] for detail in ended)
+    return sum(detail["sent_bytes"] for detail in ended) / exact if exact else None
 
 
 def _share(spans: Iterable[TimelineSpan], kinds: Iterable[str], window_s: tuple[float, float]) -> float:

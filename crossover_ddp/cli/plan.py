@@ -1,7 +1,6 @@
 """``crossover-ddp plan``: stages, devices and the order of micro-batches for a model on a cluster."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 from crossover_ddp._timeline import picture as timeline_picture
 from crossover_ddp._timeline.spans import TimelineSpan
 
-from .output import FINE, FOUND, USAGE, add_command, write_json
+from .output import FINE, FOUND, USAGE, add_command, whole, write_json
 
 if TYPE_CHECKING:
     from crossover_ddp.pipeline import Plan, Profile
@@ -18,13 +17,15 @@ _EXAMPLES = """\
 examples:
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16
   crossover-ddp plan timm:resnet50 --cluster c.json --microbatches 16 --input 8,3,224,224 --picture plan.png
-  crossover-ddp plan mymodel:blocks --input 4,512 --cluster c.json --microbatches 8 --max-replicas 1 --csv
+  crossover-ddp plan mymodel:blocks --input 4,512 --cluster c.json --microbatches 8 --csv
   crossover-ddp plan profile.json --cluster c.json --microbatches 16 --save plan.json
 
+c.json for two nodes of two devices: {"devices": [{"node": "a"}, {"node": "a"}, {"node": "b"}, {"node": "b"}],
+"bandwidth_gbit": 100, "cards_gbit": {"a": 10, "b": 10}}; for four alike: {"devices": 4, "bandwidth_gbit": 10}.
 MODEL is timm:NAME, torchvision:NAME, module:function that returns a list of layers, or a profile that was saved.
 exit codes: 0 fine; 1 no plan: the model is no chain, or does not fit; 2 wrong usage
 """
-_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights", "G": "gradients"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,14 +41,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("model", metavar="MODEL")
     command.add_argument("--cluster", type=Path, required=True, help="JSON file of devices and bandwidths")
-    command.add_argument("--microbatches", type=int, required=True, help="of a step")
+    command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")
     command.add_argument(
         "--input", type=_shape, default=(2, 3, 224, 224), help="shape of one micro-batch; default 2,3,224,224"
     )
-    command.add_argument("--max-stages", type=int, help="default: as many as pay")
-    command.add_argument("--max-replicas", type=int, help="devices of one stage; 1 for torch's own schedules")
+    command.add_argument("--max-stages", type=whole(1), help="default: as many as pay")
     command.add_argument(
-        "--csv", action="store_true", help="the compute-only schedule that torch reads, and no table"
+        "--max-replicas", type=whole(1), help="devices of one stage; 1 for torch's own schedules"
+    )
+    command.add_argument(
+        "--split", action="store_true", help="try a split backward too (zero bubble): for torch's schedules"
+    )
+    command.add_argument(
+        "--csv", action="store_true", help="the compute-only schedule that torch reads; one device a stage"
     )
     command.add_argument("--picture", type=Path, metavar="FILE", help="draw the simulated step (.png, .svg)")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan for Runner")
@@ -66,8 +72,11 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Plan, and print, draw and save the plan; return the exit code."""
-    if parsed.json and parsed.csv:
-        sys.stderr.write("crossover-ddp plan: expected --json or --csv, got both; choose one\n")
+    if parsed.csv and (parsed.json or (parsed.max_replicas or 1) > 1):
+        sys.stderr.write(
+            "crossover-ddp plan: expected --csv with one device a stage and without --json, got --json or "
+            "--max-replicas; torch's schedules know no replicas, and one output is enough\n"
+        )
         return USAGE
     if parsed.picture and parsed.picture.suffix not in timeline_picture.FORMATS:
         sys.stderr.write(
@@ -84,10 +93,11 @@ def run(parsed: argparse.Namespace) -> int:
             cluster,
             microbatches=parsed.microbatches,
             max_stages=parsed.max_stages,
-            max_replicas=parsed.max_replicas,
+            max_replicas=1 if parsed.csv else parsed.max_replicas,
+            split=parsed.split,
         )
         _show(plan, parsed)
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         sys.stderr.write(f"crossover-ddp plan: expected files that can be read and written, got {error}\n")
         return USAGE
     except ImportError:
@@ -107,6 +117,9 @@ def _profile(parsed: argparse.Namespace) -> "Profile":
     from .chains import load_chain
 
     layers, sample = load_chain(parsed.model, parsed.input)
+    sys.stderr.write(
+        f"timing {len(layers)} layers on this machine, a micro-batch of {list(parsed.input)} …\n"
+    )
     profile = Profile.measure(layers, sample)
     if parsed.save_profile:
         profile.save(parsed.save_profile)
@@ -128,19 +141,15 @@ def _show(plan: "Plan", parsed: argparse.Namespace) -> None:
 
 def timeline_spans(plan: "Plan") -> list[TimelineSpan]:
     """Return the simulated step for the timeline's picture: forward and backward in colours of their own."""
-    found = []
-    for span in plan.spans:
-        kind = _KINDS[span.label.lstrip("0123456789")[:1]] if span.kind != "exchange" else "gradients"
-        lane = "compute" if span.kind == "compute" else "exchange"
-        found.append(
-            TimelineSpan(
-                kind,
-                span.device,
-                plan.devices[span.device],
-                lane,
-                span.begin_s,
-                span.end_s,
-                {"action": span.label},
-            )
+    return [
+        TimelineSpan(
+            _KINDS[span.action.kind],
+            span.device,
+            plan.devices[span.device],
+            "exchange" if span.sends else "compute",
+            span.begin_s,
+            span.end_s,
+            {"action": str(span.action)},
         )
-    return found
+        for span in plan.spans
+    ]

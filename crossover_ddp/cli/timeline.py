@@ -256,6 +256,9 @@ def _explanations(result: _TimelineResult) -> Iterator[str]:
     several = max(device.several for device in result.devices)
     if several >= 0.005:
         yield f"Up to {several:.0%} of the time several jobs computed at once on one device."
+    coded = {job.job: job.rate for device in result.devices for job in device.jobs if job.rate is not None}
+    for name, rate in coded.items():
+        yield f"{name} sends {rate:.3f} of the bytes of an exchange without a codec."
     yield "Hand-over: from the end of one job's turn to the begin of the turn of a job that was waiting (median)."
 
 

@@ -6,18 +6,19 @@ receiving node's card inwards, so two transfers through one card follow each oth
 transfer inside a node occupies the two devices' own ports. Cards are full duplex. Our design.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from crossover_ddp._planning import Link
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .documents import read_document, write_document
 
 Matrix = tuple[tuple[float, ...], ...]
 _GIGABIT = 1e9 / 8
@@ -52,43 +53,31 @@ class DeviceCluster:
 
     def __post_init__(self) -> None:
         count = len(self.bandwidth)
-        defaults = {
-            "names": tuple([str(place) for place in range(count)]),
-            "nodes": tuple([str(place) for place in range(count)]),
-            "speed": (1.0,) * count,
-            "memory_bytes": (math.inf,) * count,
-        }
-        for name, default in defaults.items():
-            object.__setattr__(self, name, tuple(getattr(self, name)) or default)
-            if len(getattr(self, name)) != count:
+        numbers = tuple(map(str, range(count)))
+        for name, default in (
+            ("names", numbers),
+            ("nodes", numbers),
+            ("speed", (1.0,) * count),
+            ("memory_bytes", (math.inf,) * count),
+        ):
+            values = tuple(getattr(self, name)) or default
+            object.__setattr__(self, name, values)
+            if len(values) != count:
                 raise ValueError(
-                    f"expected {name} of {count} devices, got {len(getattr(self, name))}; give one for each row of "
-                    "bandwidth"
+                    f"expected {name} of {count} devices, got {len(values)}; give one for each row of bandwidth"
                 )
-        self._check_values(count)
-        self._check_connected(count)
-
-    def _check_values(self, count: int) -> None:
         if not count or len(set(self.names)) != count:
             raise ValueError(
                 f"expected devices with different names, got names={self.names}; name each device once"
             )
-        for what in ("bandwidth", "latency_s"):
-            matrix = getattr(self, what)
-            rows = matrix if isinstance(matrix, Sequence) else ((matrix,) * count,) * count
-            for source, row in enumerate(rows):
-                if len(row) != count or len(rows) != count:
-                    raise ValueError(
-                        f"expected {count} values of {what} for device {self.names[min(source, count - 1)]!r}, got "
-                        f"{len(row)}; give a square matrix"
-                    )
-                for target, value in enumerate(row):
-                    good = isinstance(value, int | float) and 0 <= value < math.inf
-                    if not good and source != target:
-                        raise ValueError(
-                            f"expected {what} >= 0 from device {self.names[source]!r} to {self.names[target]!r}, got "
-                            f"{what}={value!r}; measure it, or write 0 where there is no link"
-                        )
+        if not isinstance(self.latency_s, Sequence):
+            object.__setattr__(self, "latency_s", ((self.latency_s,) * count,) * count)
+        if unknown := sorted(self.cards.keys() - set(self.nodes)):
+            raise ValueError(
+                f"expected cards of the nodes {sorted(set(self.nodes))}, got cards of {unknown}; name nodes as in nodes"
+            )
+        self._check_matrix("bandwidth", self.bandwidth)
+        self._check_matrix("latency_s", self.latency_s)
         for what, values in (
             ("speed", self.speed),
             ("memory_bytes", self.memory_bytes),
@@ -96,18 +85,30 @@ class DeviceCluster:
         ):
             if not all(isinstance(value, int | float) and value > 0 for value in values):
                 raise ValueError(f"expected {what} > 0, got {what}={values}; leave it out for the default")
+        self._check_connected()
 
-    def _check_connected(self, count: int) -> None:
-        reached, fresh = {0}, [0]
+    def _check_matrix(self, what: str, matrix: Any) -> None:
+        count = len(self.names)
+        for place, row in enumerate(matrix):
+            source = self.names[min(place, count - 1)]
+            if len(row) != count or len(matrix) != count:
+                raise ValueError(
+                    f"expected {count} values of {what} for device {source!r}, got {len(row)}; give a square matrix"
+                )
+            for target, value in zip(self.names, row, strict=True):
+                if source != target and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                    raise ValueError(
+                        f"expected {what} >= 0 from device {source!r} to {target!r}, got {what}={value!r}; measure it, "
+                        "or write 0 where there is no link"
+                    )
+
+    def _check_connected(self) -> None:
+        reached, fresh = {0}, {0}
         while fresh:
-            one = fresh.pop()
-            new = {
-                two for two in range(count) if self.bandwidth[one][two] > 0 and self.bandwidth[two][one] > 0
-            }
-            fresh += new - reached
-            reached |= new
-        if len(reached) < count:
-            lost = [self.names[place] for place in range(count) if place not in reached]
+            reached |= fresh
+            others = set(range(len(self))) - reached
+            fresh = {two for two in others for one in fresh if self.rate(one, two) and self.rate(two, one)}
+        if lost := [name for place, name in enumerate(self.names) if place not in reached]:
             raise ValueError(
                 f"expected devices that are connected, got none of the links of {lost} to the others; "
                 "give their bandwidth, or leave them out"
@@ -124,7 +125,8 @@ class DeviceCluster:
 
     def latency(self, source: int, target: int) -> float:
         """Return the seconds that a message takes besides its bytes."""
-        return self.latency_s if isinstance(self.latency_s, int | float) else self.latency_s[source][target]
+        assert isinstance(self.latency_s, Sequence)  # since __post_init__
+        return self.latency_s[source][target]
 
     def ports(self, source: int, target: int) -> tuple[str, str]:
         """Return what a transfer occupies; see [Note: network cards]."""
@@ -147,8 +149,13 @@ class DeviceCluster:
                 f"expected the keys devices, bandwidth_gbit and perhaps latency_us, cards_gbit, got {found}; "
                 "see docs/pipeline.md"
             )
-        devices = document["devices"]
+        devices, cards = document["devices"], document.get("cards_gbit", {})
         devices = [{} for _ in range(devices)] if isinstance(devices, int) else devices
+        if not isinstance(devices, list) or not isinstance(cards, dict):
+            raise ValueError(
+                f"expected devices as a list or their number, and cards_gbit as an object of nodes, got {devices!r} "
+                f"and {cards!r}; see docs/pipeline.md"
+            )
         for place, device in enumerate(devices):
             if not isinstance(device, dict) or not device.keys() <= {"name", "node", "speed", "memory_gib"}:
                 raise ValueError(
@@ -160,42 +167,41 @@ class DeviceCluster:
             _scaled(document.get("latency_us", 0), 1e-6, len(devices)),
             tuple([str(each.get("node", name)) for each, name in zip(devices, names, strict=True)]),
             tuple([each.get("speed", 1.0) for each in devices]),
-            tuple([each.get("memory_gib", math.inf) * _GIBIBYTE for each in devices]),
-            {str(node): rate * _GIGABIT for node, rate in document.get("cards_gbit", {}).items()},
+            tuple([_times(each.get("memory_gib", math.inf), _GIBIBYTE) for each in devices]),
+            {str(node): _times(rate, _GIGABIT) for node, rate in cards.items()},
             names,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
-        devices = []
-        for name, node, speed, memory in zip(
-            self.names, self.nodes, self.speed, self.memory_bytes, strict=True
-        ):
-            memory_gib = {} if math.isinf(memory) else {"memory_gib": memory / _GIBIBYTE}
-            devices.append({"name": name, "node": node, "speed": speed, **memory_gib})
-        latency = self.latency_s
+        memory_gib = [
+            {"memory_gib": size / _GIBIBYTE} if size < math.inf else {} for size in self.memory_bytes
+        ]
         return {
-            "devices": devices,
-            "bandwidth_gbit": [[value / _GIGABIT for value in row] for row in self.bandwidth],
-            "latency_us": latency * 1e6
-            if isinstance(latency, int | float)
-            else [[value * 1e6 for value in row] for row in latency],
+            "devices": [
+                {"name": name, "node": node, "speed": speed, **memory}
+                for name, node, speed, memory in zip(
+                    self.names, self.nodes, self.speed, memory_gib, strict=True
+                )
+            ],
+            "bandwidth_gbit": _scaled(self.bandwidth, 1 / _GIGABIT, len(self)),
+            "latency_us": _scaled(self.latency_s, 1e6, len(self)),
             "cards_gbit": {node: rate / _GIGABIT for node, rate in self.cards.items()},
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_document(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "DeviceCluster":
         """Read a JSON file; see `from_json`."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_document(path))
 
     @classmethod
     def measure(
         cls,
-        process_group: "ProcessGroup | None" = None,
+        process_group: dist.ProcessGroup | None = None,
         *,
         size_bytes: int = _PROBE_BYTES[1],
         repeats: int = 3,
@@ -211,9 +217,6 @@ class DeviceCluster:
 
         **Collective**: all ranks of the group call it, and all return the same.
         """
-        import torch
-        import torch.distributed as dist
-
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         found = torch.zeros(2, size, size, dtype=torch.float64)
         for one in range(size):
@@ -230,37 +233,32 @@ class DeviceCluster:
         return cls(rates, latencies, **others)
 
 
-def _link(peer: int, leads: bool, group: "ProcessGroup | None", size_bytes: int, repeats: int) -> Link:
+def _link(peer: int, leads: bool, group: dist.ProcessGroup | None, size_bytes: int, repeats: int) -> Link:
     """Time round trips with one peer and return the cost of one way."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
     samples = []
     for size in (_PROBE_BYTES[0], max(size_bytes, 2 * _PROBE_BYTES[0])):
         message, times = torch.zeros(size, dtype=torch.uint8), []
         for _ in range(repeats + 1):  # the first one connects the pair
-            begin_s = time.perf_counter()
+            begin_s = perf_counter()
             for sends in (leads, not leads):
                 if sends:
                     dist.send(message, group=group, group_dst=peer)
                 else:
                     dist.recv(message, group=group, group_src=peer)
-            times.append((time.perf_counter() - begin_s) / 2)
+            times.append((perf_counter() - begin_s) / 2)
         samples.append((size, min(times[1:])))
     return Link.fitted(samples)
 
 
-def _scaled(values: Any, unit: float, count: int) -> Any:
-    """Read a number or a matrix in ``unit``; a number for all pairs. What is no number stays, to be refused by name."""
+def _times(value: Any, unit: float) -> Any:
+    """Read a number in ``unit``; what is no number stays, to be refused by name."""
+    return value * unit if isinstance(value, int | float) else value
+
+
+def _scaled(values: Any, unit: float, count: int) -> Matrix:
+    """Read a matrix of numbers in ``unit``, or one number for all pairs."""
     if isinstance(values, int | float):
         return ((values * unit,) * count,) * count
-    if not isinstance(values, list) or not all(isinstance(row, list) for row in values):
+    if not isinstance(values, list | tuple) or not all(isinstance(row, list | tuple) for row in values):
         raise ValueError(f"expected a number or a matrix, got {values!r}; give one row for each device")
-    return tuple(
-        [
-            tuple([value * unit if isinstance(value, int | float) else value for value in row])
-            for row in values
-        ]
-    )
+    return tuple([tuple([_times(each, unit) for each in row]) for row in values])

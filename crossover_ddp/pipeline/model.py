@@ -13,6 +13,7 @@ FORWARD: Final = "F"
 BACKWARD: Final = "B"
 INPUT_GRADIENT: Final = "I"
 WEIGHT_GRADIENT: Final = "W"
+EXCHANGE: Final = "G"
 PARAMETER_COPIES: Final = 4.0
 """Parameters, gradients, and the two moments of Adam."""
 
@@ -26,7 +27,10 @@ class Stage(NamedTuple):
 
 
 class Action(NamedTuple):
-    """Compute ``kind`` of a micro-batch on a stage: forward F, backward B, or its halves I and W."""
+    """Compute ``kind`` of a micro-batch on a stage: forward F, backward B, or its halves I and W.
+
+    In the spans of a simulated step the kind G stands for the exchange of a stage's gradients.
+    """
 
     stage: int
     kind: str
@@ -39,7 +43,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """Read what ``str`` writes."""
-        stage, kind, micro = re.fullmatch(r"(\d+)([FBIW])(\d+)", text).groups()  # type: ignore[union-attr]
+        stage, kind, micro = re.fullmatch(r"(\d+)([FBIWG])(\d+)", text).groups()  # type: ignore[union-attr]
         return cls(int(stage), kind, int(micro))
 
 
@@ -156,30 +160,33 @@ class StagedChain:
         ]
 
     def lower_bound_s(self) -> float:
-        """Return a time that no order can beat: each device's work, between the shortest way there and back."""
+        """Return a time that no order beats: a device's work between the ways there and back, or a port's load."""
         best = head_s = tail_s = 0.0
-        for stage, (_, _, devices) in enumerate(self.stages):
+        load_s: dict[str, float] = defaultdict(float)
+        for stage, ((_, _, devices), exchange) in enumerate(zip(self.stages, self.exchanges, strict=True)):
             if stage:
-                head_s += self._shortest_s(stage - 1, False)
-                tail_s += self._shortest_s(stage - 1, True)
-            exchange = self.exchanges[stage]
-            exposed_s = exchange[0].wire_s - exchange[1] if exchange else 0.0
-            for place in range(len(devices)):
+                head_s += self._shortest_s(stage - 1, False, load_s)
+                tail_s += self._shortest_s(stage - 1, True, load_s)
+            hop, lead_s = exchange or (Hop(0.0, 0.0, ()), 0.0)
+            for port in hop.ports:
+                load_s[port] += hop.wire_s
+            for place in range(min(len(devices), self.microbatches)):
                 micros = range(place, self.microbatches, len(devices))
-                work_s = sum(self.seconds(stage, kind, m) for kind in self.kinds for m in micros)
+                work_s = sum(self.seconds(stage, kind, place) for kind in self.kinds) * len(micros)
                 # Weights' gradients need not be done before the input's gradient leaves.
                 last_s = 0.0 if self.split else tail_s
-                best = max(best, head_s + work_s + max(exposed_s, last_s) if len(micros) else 0.0)
-        return best
+                best = max(best, head_s + work_s + max(hop.wire_s - lead_s, last_s))
+        return max(best, *load_s.values()) if load_s else best
 
-    def _shortest_s(self, stage: int, back: bool) -> float:
-        """Return the least time to pass ``stage`` and the hop behind it, in either direction."""
-        times = []
+    def _shortest_s(self, stage: int, back: bool, load_s: dict[str, float]) -> float:
+        """Return the least time to pass ``stage`` and the hop behind it, either way; add to the ports' load."""
+        least_s, kind = math.inf, self.kinds[1] if back else FORWARD
         for micro in range(self.microbatches):
-            hop = self.hop(stage, micro, back=back)
-            kind = FORWARD if not back else self.kinds[1]
-            times.append(self.seconds(stage, kind, micro) + (hop.wire_s + hop.latency_s if hop else 0.0))
-        return min(times)
+            wire_s, latency_s, ports = self.hop(stage, micro, back=back) or Hop(0.0, 0.0, ())
+            for port in ports:
+                load_s[port] += wire_s
+            least_s = min(least_s, self.seconds(stage, kind, micro) + wire_s + latency_s)
+        return least_s
 
 
 def ring_cost(cluster: DeviceCluster, devices: Sequence[int]) -> tuple[float, float, tuple[str, ...]]:

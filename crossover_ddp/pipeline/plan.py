@@ -1,14 +1,21 @@
-"""Find stages, devices and orders for a chain on a cluster, and keep them as a plan."""
+"""Find stages, devices and orders for a chain on a cluster, and keep them as a plan.
 
-import json
+[Note: split backward]
+A backward that is split in the input's gradient and the weights' (zero bubble, arXiv 2401.10241) lets gradients leave
+earlier. DDP knows whole backwards only, so `Runner` does as well; torch's own runtime knows both, but no replicas. So
+with ``split=True`` stages on one device each are also tried with a split backward. Zero bubble with replicas is
+simulated beside the other known designs, as a bound: nothing here runs it, and it is never chosen.
+"""
+
+import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .cluster import DeviceCluster
+from .documents import read_document, write_document
 from .model import PARAMETER_COPIES, Action, Stage, StagedChain
 from .partition import CAPS, Partitioner, balanced, device_orders
 from .profile import Profile
@@ -16,10 +23,12 @@ from .schedule import bands, best_order, depths, gpipe, interleaved, one_forward
 from .simulate import SimulatedStep, StepSpan, list_schedule, simulate
 
 _SIMULATED: Final = 12
-"""Candidates that are simulated, of those with the least lower bound."""
-_FINALISTS: Final = 3
-_EVENTS: Final = 60_000
-"""Actions to simulate while devices are exchanged and cuts are moved: it bounds the time of planning."""
+"""Candidates of one device order that are simulated: those with the least lower bound."""
+_FINALISTS: Final = 2
+"""Before devices are exchanged and cuts are moved, and again after it: what is short at once is not always the best."""
+_SPLIT: Final = 6
+_ACTIONS: Final = 60_000
+"""Actions to simulate while devices are exchanged and cuts are moved, and again for orders: they bound the time."""
 _SEED: Final = 0
 
 
@@ -38,7 +47,7 @@ class Plan:
         layers: names of the chain's layers.
         outputs: shape and dtype of each stage's output.
         spans: the simulated step.
-        split: whether backward is in two actions.
+        split: whether backward is in two actions: a plan for torch's own runtime.
     """
 
     stages: tuple[Stage, ...]
@@ -55,7 +64,7 @@ class Plan:
 
     def bands(self) -> dict[int, list[list[Action]]]:
         """Return for each device its actions in each band; see `schedule.bands`."""
-        return bands(SimulatedStep(self.step_s, self.orders, self.spans, {}))
+        return bands(self.spans)
 
     def module_names(self) -> list[list[str]]:
         """Return the layers of each stage, for torchtitan's ``module_fqns_per_model_part``."""
@@ -80,19 +89,22 @@ class Plan:
         document = asdict(self)
         document["orders"] = {str(d): [str(action) for action in each] for d, each in self.orders.items()}
         document["stages"] = [stage._asdict() for stage in self.stages]
-        document["spans"] = [list(span) for span in self.spans]
+        document["spans"] = [[*span[:-1], str(span.action)] for span in self.spans]
         return document
 
     @classmethod
     def from_json(cls, document: Any) -> "Plan":
         """Read what `to_json` returns."""
         try:
-            stages = [
-                Stage(each["start"], each["stop"], tuple(each["devices"])) for each in document["stages"]
-            ]
+            stages = [Stage(**{**each, "devices": tuple(each["devices"])}) for each in document["stages"]]
             orders = {int(d): [Action.parse(text) for text in each] for d, each in document["orders"].items()}
             outputs = tuple([(tuple(shape), dtype) for shape, dtype in document["outputs"]])
-            spans = tuple([StepSpan(*span) for span in document["spans"]])
+            spans = tuple(
+                [
+                    StepSpan(device, sends, begin_s, end_s, Action.parse(text))
+                    for device, sends, begin_s, end_s, text in document["spans"]
+                ]
+            )
             names: dict[str, Any] = {name: tuple(document[name]) for name in ("devices", "layers")}
             rest = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -103,29 +115,27 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n")
+        write_document(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read what `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_document(path))
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.stages)} stages, {self.microbatches} micro-batches, {self.step_s:.6g} s a step ({self.method})"
-        ]
-        for number, stage in enumerate(self.stages):
-            span = self.layers[stage.start] + (
-                f" … {self.layers[stage.stop - 1]}" if stage.stop - stage.start > 1 else ""
-            )
-            lines.append(f"  stage {number}: {span} on {', '.join(self.devices[d] for d in stage.devices)}")
+        count = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
+        first = f"{count}, {self.microbatches} micro-batches, {self.step_s:.6g} s a step"
+        lines = [f"{first} ({self.method}{', split backward' if self.split else ''})"]
+        for number, (names, stage) in enumerate(zip(self.module_names(), self.stages, strict=True)):
+            layers = " … ".join(dict.fromkeys((names[0], names[-1])))
+            lines.append(f"  stage {number}: {layers} on {', '.join(self.devices[d] for d in stage.devices)}")
         for name, step_s in self.baselines.items():
-            ratio = (
+            times = (
                 f"{step_s:.6g} s, {step_s / self.step_s:.2f}×"
                 if step_s
                 else "does not fit, or is not defined"
             )
-            lines.append(f"  {name}: {ratio}")
+            lines.append(f"  {name}: {times}")
         return "\n".join(lines)
 
 
@@ -142,7 +152,7 @@ def plan_pipeline(
     tries: int = 40,
     moves: int | None = None,
 ) -> Plan:
-    """Find the plan with the shortest simulated step; never longer than a baseline's.
+    """Find the plan with the shortest simulated step; never longer than that of a known design that can run.
 
     Args:
         profile: of the layers, for one micro-batch.
@@ -150,7 +160,7 @@ def plan_pipeline(
         microbatches: of a step, M.
         max_stages: default the least of layers, devices and 2 M.
         max_replicas: of a stage; default the least of devices and M.
-        split: compute the weights' gradients apart from the input's. Such a plan is for torch's own runtime.
+        split: try plans with a split backward as well, see [Note: split backward]; `Runner` does not run those.
         parameter_copies: how often a parameter's size counts in memory; default 4, for Adam.
         orders: device orders to try; default `device_orders`.
         tries: random changes of the order of actions, for each finalist.
@@ -158,54 +168,48 @@ def plan_pipeline(
 
     On failure: ``ValueError`` if nothing fits: a layer is larger than any memory, or no cut of the chain fits.
     """
-    _check(profile, cluster, microbatches, max_stages, max_replicas, parameter_copies)
-    search = _Search(profile, cluster, microbatches, split, parameter_copies)
-    search.asked_stages = max_stages or len(profile)
-    search.max_stages = min(max_stages or 2 * microbatches, len(profile), len(cluster))
-    search.max_replicas = min(max_replicas or microbatches, microbatches, len(cluster))
-    search.partitions(device_orders(cluster) if orders is None else orders)
-    search.improve(moves)
-    search.order(tries)
-    baselines = search.baselines()
+    for name, value in {
+        "microbatches": microbatches,
+        "max_stages": max_stages,
+        "max_replicas": max_replicas,
+    }.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
+    _check_layers(profile, cluster, max_stages or 1, parameter_copies)
+    search = _Search(profile, cluster, microbatches, max_stages, max_replicas, parameter_copies)
+    search.partition(device_orders(cluster) if orders is None else orders)
+    finalists = search.finalists()
+    search.move(moves)
+    search.order([*finalists, *search.finalists()], tries)
+    if split:
+        search.split_backwards(tries)
+    baselines = search.compare(split)
     if not search.found:
         raise ValueError(
             f"expected stages that fit in memory, got none for {len(profile)} layers on {len(cluster)} devices with "
-            f"max_stages={search.max_stages}; use more or larger devices, or smaller micro-batches"
+            f"max_stages={max_stages}, max_replicas={max_replicas}; allow more, use more or larger devices, or smaller "
+            "micro-batches"
         )
-    step_s, _, method, chain, step = search.best()
+    method, chain, step = search.best()
     return Plan(
         chain.stages,
         {device: list(actions) for device, actions in step.orders.items()},
         microbatches,
-        step_s,
+        step.step_s,
         method,
         baselines,
         cluster.names,
         tuple([layer.name for layer in profile.layers]),
         tuple([(profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype) for s in chain.stages]),
-        step.spans,
-        split,
+        tuple(sorted(step.spans, key=lambda span: (span.begin_s, span.device, span.action))),
+        chain.split,
     )
 
 
-def _check(
-    profile: Profile,
-    cluster: DeviceCluster,
-    microbatches: int,
-    max_stages: int | None,
-    max_replicas: int | None,
-    parameter_copies: float,
-) -> None:
-    for name, value in (
-        ("microbatches", microbatches),
-        ("max_stages", max_stages),
-        ("max_replicas", max_replicas),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
-    if max_stages is not None and max_stages > len(profile):
+def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int, parameter_copies: float) -> None:
+    if stages > len(profile):
         raise ValueError(
-            f"expected at least as many layers as stages, got max_stages={max_stages} for {len(profile)} layers; "
+            f"expected at least as many layers as stages, got max_stages={stages} for {len(profile)} layers; "
             "ask for fewer stages, or cut the model finer"
         )
     most = max(cluster.memory_bytes)
@@ -218,147 +222,169 @@ def _check(
             )
 
 
+class _Candidate(NamedTuple):
+    """Stages with an order of their actions, and where they come from."""
+
+    method: str
+    chain: StagedChain
+    step: SimulatedStep
+
+
 class _Search:
     """Candidates of a plan, and the shortest step found for each."""
 
-    max_stages = max_replicas = asked_stages = 1
-
     def __init__(
-        self, profile: Profile, cluster: DeviceCluster, microbatches: int, split: bool, copies: float
+        self,
+        profile: Profile,
+        cluster: DeviceCluster,
+        microbatches: int,
+        max_stages: int | None,
+        max_replicas: int | None,
+        copies: float,
     ) -> None:
-        self._profile, self._cluster, self._microbatches = profile, cluster, microbatches
-        self._split, self._copies = split, copies
+        self._profile, self._cluster, self._microbatches, self._copies = (
+            profile,
+            cluster,
+            microbatches,
+            copies,
+        )
+        self._max_stages = max_stages or len(profile)
+        self._max_replicas = min(max_replicas or microbatches, microbatches, len(cluster))
         self._seen: set[tuple[Stage, ...]] = set()
-        self.found: list[tuple[float, int, str, StagedChain, SimulatedStep]] = []
+        self.found: list[_Candidate] = []
 
-    def best(self) -> tuple[float, int, str, StagedChain, SimulatedStep]:
+    def best(self) -> _Candidate:
         """Return the shortest step, and of equal ones the first."""
-        return min(self.found, key=lambda each: each[:2])
+        return min(self.found, key=lambda each: each.step.step_s)
 
-    def _chain(self, stages: Sequence[Stage], *, split: bool | None = None) -> StagedChain:
-        split = self._split if split is None else split
-        return StagedChain(
-            self._profile,
-            self._cluster,
-            stages,
-            self._microbatches,
-            split=split,
-            parameter_copies=self._copies,
-        )
+    def _chain(self, stages: Sequence[Stage], split: bool = False) -> StagedChain:
+        profile, cluster, copies = self._profile, self._cluster, self._copies
+        return StagedChain(profile, cluster, stages, self._microbatches, split=split, parameter_copies=copies)
 
-    def _keep(self, method: str, chain: StagedChain, step: SimulatedStep | None) -> None:
+    def _try(self, chain: StagedChain, tries: int = 0) -> float:
+        """Look for an order, keep what is found, and return the length of the step."""
+        self._seen.add(chain.stages)
+        step = best_order(chain, tries=tries)
         if step is not None:
-            self.found.append((step.step_s, len(self.found), method, chain, step))
+            self.found.append(_Candidate("search", chain, step))
+        return math.inf if step is None else step.step_s
 
-    # --- partitions ----------------------------------------------------------------------------------------
-
-    def partitions(self, orders: Sequence[Sequence[int]]) -> None:
+    def partition(self, orders: Sequence[Sequence[int]]) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
-        programmes = [self._partitioner(order) for order in orders]
-        solved = [programme.solve() for programme in programmes]
-        before = [self._simulated([stages for _, stages in each.values()]) for each in solved]
-        least = sorted(range(len(orders)), key=lambda place: before[place])
-        for place in least[: max(1, 32 // len(self._cluster))]:
-            bottleneck_s = min((value for value, _ in solved[place].values()), default=None)
-            if bottleneck_s is not None:
-                capped = [programmes[place].solve(cap * bottleneck_s * (1 + 1e-9)) for cap in CAPS]
-                self._simulated([stages for each in capped for _, stages in each.values()])
-
-    def _partitioner(self, order: Sequence[int]) -> Partitioner:
-        return Partitioner(
-            self._profile,
-            self._cluster,
-            order,
-            self._microbatches,
-            max_stages=self.max_stages,
-            max_replicas=self.max_replicas,
-            parameter_copies=self._copies,
-        )
+        programmes = [
+            Partitioner(
+                self._profile,
+                self._cluster,
+                order,
+                self._microbatches,
+                max_stages=min(self._max_stages, 2 * self._microbatches),
+                max_replicas=self._max_replicas,
+                parameter_copies=self._copies,
+            )
+            for order in orders
+        ]
+        least = []
+        for place, programme in enumerate(programmes):
+            solved = programme.solve()
+            if solved:
+                best_s = self._simulated([stages for _, stages in solved.values()])
+                least.append((best_s, place, min(value for value, _ in solved.values())))
+        for _, place, bottleneck_s in sorted(least)[: max(1, 32 // len(self._cluster))]:
+            capped = [programmes[place].solve(cap * bottleneck_s * (1 + 1e-9)) for cap in CAPS]
+            self._simulated([stages for each in capped for _, stages in each.values()])
 
     def _simulated(self, candidates: Sequence[Sequence[Stage]]) -> float:
-        """Simulate the most promising candidates and return the shortest step."""
-        fresh = [tuple(stages) for stages in candidates if tuple(stages) not in self._seen]
-        chains = sorted(map(self._chain, dict.fromkeys(fresh)), key=StagedChain.lower_bound_s)
-        best_s = float("inf")
-        for chain in chains[:_SIMULATED]:
-            step = self._evaluated(chain)
-            best_s = min(best_s, step.step_s if step else best_s)
-        return best_s
+        """Simulate what may beat the best, and return the shortest step, or the least bound of what is left out."""
+        fresh = [
+            self._chain(each) for each in dict.fromkeys(map(tuple, candidates)) if each not in self._seen
+        ]
+        bounds = sorted([(chain.lower_bound_s(), place) for place, chain in enumerate(fresh)])
+        shortest_s = math.inf
+        for bound_s, place in bounds[:_SIMULATED]:
+            hopeless = bool(self.found) and bound_s >= self.best().step.step_s
+            shortest_s = min(shortest_s, bound_s if hopeless else self._try(fresh[place]))
+        return shortest_s
 
-    def _evaluated(self, chain: StagedChain) -> SimulatedStep | None:
-        self._seen.add(chain.stages)
-        step = best_order(chain, tries=4 if len(chain.stages) * self._microbatches <= 128 else 1)
-        self._keep("search", chain, step)
-        return step
-
-    # --- moves ---------------------------------------------------------------------------------------------
-
-    def improve(self, moves: int | None) -> None:
+    def move(self, moves: int | None) -> None:
         """Exchange devices and move cuts of the best stages at random, as long as steps become shorter."""
         if not self.found:
             return
         dice = random.Random(_SEED)
-        _, _, _, chain, step = self.best()
-        events = 2 * len(chain.stages) * self._microbatches
-        for _ in range(min(200, max(10, _EVENTS // (6 * events))) if moves is None else moves):
-            stages = tuple(_moved(list(chain.stages), len(self._cluster), self.max_replicas, dice))
-            if stages in self._seen:
-                continue
+        _, chain, step = self.best()
+        best_s = step.step_s
+        for _ in range(self._affordable(chain, 200) if moves is None else moves):
+            stages = tuple(_moved(list(chain.stages), len(self._cluster), self._max_replicas, dice))
             other = self._chain(stages)
-            if other.lower_bound_s() < step.step_s:
-                changed = self._evaluated(other)
-                if changed is not None and changed.step_s < step.step_s:
-                    chain, step = other, changed
+            if stages not in self._seen and other.lower_bound_s() < best_s:
+                step_s = self._try(other)
+                if step_s < best_s:
+                    chain, best_s = other, step_s
 
-    def order(self, tries: int) -> None:
-        """Search longer for the order of the best candidates' actions."""
-        finalists = sorted(self.found, key=lambda each: each[:2])[:_FINALISTS]
-        for _, _, method, chain, _ in finalists:
-            # Large steps take long to simulate.
-            limit = max(4, _EVENTS // (6 * len(chain.stages) * self._microbatches))
-            self._keep(method, chain, best_order(chain, tries=min(tries, limit)))
+    def _affordable(self, chain: StagedChain, most: int) -> int:
+        """Return how many orders to look for, since large steps take long to simulate."""
+        return min(most, max(10, _ACTIONS // (4 * len(chain.stages) * self._microbatches)))
 
-    # --- baselines -----------------------------------------------------------------------------------------
+    def finalists(self) -> list[StagedChain]:
+        """Return the stages with the shortest steps."""
+        ranked = sorted(self.found, key=lambda each: each.step.step_s)
+        return [each.chain for each in ranked[:_FINALISTS]]
 
-    def baselines(self) -> dict[str, float | None]:
+    def order(self, chains: Sequence[StagedChain], tries: int) -> None:
+        """Search longer for the order of actions."""
+        for chain in {chain.stages: chain for chain in chains}.values():
+            self._try(chain, min(tries, self._affordable(chain, tries)))
+
+    def split_backwards(self, tries: int) -> None:
+        """Try the best stages on one device each with a split backward."""
+        ranked = sorted(self.found, key=lambda each: each.step.step_s)
+        stages = dict.fromkeys(each.chain.stages for each in ranked if _can_split(each.chain.stages))
+        for single in list(stages)[:_SPLIT]:
+            chain = self._chain(single, split=True)
+            self._try(chain, min(tries, self._affordable(chain, tries)))
+
+    def compare(self, split: bool) -> dict[str, float | None]:
         """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
 
-        Only those with as many stages and replicas as are allowed.
+        Only those with as many stages and replicas as are allowed; what can run is a candidate.
         """
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
-            fits = step is not None and step.fits(self._cluster.memory_bytes)
-            old = times.setdefault(name, None)
-            if step is None or not fits or step.step_s == float("inf"):
+            old_s = times.setdefault(name, None)
+            if step is None or not step.fits(self._cluster.memory_bytes) or math.isinf(step.step_s):
                 continue
-            times[name] = step.step_s if old is None else min(old, step.step_s)
-            if chain.split == self._split:
-                self._keep(name, chain, step)
+            times[name] = step.step_s if old_s is None else min(old_s, step.step_s)
+            if not chain.split or (split and _can_split(chain.stages)):
+                self.found.append(_Candidate(name, chain, step))
         return times
 
     def _known_designs(self) -> Iterator[tuple[str, StagedChain, SimulatedStep | None]]:
-        devices, layers = len(self._cluster), len(self._profile)
-        for replicas in range(1, min(devices, self._microbatches) + 1):
+        devices, most_stages = len(self._cluster), min(len(self._profile), self._max_stages)
+        for replicas in range(1, self._max_replicas + 1):
             count = devices // replicas
-            if devices % replicas or count > min(layers, self.asked_stages) or replicas > self.max_replicas:
+            if devices % replicas or count > most_stages:
                 continue
+            places = [tuple(range(k * replicas, (k + 1) * replicas)) for k in range(count)]
             cuts = balanced(self._profile, count)
-            stages = [
-                Stage(*cut, tuple(range(k * replicas, (k + 1) * replicas))) for k, cut in enumerate(cuts)
-            ]
-            chain = self._chain(stages, split=False)
+            stages = [Stage(*cut, place) for cut, place in zip(cuts, places, strict=True)]
+            chain = self._chain(stages)
             if count == 1:
                 yield "data parallel", chain, simulate(chain, gpipe(chain))
                 continue
             yield "GPipe", chain, simulate(chain, gpipe(chain))
             yield "1F1B", chain, simulate(chain, one_forward_one_backward(chain))
             halves = self._chain(stages, split=True)
-            yield "zero bubble", halves, list_schedule(halves, depths(halves))
-        if 1 < devices <= min(layers, self.asked_stages) // 2:
+            name = "zero bubble" if replicas == 1 else "zero bubble with replicas"
+            yield name, halves, list_schedule(halves, depths(halves))
+        if 1 < devices <= most_stages // 2:
             cuts = balanced(self._profile, 2 * devices)
-            chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)], split=False)
+            chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)])
             order = interleaved(chain, devices)
             yield "interleaved", chain, simulate(chain, order) if order else None
+
+
+def _can_split(stages: Sequence[Stage]) -> bool:
+    """Return whether torch's runtime could run them with a split backward; see [Note: split backward]."""
+    return all(len(stage.devices) == 1 for stage in stages)
 
 
 def _moved(stages: list[Stage], devices: int, most: int, dice: random.Random) -> list[Stage]:

@@ -1,17 +1,17 @@
 """What each layer of a chain costs: time, bytes sent on, bytes kept. Measured on the real modules, kept as JSON."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import nn
+
+from .documents import read_document, write_document
 
 _COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes")
 
@@ -68,12 +68,12 @@ class Profile:
     @classmethod
     def measure(
         cls,
-        layers: "Iterable[torch.nn.Module | tuple[str, torch.nn.Module]]",
-        sample: "torch.Tensor",
+        layers: Iterable[nn.Module | tuple[str, nn.Module]],
+        sample: torch.Tensor,
         *,
         repeats: int = 5,
     ) -> "Profile":
-        """Run each layer forward and backward and return what it takes; parameters and gradients stay as they were.
+        """Run each layer forward and backward and return what it takes; layers and random state stay as they were.
 
         Args:
             layers: the chain, perhaps with names: each takes the one tensor that the layer before it returns.
@@ -84,9 +84,10 @@ class Profile:
         """
         named = _named(layers)
         found, inputs = [], sample
-        for name, layer in named:
-            profile, inputs = _measured(name, layer, inputs, repeats)
-            found.append(profile)
+        with torch.random.fork_rng():
+            for name, layer in named:
+                profile, inputs = _measured(name, layer, inputs, repeats)
+                found.append(profile)
         return cls(tuple(found))
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -113,22 +114,20 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_document(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Profile":
         """Read what `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_document(path))
 
 
 def _named(
-    layers: "Iterable[torch.nn.Module | tuple[str, torch.nn.Module]] | torch.nn.Module",
-) -> "list[tuple[str, torch.nn.Module]]":
-    import torch
-
-    if isinstance(layers, torch.nn.Sequential):
+    layers: Iterable[nn.Module | tuple[str, nn.Module]] | nn.Module,
+) -> list[tuple[str, nn.Module]]:
+    if isinstance(layers, nn.Sequential):
         return list(layers.named_children())
-    if isinstance(layers, torch.nn.Module):
+    if isinstance(layers, nn.Module):
         raise TypeError(
             f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is no chain "
             "cannot be cut in stages here: list its blocks so that each takes what the one before returns"
@@ -137,11 +136,10 @@ def _named(
 
 
 def _measured(
-    name: str, layer: "torch.nn.Module", inputs: "torch.Tensor", repeats: int
-) -> "tuple[LayerProfile, torch.Tensor]":
-    import torch
-
+    name: str, layer: nn.Module, inputs: torch.Tensor, repeats: int
+) -> tuple[LayerProfile, torch.Tensor]:
     kept = [(p, p.grad) for p in layer.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     for parameter, _ in kept:  # or backward would add to the gradients that are kept
         parameter.grad = None
     times: list[tuple[float, float]] = []
@@ -167,6 +165,8 @@ def _measured(
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
     forward_s, backward_s = (median(column) for column in zip(*times[1:] or times, strict=True))
     layer_profile = LayerProfile(
         name,
@@ -182,8 +182,6 @@ def _measured(
 
 
 def _counting(sizes: dict[int, int], own: set[int]) -> Any:
-    import torch
-
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if tensor.data_ptr() not in own:
@@ -193,9 +191,7 @@ def _counting(sizes: dict[int, int], own: set[int]) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _checked(name: str, layer: "Callable[..., Any]", inputs: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
+def _checked(name: str, layer: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
     try:
         output = layer(inputs)
     except (TypeError, RuntimeError) as error:
@@ -211,9 +207,7 @@ def _checked(name: str, layer: "Callable[..., Any]", inputs: "torch.Tensor") -> 
     return output
 
 
-def _now_s(tensor: "torch.Tensor") -> float:
-    import torch
-
+def _now_s(tensor: torch.Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return perf_counter()

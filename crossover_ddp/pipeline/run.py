@@ -52,6 +52,13 @@ def _summing_hook(state: _ReplicaState, bucket: dist.GradBucket) -> torch.future
     return state.hook(state.hook_state, bucket)
 
 
+def _share_gradients(model: DistributedDataParallel, replicas: int) -> None:
+    """Let each replica have its part of the gradients that are there already, since `_summing_hook` adds them up."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(replicas)
+
+
 class _StageMessage(NamedTuple):
     """A tensor that travels: the output of a stage's forward, or the gradient that its backward needs."""
 
@@ -107,8 +114,7 @@ class PipelineRunner:
         self._rank = dist.get_rank()
         self._last = len(plan.stages) - 1
         bands = plan.bands()
-        empty: list[list[Action]] = [[] for _ in next(iter(bands.values()))]
-        self._bands = bands.get(self._rank, empty)
+        self._bands = bands.get(self._rank) or [[] for _ in next(iter(bands.values()))]
         self.modules: dict[int, nn.Module] = {}
         """This rank's stages, without DDP's wrapper."""
         self._models: dict[int, nn.Module] = {}
@@ -147,6 +153,9 @@ class PipelineRunner:
         Returns the mean loss on ranks of the last stage, None on others. **Collective.**
         """
         run = _StepRun(self, _micros("x", x, self.plan.microbatches), _micros("y", y, self.plan.microbatches))
+        for number, model in self._models.items():
+            if isinstance(model, DistributedDataParallel):
+                _share_gradients(model, len(self.plan.stages[number].devices))
         if self.mutex is None:
             for band in self._bands:
                 run.compute(band)
@@ -170,7 +179,10 @@ class PipelineRunner:
 
 def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
     if plan.split:
-        raise ValueError("expected a plan with whole backwards, got split=True; plan with split=False")
+        raise ValueError(
+            "expected a plan with whole backwards, which DDP needs, got split=True; plan with split=False, or give "
+            "plan.csv() to torch's schedules"
+        )
     if len(layers) != len(plan.layers):
         raise ValueError(
             f"expected the {len(plan.layers)} layers of the plan, got {len(layers)}; give the chain that was profiled"
@@ -190,6 +202,14 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
             f"expected a rank for each of the plan's {len(plan.devices)} devices, got {dist.get_world_size()} ranks; "
             "start as many, or plan for them"
         )
+    stages: dict[nn.Parameter, int] = {}
+    for place, stage in enumerate(plan.stages):
+        for parameter in nn.ModuleList(layers[stage.start : stage.stop]).parameters():
+            if stages.setdefault(parameter, place) != place:
+                raise ValueError(
+                    f"expected parameters of one stage each, got one of stages {stages[parameter]} and {place}; "
+                    "untie the layers' parameters, or make one layer of all that share them"
+                )
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).digest()[:7]
     number = torch.tensor([int.from_bytes(digest, "big")])
     ends = [number.clone(), -number]

@@ -6,12 +6,12 @@ scheduler of `simulate` under many limits of micro-batches in flight, then excha
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 from .model import BACKWARD, FORWARD, Action, Hop, Orders, StagedChain
-from .simulate import COMPUTE, SimulatedStep, list_schedule
+from .simulate import SimulatedStep, StepSpan, begins_s, list_schedule
 
 _DONE: Final = 1 + 1e-9
 _SEED: Final = 0
@@ -19,19 +19,22 @@ _SEED: Final = 0
 
 def gpipe(chain: StagedChain) -> Orders:
     """Return the order of all forwards, then all backwards."""
-    return {
-        device: [Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in micros]
-        for stage, device, micros in _places(chain)
-    }
+    return _alternating(chain, [chain.microbatches] * len(chain.stages))
 
 
 def one_forward_one_backward(chain: StagedChain) -> Orders:
     """Return 1F1B: as many forwards ahead as there are stages behind, then one backward for each forward."""
+    return _alternating(chain, range(len(chain.stages))[::-1])
+
+
+def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     orders = {}
-    for stage, device, micros in _places(chain):
-        ahead = min(len(chain.stages) - 1 - stage, len(micros))
-        kinds = [FORWARD] * ahead + [FORWARD, BACKWARD] * (len(micros) - ahead) + [BACKWARD] * ahead
-        orders[device] = _numbered([(stage, kind) for kind in kinds], {stage: micros})
+    for stage, (_, _, devices) in enumerate(chain.stages):
+        for place, device in enumerate(devices):
+            micros = range(place, chain.microbatches, len(devices))
+            first = min(ahead[stage], len(micros))
+            kinds = [FORWARD] * first + [FORWARD, BACKWARD] * (len(micros) - first) + [BACKWARD] * first
+            orders[device] = _numbered([(stage, kind) for kind in kinds], {stage: micros})
     return orders
 
 
@@ -60,12 +63,6 @@ def _numbered(kinds: Sequence[tuple[int, str]], micros: Mapping[int, Sequence[in
     """Give each stage's actions of one kind its micro-batches in turn."""
     left = {(stage, kind): iter(micros[stage]) for stage, kind in kinds}
     return [Action(stage, kind, next(left[stage, kind])) for stage, kind in kinds]
-
-
-def _places(chain: StagedChain) -> Iterator[tuple[int, int, range]]:
-    for stage, (_, _, devices) in enumerate(chain.stages):
-        for place, device in enumerate(devices):
-            yield stage, device, range(place, chain.microbatches, len(devices))
 
 
 def depths(chain: StagedChain) -> list[int]:
@@ -102,14 +99,15 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
     bound_s = chain.lower_bound_s() * _DONE
     found: list[tuple[float, int, SimulatedStep, list[int]]] = []
 
-    def keep(step: SimulatedStep | None, limits: list[int]) -> bool:
+    def is_shortest(limits: list[int], priority: Mapping[Action, float] | None) -> bool:
+        step = list_schedule(chain, limits, priority)
         if step is not None:
             found.append((step.step_s, len(found), step, limits))
         return step is not None and step.step_s <= bound_s
 
     for extra, factor in ((0, 1), (1, 1), (0, 2), (chain.microbatches, 1))[: 4 if tries else 2]:
         limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
-        if keep(list_schedule(chain, limits), limits):
+        if is_shortest(limits, None):
             return found[-1][2]
     dice = random.Random(_SEED)
     for number in range(tries):
@@ -118,66 +116,44 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
             stage = dice.randrange(len(room))
             limits = [*limits]
             limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
-        if keep(_justified(chain, step, limits, dice.choice((0.0, 0.01, 0.05)) * step.step_s, dice), limits):
+        if is_shortest(limits, _justified(chain, step, limits, dice)):
             return found[-1][2]
     return min(found)[2]
 
 
 def _justified(
-    chain: StagedChain, step: SimulatedStep, limits: Sequence[int], noise_s: float, dice: random.Random
-) -> SimulatedStep | None:
-    """Push all actions of a step to its end, then to its beginning (forward-backward improvement)."""
+    chain: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
+) -> dict[Action, float] | None:
+    """Push all actions of a step to its end, and return when they begin there, as priorities for the way back."""
+    noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
+    begins = {action: at_s + noise_s * dice.random() for action, at_s in begins_s(step.spans).items()}
     if chain.split:
-        return list_schedule(
-            chain, limits, {a: at + noise_s * dice.random() for a, at in _begins(step).items()}
-        )
-    late = list_schedule(
-        _Backwards(chain),
-        limits,
-        {_mirrored(a): -at - chain.seconds(*a) + noise_s * dice.random() for a, at in _begins(step).items()},
-    )
+        return begins
+    backwards = _Backwards(chain)
+    ends = {_mirrored(action): -at_s - chain.seconds(*action) for action, at_s in begins.items()}
+    late = list_schedule(backwards, limits, ends)
     if late is None:
         return None
-    begins = {_mirrored(a): -at - _Backwards(chain).seconds(*a) for a, at in _begins(late).items()}
-    return list_schedule(chain, limits, begins)
+    return {_mirrored(a): -at_s - backwards.seconds(*a) for a, at_s in begins_s(late.spans).items()}
 
 
 def _mirrored(action: Action) -> Action:
     return action._replace(kind=BACKWARD if action.kind == FORWARD else FORWARD)
 
 
-def _begins(step: SimulatedStep) -> dict[Action, float]:
-    times: dict[int, list[float]] = {device: [] for device in step.orders}
-    for span in step.spans:
-        if span.kind == COMPUTE:
-            times[span.device].append(span.begin_s)
-    return {
-        a: at for device, actions in step.orders.items() for a, at in zip(actions, times[device], strict=True)
-    }
-
-
-def bands(step: SimulatedStep) -> dict[int, list[list[Action]]]:
+def bands(spans: Sequence[StepSpan]) -> dict[int, list[list[Action]]]:
     """Cut a step at common times, and return for each device its actions in each band.
 
     A band ends when a device would begin its second action in it. An action needs only such as have begun before it,
     hence of the same or an earlier band: what a rank waits for inside one band never waits for a later one.
     """
-    begins = sorted((span.begin_s, span.device) for span in step.spans if span.kind == COMPUTE)
-    cuts, seen = [], set[int]()
-    for begin_s, device in begins:
-        if device in seen:
-            cuts.append(begin_s)
-            seen = {other for other_s, other in begins if other_s == begin_s and other < device}
-        seen.add(device)
-    edges = [0.0, *cuts, float("inf")]
-    times = {
-        device: [span.begin_s for span in step.spans if span.kind == COMPUTE and span.device == device]
-        for device in step.orders
-    }
-    return {
-        device: [
-            [action for action, at_s in zip(actions, times[device], strict=True) if begin_s <= at_s < end_s]
-            for begin_s, end_s in pairwise(edges)
-        ]
-        for device, actions in step.orders.items()
-    }
+    computes = sorted((span for span in spans if not span.sends), key=lambda span: span.begin_s)
+    found: dict[int, list[list[Action]]] = {span.device: [[]] for span in computes}
+    for _, group in groupby(computes, key=lambda span: span.begin_s):
+        together = list(group)
+        if any(found[span.device][-1] for span in together):
+            for each in found.values():
+                each.append([])
+        for span in together:
+            found[span.device][-1].append(span.action)
+    return found

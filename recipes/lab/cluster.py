@@ -30,7 +30,7 @@ class Cluster(Nodes):
         out: str | os.PathLike[str],
         watch: Callable[[], None] | None = None,
     ) -> RunResult:
-        """Run the jobs side by side, one rank of each on every node, until all are done.
+        """Run the jobs side by side, ``ranks_per_node`` of each on every node, until all are done.
 
         Args:
             jobs: what to run; their names must differ.
@@ -65,6 +65,7 @@ class Cluster(Nodes):
     def _write_run(self, jobs: Sequence[Job], result: RunResult) -> None:
         description = {
             "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
             "rate_mbit": self.rate_mbit,
             "mtu": self.mtu,
             "cores": self.cores,

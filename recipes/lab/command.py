@@ -113,7 +113,10 @@ def clean_up(args: argparse.Namespace) -> int:
 
 
 def make_cluster(args: argparse.Namespace) -> Cluster:
-    return Cluster(args.nodes, args.rate, args.mtu, pin=args.pin, shaped=not args.unshaped)
+    per_node: int = getattr(args, "ranks_per_node", 1)
+    return Cluster(
+        args.nodes, args.rate, args.mtu, ranks_per_node=per_node, pin=args.pin, shaped=not args.unshaped
+    )
 
 
 def parse_job(text: str) -> Job:
@@ -213,6 +216,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     run.add_argument("--out", type=Path, help="directory for logs and results (default: runs/lab/<time>)")
     run.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="for each run (default: 1 h)")
+    run.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="N", help="of each job, on one core (default: 1)"
+    )
     run.add_argument("--sequential", action="store_true", help="one job after the other, each alone")
     run.set_defaults(action=run_jobs)
     link = actions.add_parser("link", help="measure a link")

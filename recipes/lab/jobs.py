@@ -33,7 +33,7 @@ class RunTimeoutError(LabError):
 
 @dataclass(frozen=True)
 class Job:
-    """One training job: the same command on every node.
+    """One training job: the same command for every rank.
 
     Args:
         name: names its directory and its colour in the picture.
@@ -141,9 +141,11 @@ class LabRun:
         directory = self._directory / job.name
         _make_room(directory)
         port = self._cluster.port()
-        for node in range(self._cluster.nodes):
-            log = directory / f"rank{node}.log"
-            environment = self._cluster.environment(node, port=port, directory=directory)
+        for rank, (node, local_rank) in enumerate(self._cluster.ranks):
+            log = directory / f"rank{rank}.log"
+            environment = self._cluster.environment(
+                node, local_rank=local_rank, port=port, directory=directory
+            )
             with log.open("wb") as file:
                 process = self._cluster.popen(
                     node,
@@ -153,7 +155,7 @@ class LabRun:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
-            self.ranks.append(_LaunchedRank(job.name, node, process, log))
+            self.ranks.append(_LaunchedRank(job.name, rank, process, log))
 
     def _note_ends(self) -> bool:
         """Note which jobs are done; say whether a rank is still running."""

@@ -1,7 +1,8 @@
 """The nodes of an emulated cluster on one machine, and processes that run on them.
 
-Node i is a network namespace with a shaped link, and core i, which all jobs' rank i share:
-that core is "device i". See [Note: no process is left behind] in `crossover_ddp._system.children`:
+Node i is a network namespace with a shaped link, and core i, which the ranks of all jobs on it share:
+that core is "device i". A job has one rank on each node, or several, which then share its core and its
+link, as local ranks do. See [Note: no process is left behind] in `crossover_ddp._system.children`:
 the mark is ``CROSSOVER_LAB``. By it processes are found by the lab as it closes, by the next lab as it
 starts, and by ``python recipes/lab clean``.
 """
@@ -36,6 +37,7 @@ class Nodes:
         nodes: 2 to 4 (1 without a link).
         rate_mbit: rate of each node's egress in 10**6 bit/s, headers included.
         mtu: largest packet on the links, in bytes.
+        ranks_per_node: of each job, 1 to 8; rank r is on node r // ranks_per_node.
         pin: "core" pins every process of node i to the i-th core that this process may use
             (modulo their number); "none" leaves them free.
         shaped: False runs without namespaces, over loopback; everything else stays the same.
@@ -52,11 +54,13 @@ class Nodes:
         rate_mbit: float = 200.0,
         mtu: int = 9000,
         *,
+        ranks_per_node: int = 1,
         pin: Literal["core", "none"] = "core",
         shaped: bool = True,
     ) -> None:
-        _check(nodes, rate_mbit, mtu, pin)
+        _check(nodes, rate_mbit, mtu, pin, ranks_per_node)
         self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
         self.mtu = mtu
         self.rate_mbit = rate_mbit if shaped else None
         self.cores = _cores(nodes, pin)
@@ -97,6 +101,11 @@ class Nodes:
         self.network.set_rate(rate_mbit)
         self.rate_mbit = rate_mbit
 
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """Node and local rank of each rank of a job, in the order of ranks."""
+        return [(node, local) for node in range(self.nodes) for local in range(self.ranks_per_node)]
+
     def sent_bytes(self) -> list[int]:
         """Wire bytes that left each node so far; zeros in an unshaped cluster."""
         return [self.network.sent_bytes(node) if self.network else 0 for node in range(self.nodes)]
@@ -114,20 +123,21 @@ class Nodes:
         return f"lab-node{node}-device{node}"
 
     def environment(
-        self, node: int, *, port: int | None = None, directory: Path | None = None
+        self, node: int, *, local_rank: int = 0, port: int | None = None, directory: Path | None = None
     ) -> dict[str, str]:
-        """The variables that make a process the rank of a job on a node.
+        """The variables that make a process a rank of a job on a node.
 
         Args:
-            node: number of the node, which is also the rank.
+            node: number of the node.
+            local_rank: among the job's ranks there.
             port: the job's rendezvous port (``Nodes.port``); None leaves it out.
             directory: where the job's step logs and timeline go; None: nowhere.
         """
         variables = {
-            "RANK": str(node),
-            "WORLD_SIZE": str(self.nodes),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "RANK": str(node * self.ranks_per_node + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "MASTER_ADDR": self.network.address(0) if self.network else "127.0.0.1",
             "GLOO_SOCKET_IFNAME": INTERFACE if self.network else "lo",
             "OMP_NUM_THREADS": "1",
@@ -226,9 +236,13 @@ def _cores(nodes: int, pin: str) -> list[int | None]:
     return [usable[node % len(usable)] if pin == "core" else None for node in range(nodes)]
 
 
-def _check(nodes: int, rate_mbit: float, mtu: int, pin: str) -> None:
+def _check(nodes: int, rate_mbit: float, mtu: int, pin: str, ranks_per_node: int) -> None:
     if not 1 <= nodes <= 4:
         raise ValueError(f"expected 1 to 4 nodes, got nodes={nodes}")
+    if not 1 <= ranks_per_node <= 8:
+        raise ValueError(
+            f"expected 1 to 8 ranks on a node, got ranks_per_node={ranks_per_node}; they share one core"
+        )
     if rate_mbit <= 0:
         raise ValueError(f"expected a rate > 0, got rate_mbit={rate_mbit}; give it in Mbit/s")
     if not 576 <= mtu <= 65535:

@@ -68,9 +68,9 @@ class Ranks:
         directory.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, [str(RECIPES), os.environ.get("PYTHONPATH")]))
         self._ranks = []
-        for node in range(cluster.nodes):
-            log = directory / f"rank{node}.log"
-            environment = cluster.environment(node, port=port, directory=directory)
+        for rank, (node, local_rank) in enumerate(cluster.ranks):
+            log = directory / f"rank{rank}.log"
+            environment = cluster.environment(node, local_rank=local_rank, port=port, directory=directory)
             with log.open("w") as errors:
                 process = cluster.popen(
                     node,
@@ -81,7 +81,7 @@ class Ranks:
                     stderr=errors,
                     text=True,
                 )
-            self._ranks.append(AskedRank(process, f"job {job}, rank {node}", log))
+            self._ranks.append(AskedRank(process, f"job {job}, rank {rank}", log))
         # A rank that still starts would disturb what others measure.
         self.hear("up")
 
@@ -132,6 +132,9 @@ def study_parser(
     )
     parser.add_argument("--preset", nargs="+", choices=choices, default=list(presets))
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="they share a core and a link (default 1)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs") / out)
     return parser
 
@@ -148,7 +151,7 @@ def measure_all(
     console = Console(stderr=True)
     rows: list[Row] = []
     with (
-        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster,
+        Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT, ranks_per_node=args.ranks_per_node) as cluster,
         Progress(console=console) as progress,
     ):
         task = progress.add_task("measuring", total=len(args.preset) * len(args.ratio) * args.repeats)

@@ -110,8 +110,9 @@ def summarize(
     }
     if "delayed" in step_s:
         row["of_bound"] = bound_s / step_s["delayed"]
-        waited = [a["stats"]["waited_s"] / a["stats"]["steps"] / c_s for run in runs for a in run["delayed"]]
+        waited = [sum(a["waits_s"]) / a["measured"] / c_s for run in runs for a in run["delayed"]]
         row["waited_of_c"] = statistics.median(waited)
+        row["waits_s"] = [a["waits_s"] for run in runs for a in run["delayed"]]
         row["speed_up"] = {way: step_s[way] / step_s["delayed"] for way in step_s if way != "delayed"}
     return row
 
@@ -120,7 +121,8 @@ def measure_preset(
     cluster: Cluster, preset: str, args: argparse.Namespace, advance: Callable[[], None]
 ) -> Iterable[Row]:
     """All ratios of one preset; the link's rate follows from the compute time measured first."""
-    ranks = Ranks(cluster, "ranks", WORKER, ["--preset", preset], args.out / preset)
+    words = ["--preset", preset, *(["--batch-size", str(args.batch_size)] if args.batch_size else [])]
+    ranks = Ranks(cluster, "ranks", WORKER, words, args.out / preset)
     cluster.set_rate(CALIBRATION_MBIT)
     alone = ranks.run(way="ddp", steps=CALIBRATION_STEPS)
     c_s = mean(alone, "core_busy_s")
@@ -164,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument(
         "--slow", type=float, default=1.0, help="how many times slower the last rank is (default 1)"
     )
+    parser.add_argument("--batch-size", type=int, help="of a rank; default: the preset's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="a multiple of --sync-every (default 16)")
     args = parser.parse_args(argv)

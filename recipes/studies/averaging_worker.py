@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from studies._worker import Order, WorkerJob, measure, say, serve
 
 SWING_STEPS = 4
+AVERAGING_STATES = (LocalSGDState, ElasticState)
 AVERAGED = ("local", "delayed", "sync", "async", "wild")
 
 
@@ -27,12 +29,13 @@ class AveragingRun(WorkerJob):
 
     Args:
         preset: of the recipes' models.
+        batch_size: instead of the preset's.
         order: ``way``, ``sync_every``, ``delay``, ``fragments``, and ``slow_s``, seconds that the last rank sleeps in
             each step.
     """
 
-    def __init__(self, preset: str, order: Order) -> None:
-        network, batches, _ = _models.build(preset, 0)
+    def __init__(self, preset: str, batch_size: int | None, order: Order) -> None:
+        network, batches, _ = _models.build(preset, 0, batch_size)
         way, every = order["way"], order.get("sync_every", 4)
         options: dict[str, Any] = {"gradient_as_bucket_view": True}
         if way in AVERAGED:
@@ -46,6 +49,7 @@ class AveragingRun(WorkerJob):
         self.batches = batches(dist.get_rank(), dist.get_world_size())
         self._accumulate = every if way == "accumulation" else 1
         self._count = 0
+        self.waited_s: list[float] = []
         self._slow_s = order.get("slow_s", 0.0) if dist.get_rank() == dist.get_world_size() - 1 else 0.0
         self._hook(way, every, order)
 
@@ -73,30 +77,35 @@ class AveragingRun(WorkerJob):
         if is_last:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if isinstance(self.state, AVERAGING_STATES):
+            self.waited_s.append(self.state.stats()["waited_s"])
         return loss.detach()
+
+    def waits_s(self, steps: int) -> list[float]:
+        """Return for how long each of the last so many steps has waited for an exchange."""
+        return [after - before for before, after in pairwise(self.waited_s[-steps - 1 :])]
 
     def counted(self) -> dict[str, Any]:
         """Return the hook's counters."""
-        averaged = isinstance(self.state, LocalSGDState | ElasticState)
-        return self.state.stats() if averaged else {}
+        return self.state.stats() if isinstance(self.state, AVERAGING_STATES) else {}
 
 
-def run(preset: str, order: Order) -> None:
-    job = AveragingRun(preset, order)
+def run(preset: str, batch_size: int | None, order: Order) -> None:
+    job = AveragingRun(preset, batch_size, order)
     steps = order["steps"]
     if job._slow_s:  # it makes as many steps as fit into the others' time, not more
         steps = max(4, steps // order["slow_share"])
-    before = {"waited_s": 0.0}
     answer = measure(job, steps, warm_up=order.get("warm_up", 8), swing=SWING_STEPS)
-    say(event="done", **answer, stats={**before, **job.counted()}, measured=steps)
+    say(event="done", **answer, stats=job.counted(), waits_s=job.waits_s(steps), measured=steps)
     job.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=sorted(_models.PRESETS), required=True)
-    preset = parser.parse_args().preset
-    serve({"run": functools.partial(run, preset)})
+    parser.add_argument("--batch-size", type=int)
+    args = parser.parse_args()
+    serve({"run": functools.partial(run, args.preset, args.batch_size)})
 
 
 if __name__ == "__main__":

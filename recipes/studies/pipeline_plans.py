@@ -3,19 +3,21 @@
     python recipes/studies/pipeline_plans.py partition actions device-orders minimum-cut time
     python recipes/studies/pipeline_plans.py clusters --clusters 200
 
-Each figure is a line of JSON on standard output. See docs/pipeline.md.
+Each figure is a line of JSON on standard output. What `clusters` plans is kept in a file, so that it can be stopped and
+go on. See docs/pipeline.md.
 """
 
 import argparse
 import itertools
 import json
+import math
 import random
 import resource
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,12 @@ def show(name: str, ratios: Sequence[float] = (), **more: Any) -> None:
     print(json.dumps({"figure": name, **more}), flush=True)
 
 
+def seeds(count: int, seconds: float) -> Iterator[int]:
+    """Yield numbers until their count or the time is used up."""
+    end_s = time.monotonic() + seconds
+    yield from itertools.takewhile(lambda _: time.monotonic() < end_s, range(count))
+
+
 def partition(count: int) -> None:
     """The dynamic programme against exhaustive search."""
     equal = checked = 0
@@ -68,10 +76,10 @@ def partition(count: int) -> None:
     show("partition = exhaustive search", instances=count, equal=equal, values=checked)
 
 
-def device_orders(count: int) -> None:
+def device_orders(count: int, seconds: float) -> None:
     """The plan chosen against the best plan of all device orders."""
     ratios = []
-    for seed in range(count):
+    for seed in seeds(count, seconds):
         dice = random.Random(seed)
         profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, 4))
         every = list(itertools.permutations(range(len(cluster))))
@@ -81,22 +89,24 @@ def device_orders(count: int) -> None:
     show("chosen plan / best of all device orders", ratios)
 
 
-def actions(small: int, large: int, seconds: float) -> None:
+def actions(small: int, large: int, solver_s: float, seconds: float) -> None:
     """The order found against the optimum that the solver proves, or its bound."""
     for stages, micros, count in ((0, 0, small), (8, 16, large)):
         ratios, unproven = [], []
-        for seed in range(count):
+        for seed in seeds(count, seconds):
             dice = random.Random(seed)
             chain = WholeSeconds(dice, stages or dice.randint(2, 4), micros or dice.randint(2, 4))
             step = best_order(chain, tries=TRIES)
             assert step is not None
             low_s = high_s = step.step_s
             if step.step_s > chain.lower_bound_s() + 1e-6:
-                low_s, high_s = proven_bounds_s(chain, known_s=step.step_s, seconds=seconds)
+                low_s, high_s = proven_bounds_s(chain, known_s=step.step_s, seconds=solver_s)
             if high_s - low_s < 0.5:
                 ratios.append(step.step_s / high_s)
             else:
                 unproven.append((step.step_s / high_s, step.step_s / low_s))
+        if not ratios and not unproven:
+            continue
         name = f"list order / optimum, {stages or 4} x {micros or 4}"
         show(name, ratios, unproven=len(unproven))
         if unproven:
@@ -104,10 +114,10 @@ def actions(small: int, large: int, seconds: float) -> None:
             show(f"{name}, unproven: over its lower bound", [bound for _, bound in unproven])
 
 
-def minimum_cut(count: int) -> None:
+def minimum_cut(count: int, seconds: float) -> None:
     """The plan chosen against the plan on the order by minimum cut alone."""
     ratios = []
-    for seed in range(count):
+    for seed in seeds(count, seconds):
         dice = random.Random(seed)
         devices = dice.choice((4, 6, 8))
         cluster = random_cluster(dice, devices)
@@ -229,35 +239,64 @@ KINDS = ("uniform", "two-tier", "star", "random")
 SIZES = (4, 4, 8, 8, 8, 16, 16, 32, 8, 64)
 
 
-def clusters(count: int, first: int, every_model: bool) -> None:
-    """Plans against the known designs."""
-    profiles = {name: make() for name, make in MODELS.items()}
-    rows, chosen = [], Counter[str]()
-    worse = beaten = 0
-    for seed in range(first, first + count):
-        dice = random.Random(seed)
-        kind, devices = KINDS[seed % 4], SIZES[seed // 4 % len(SIZES)]
-        cluster = cluster_of(kind, dice, devices)
-        names = sorted(profiles) if every_model else [sorted(profiles)[seed // 40 % 4]]
-        for name in names:
-            micros = 32 if devices >= 32 else 16
-            plan = plan_pipeline(
-                profiles[name], cluster, microbatches=micros, moves=None if devices < 32 else 20
-            )
-            runnable = {n: s for n, s in plan.baselines.items() if s is not None and n != "zero bubble"}
-            worse += any(plan.step_s > s * (1 + 1e-9) for s in runnable.values())
-            zero_s = plan.baselines.get("zero bubble")
-            beaten += zero_s is not None and zero_s < plan.step_s
-            best_s = min((s for s in plan.baselines.values() if s is not None), default=None)
-            chosen[plan.method] += 1
-            if best_s is not None:
-                rows.append(best_s / plan.step_s)
-            row = {"seed": seed, "kind": kind, "devices": devices, "model": name, "stages": len(plan.stages)}
-            row |= {"step_s": plan.step_s, "method": plan.method, "baselines": plan.baselines}
-            print(json.dumps(row), flush=True)
-    show(
-        "best known design / chosen plan", rows, worse=worse, chosen=dict(chosen), shorter_zero_bubble=beaten
-    )
+BOUND = "zero bubble with replicas"  # of which no DDP model and no schedule of torch's is capable
+
+
+def clusters(count: int, path: Path, seconds: float) -> None:
+    """Plans against the known designs, for each model; what the file holds already is not planned again."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    seen = {(row["seed"], row["model"]) for row in rows}
+    profiles = {name: make() for name, make in sorted(MODELS.items())}
+    end_s = time.monotonic() + seconds
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        small_first = sorted(range(count), key=lambda seed: SIZES[seed // 4 % len(SIZES)])
+        for seed, name in itertools.product(small_first, profiles):
+            if (seed, name) not in seen and time.monotonic() < end_s:
+                rows.append({"seed": seed, "model": name, **compared(seed, profiles[name])})
+                print(json.dumps(rows[-1]), file=file, flush=True)
+    summary(rows)
+
+
+def compared(seed: int, profile: Profile) -> dict[str, Any]:
+    """Plan for a seeded cluster, and with a split backward too where zero bubble is shorter than the plan."""
+    kind, devices = KINDS[seed % 4], SIZES[seed // 4 % len(SIZES)]
+    cluster = cluster_of(kind, random.Random(seed), devices)
+    micros = 32 if devices >= 32 else 16
+    begin_s = time.perf_counter()
+    plan = plan_pipeline(profile, cluster, microbatches=micros)
+    row = {
+        "kind": kind,
+        "devices": devices,
+        "planning_s": time.perf_counter() - begin_s,
+        "step_s": plan.step_s,
+    }
+    row |= {"method": plan.method, "baselines": plan.baselines, "stages": len(plan.stages)}
+    row["split_s"] = None
+    if (plan.baselines.get("zero bubble") or plan.step_s) < plan.step_s:
+        row["split_s"] = plan_pipeline(profile, cluster, microbatches=micros, split=True).step_s
+    return row
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> None:
+    counts, ratios = Counter[str](), defaultdict[str, list[float]](list)
+    for row in rows:
+        known = {name: step_s for name, step_s in row["baselines"].items() if step_s is not None}
+        runs = {name: step_s for name, step_s in known.items() if not name.startswith("zero bubble")}
+        zero_s, split_s = known.get("zero bubble", math.inf), row["split_s"] or row["step_s"]
+        counts[f"method {row['method']}"] += 1
+        counts["longer than a baseline that DDP runs"] += any(row["step_s"] > each for each in runs.values())
+        counts["longer than zero bubble"] += row["step_s"] > zero_s
+        counts["longer than zero bubble, both with split backwards"] += split_s > zero_s
+        counts["longer than zero bubble with replicas, a bound"] += split_s > known.get(BOUND, math.inf)
+        for name in ("all", row["kind"], row["model"]):
+            if runs:
+                ratios[name].append(min(runs.values()) / row["step_s"])
+        if known:
+            ratios["with zero bubble among the designs"].append(min(known.values()) / split_s)
+    for name, found in ratios.items():
+        show(f"best known design / chosen plan: {name}", found)
+    show("planning", [row["planning_s"] for row in rows], **counts)
 
 
 def main() -> None:
@@ -273,19 +312,17 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=50, help="orders of 8 stages and 16 micro-batches")
     parser.add_argument("--solver-seconds", type=float, default=60.0)
     parser.add_argument("--clusters", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first cluster")
-    parser.add_argument(
-        "--one-model", action="store_true", help="one of the four models on each cluster, in turn"
-    )
+    parser.add_argument("--rows", type=Path, default=Path("runs/pipeline/clusters.jsonl"), help="of clusters")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a figure; clusters goes on later")
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], None]] = {
         "partition": lambda: partition(args.instances),
-        "actions": lambda: actions(args.instances, args.large, args.solver_seconds),
-        "device-orders": lambda: device_orders(args.instances),
-        "minimum-cut": lambda: minimum_cut(args.instances),
+        "actions": lambda: actions(args.instances, args.large, args.solver_seconds, args.seconds),
+        "device-orders": lambda: device_orders(args.instances, args.seconds),
+        "minimum-cut": lambda: minimum_cut(args.instances, args.seconds),
         "time": planning_time,
-        "clusters": lambda: clusters(args.clusters, args.first, not args.one_model),
+        "clusters": lambda: clusters(args.clusters, args.rows, args.seconds),
     }
     for figure in args.figures:
         runs[figure]()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from crossover_ddp._exchange.exchange import Exchange
-from tests.unit.fake_bucket import FakeBucket
+from tests.unit.exchange.fake_bucket import FakeBucket
 
 WARM_UP = 2
 

@@ -10,10 +10,8 @@ and so are the losses of every guest as far as it came; nothing is left in share
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -31,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from crossover_ddp._system.children import Child
 from lab import Cluster, why_not_shaped
+from tests.faults.logged_rank import LoggedRank
 from tests.harness.groups import files_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,27 +41,8 @@ STEADY_SEED = 0
 ANSWER_S = 120.0  # then the nursery hangs
 
 
-@dataclass
-class Rank:
-    """One rank's process and what it has logged."""
-
-    pid: int
-    log: Path
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def records(self) -> list[Any]:
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [json.loads(line) for line in lines if line.endswith(("]", "}"))]
+class Rank(LoggedRank):
+    """A rank of a job that trains."""
 
     def steps(self) -> list[list[float]]:
         return [record for record in self.records() if isinstance(record, list)]

@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._system.children import Child, end, wait_any
+from crossover_ddp._system.children import Child
 from tests.faults import oracles, schedules
+from tests.faults.logged_rank import close_forker
 from tests.faults.oracles import Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
 
@@ -72,11 +73,7 @@ class Lane:
         return self._process.hear(ANSWER_S)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        wait_any([self._process], 5.0)
-        end([self._process], grace_s=0.0)
+        close_forker(self._process)
 
 
 @dataclass

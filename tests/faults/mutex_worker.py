@@ -26,7 +26,7 @@ from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.faults.late_device import LateEvents, LateThread
 from tests.faults.schedules import LATE_S, Deed, JobPlan
-from tests.unit.mutexes import membership_of
+from tests.unit.turns.mutexes import membership_of
 
 _monotonic = time.monotonic
 

@@ -16,7 +16,7 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
-from tests.unit.mutexes import membership_of
+from tests.unit.turns.mutexes import membership_of
 
 LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
 TIMEOUT_S = 120.0  # a first compilation and two CUDA contexts included

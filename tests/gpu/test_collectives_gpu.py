@@ -18,7 +18,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.staging import CudaCopier, Side
 from tests.gpu.kernels import sleep_s
 from tests.harness import close_pools, run_ranks
-from tests.unit.fake_bucket import FakeBucket
+from tests.unit.exchange.fake_bucket import FakeBucket
 
 pytestmark = pytest.mark.gpu
 

@@ -35,7 +35,7 @@ from tests.gpu.races import (
     tell,
 )
 from tests.harness import Job, run_jobs
-from tests.unit.mutexes import membership_of
+from tests.unit.turns.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
 

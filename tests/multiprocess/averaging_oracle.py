@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from studies._replicas import Copies, DelayedWalk, flat
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -34,22 +35,6 @@ def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
         images = torch.randn(6, 1, 6, 6, generator=generator)
         yield images, torch.randint(0, 7, (6,), generator=generator)
-
-
-def floats(model: nn.Module) -> list[torch.Tensor]:
-    """Return what is averaged, in the order of the flat vector: parameters, then buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in floats(model)])
-
-
-def write(model: nn.Module, values: torch.Tensor) -> None:
-    tensors = floats(model)
-    for tensor, piece in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))
 
 
 class Trainer:
@@ -100,125 +85,30 @@ class Trainer:
         return flat(self.model.module)
 
 
-class Copies:
-    """The same in one process: a copy of the network for each rank, and vectors that anybody can follow.
+def copies_of(
+    world_size: int, optimizer: str, skips: Collection[tuple[int, int]] = (), *, first: int = 0
+) -> Copies:
+    """The same in one process: a copy of the network for each rank, which goes on with batch ``first``."""
+    models = [network() for _ in range(world_size)]
+    sources = [itertools.islice(batches(rank), first, None) for rank in range(world_size)]
 
-    ``after``: called with the number of steps done, before the next forward.
-    """
+    def gradients(rank: int) -> None:
+        images, labels = next(sources[rank])
+        nn.functional.cross_entropy(models[rank](images), labels).backward()
 
-    def __init__(self, world_size: int, optimizer: str) -> None:
-        self.world_size = world_size
-        self.models = [network() for _ in range(world_size)]
-        self.optimizers = [MAKERS[optimizer](model.parameters()) for model in self.models]
-        self.batches = [batches(rank) for rank in range(world_size)]
-        self.steps = 0
-
-    def gradients(self) -> None:
-        for model, source in zip(self.models, self.batches, strict=True):
-            images, labels = next(source)
-            nn.functional.cross_entropy(model(images), labels).backward()
-
-    def step(self, *, together: bool = False) -> None:
-        self.gradients()
-        if together:
-            for of_all in zip(*[model.parameters() for model in self.models], strict=True):
-                mean = mean_of([parameter.grad for parameter in of_all])
-                for parameter in of_all:
-                    parameter.grad.copy_(mean)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.steps += 1
-
-    @torch.no_grad()
-    def snapshots(self) -> list[torch.Tensor]:
-        return [flat(model) for model in self.models]
-
-    @torch.no_grad()
-    def write(self, values: Sequence[torch.Tensor]) -> None:
-        for model, each in zip(self.models, values, strict=True):
-            write(model, each)
-
-
-def mean_of(values: Sequence[Any]) -> torch.Tensor:
-    """Add as the ring does: each part begins on the rank behind its owner; divided before the sum."""
-    world_size, numel = len(values), values[0].numel()
-    parts = [value.flatten() / world_size for value in values]
-    share, mean = numel // world_size, torch.empty(numel)
-    for owner in range(world_size):
-        place = slice(owner * share, numel if owner == world_size - 1 else (owner + 1) * share)
-        order = [(owner + 1 + step) % world_size for step in range(world_size)]
-        mean[place] = functools.reduce(torch.add, [parts[rank][place] for rank in order])
-    return mean.view_as(values[0])
+    copies = Copies(models, [MAKERS[optimizer](model.parameters()) for model in models], gradients, skips)
+    copies.steps = first
+    return copies
 
 
 def delayed_oracle(
-    world_size: int,
-    optimizer: str,
-    steps: int,
-    *,
-    sync_every: int,
-    delay: int = 0,
-    fragments: int = 1,
-    warmup_steps: int = 0,
-    outer: tuple[float, float] | None = None,
+    world_size: int, optimizer: str, steps: int, *, skips: Collection[tuple[int, int]] = (), **settings: Any
 ) -> list[torch.Tensor]:
-    """Walk what `LocalSGDState` walks; ``outer``: rate and Nesterov momentum. Returns each copy's values."""
-    copies = Copies(world_size, optimizer)
-    numel = len(copies.snapshots()[0])
-    trainable = sum(p.numel() for p in copies.models[0].parameters())
-    anchor = velocity = None
-    flying: dict[int, tuple[slice, list[torch.Tensor], torch.Tensor]] = {}
+    """Walk what `LocalSGDState` walks; returns each copy's values."""
+    walk = DelayedWalk(copies_of(world_size, optimizer, skips), **settings)
     for _ in range(steps):
-        local = copies.steps - warmup_steps
-        if local == 0:
-            anchor, velocity = copies.snapshots()[0].clone(), torch.zeros(numel)
-        for fragment in range(fragments):
-            offset = fragment * sync_every // fragments
-            place = slice(numel * fragment // fragments, numel * (fragment + 1) // fragments)
-            if fragment in flying and (local - delay - offset) % sync_every == 0 and delay:
-                land(copies, *flying.pop(fragment))
-            if local > 0 and (local - offset) % sync_every == 0:
-                sent = [values[place] for values in copies.snapshots()]
-                mean = mean_of(sent)
-                if outer is not None:
-                    mean = outer_step(
-                        mean, anchor[place], velocity[place], max(0, trainable - place.start), *outer
-                    )
-                if delay:
-                    flying[fragment] = place, sent, mean
-                else:
-                    values = copies.snapshots()
-                    for each in values:
-                        each[place] = mean
-                    copies.write(values)
-        copies.step(together=local < 0)
-    return copies.snapshots()
-
-
-def land(copies: Copies, place: slice, sent: Sequence[torch.Tensor], mean: torch.Tensor) -> None:
-    values = copies.snapshots()
-    for each, own in zip(values, sent, strict=True):
-        each[place] += mean - own
-    copies.write(values)
-
-
-def outer_step(
-    mean: torch.Tensor,
-    anchor: torch.Tensor,
-    velocity: torch.Tensor,
-    trainable: int,
-    rate: float,
-    momentum: float,
-) -> torch.Tensor:
-    """Nesterov's step of the anchor, in the coordinates of [Note: outer steps around the mean]; buffers: the mean."""
-    result = mean.clone()
-    delta = anchor[:trainable] - mean[:trainable]
-    velocity[:trainable].mul_(momentum).add_(delta)
-    step = delta.add(velocity[:trainable], alpha=momentum) if momentum else delta
-    result[:trainable] += delta.add(step, alpha=-rate)
-    anchor.copy_(result)
-    return result
+        walk.step()
+    return walk.copies.snapshots()
 
 
 def by_hook(rank: int, optimizer: str, steps: int, name: str) -> torch.Tensor:

@@ -1,55 +1,38 @@
 """Elastic averaging as copies in one process: together, and replayed from the rounds that ranks have logged."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 
 from crossover_ddp._averaging.rounds import ElasticRound
-from tests.multiprocess.averaging_oracle import Copies, flat, mean_of, write
-
-
-class Spring:
-    """The centre."""
-
-    def __init__(self, start: torch.Tensor, world_size: int, rate: float) -> None:
-        self.centre = start.clone()
-        self.world_size = world_size
-        self.rate = rate
-
-    def pull(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return what each rank that pulls adds to its values; None stands for one that does not."""
-        given = [torch.zeros_like(self.centre) if each is None else each for each in values]
-        pulling = sum(each is not None for each in values)
-        former = self.centre.clone()
-        moved = mean_of(given).mul(self.world_size).sub(former, alpha=pulling)
-        self.centre.add_(moved, alpha=self.rate)
-        return [None if each is None else (each - former) * -self.rate for each in values]
+from studies._replicas import Spring, TogetherWalk, flat, write
+from tests.multiprocess.averaging_oracle import copies_of
 
 
 def first_centre(world_size: int) -> torch.Tensor:
     """The parameters of the beginning; buffers have seen the first batch of their owner, which is the last rank."""
-    copies = Copies(world_size, "sgd")
+    copies = copies_of(world_size, "sgd")
     start = copies.snapshots()[0]
     trainable = sum(parameter.numel() for parameter in copies.models[0].parameters())
     assert len(start) - trainable <= len(start) // world_size
-    copies.gradients()
+    copies.compute()
     start[trainable:] = copies.snapshots()[-1][trainable:]
     return start
 
 
 def together_oracle(
-    world_size: int, optimizer: str, steps: int, sync_every: int, rate: float
+    world_size: int,
+    optimizer: str,
+    steps: int,
+    sync_every: int,
+    rate: float,
+    skips: Collection[tuple[int, int]] = (),
 ) -> list[torch.Tensor]:
-    copies = Copies(world_size, optimizer)
     spring = Spring(first_centre(world_size), world_size, rate)
+    walk = TogetherWalk(copies_of(world_size, optimizer, skips), spring, sync_every)
     for _ in range(steps):
-        if copies.steps and copies.steps % sync_every == 0:
-            values = copies.snapshots()
-            pulls = spring.pull(values)
-            copies.write([each + pull for each, pull in zip(values, pulls, strict=True) if pull is not None])
-        copies.step()
-    return copies.snapshots()
+        walk.step()
+    return walk.copies.snapshots()
 
 
 class Replay:
@@ -59,8 +42,14 @@ class Replay:
         logs: of each rank.
     """
 
-    def __init__(self, optimizer: str, logs: Sequence[Sequence[ElasticRound]], rate: float) -> None:
-        self.copies = Copies(len(logs), optimizer)
+    def __init__(
+        self,
+        optimizer: str,
+        logs: Sequence[Sequence[ElasticRound]],
+        rate: float,
+        skips: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self.copies = copies_of(len(logs), optimizer, skips)
         self.spring = Spring(first_centre(len(logs)), len(logs), rate)
         self.logs = logs
         self.done = [0] * len(logs)
@@ -97,8 +86,5 @@ class Replay:
             write(model, flat(model) + pull)
 
     def train(self, rank: int) -> None:
-        images, labels = next(self.copies.batches[rank])
-        nn.functional.cross_entropy(self.copies.models[rank](images), labels).backward()
-        self.copies.optimizers[rank].step()
-        self.copies.optimizers[rank].zero_grad()
+        self.copies.step_alone(rank, self.done[rank])
         self.done[rank] += 1

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._exchange.exchange import Exchange
-from tests.unit.fake_bucket import FakeBucket
+from tests.unit.exchange.fake_bucket import FakeBucket
 
 dist.init_process_group("gloo")
 assert dist.group.WORLD is not None

@@ -1,4 +1,4 @@
-"""Trains a little, plain or decoupled, and prints the peak of its memory once buckets are what they stay."""
+"""Trains a little, one way or another, and prints the peak of its memory once buckets are what they stay."""
 
 import re
 import sys
@@ -10,26 +10,38 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 LAYERS, WIDTH = 8, 1600  # ten megabytes each, and one bucket each
+SMALL, LARGE = 16, 160000  # for Muon: as many bytes, and little to compute
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+way = sys.argv[1]
+widths = [SMALL, LARGE] if way.startswith("muon") else [WIDTH, WIDTH]
+network = nn.Sequential(
+    *(nn.Linear(widths[place % 2], widths[1 - place % 2], bias=False) for place in range(LAYERS))
+)
 model = DistributedDataParallel(network, bucket_cap_mb=9, gradient_as_bucket_view=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 state = None
-if sys.argv[1] == "decoupled":
-    state = DecoupledState(optimizer, defer="always")
+if way in ("muon", "muon owners"):
+    optimizer = muon = torch.optim.Muon(network.parameters(), lr=1e-3, ns_steps=1)
+    if way == "muon owners":
+        model.register_comm_hook(MuonState(muon), muon_hook)
+if way in ("adamw", "adamw owners"):
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+if way in ("decoupled", "adamw owners"):
+    state = DecoupledState(optimizer, defer="always", owners="layers" if way == "adamw owners" else None)
     model.register_comm_hook(state, decoupled_hook)
 for step in range(10):
     if step == 4:  # the first one is a single bucket, whatever the cap
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    model(torch.ones(4, WIDTH)).square().mean().backward()
+    model(torch.ones(4, widths[0])).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 if state is not None:
-    state.close()
+    state.flush()
 [peak_kib] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
 print(f"peak of {int(peak_kib) * 1024} bytes", flush=True)
 dist.barrier()

@@ -20,8 +20,8 @@ from crossover_ddp._exchange.staging import Side, StagedBuffer
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import run_ranks
-from tests.unit.fake_bucket import FakeBucket
-from tests.unit.late_copier import LateCopier
+from tests.unit.exchange.fake_bucket import FakeBucket
+from tests.unit.exchange.late_copier import LateCopier
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Small integers: every sum is exact in every dtype, in any order of additions.

@@ -1,10 +1,7 @@
 """Codecs between real ranks: same parameters everywhere, nothing lost, bytes on the wire, and what DDP can do."""
 
 import functools
-import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import (
-    Codec,
     CompressedState,
-    Half,
     Int8,
     SIDCo,
     Threshold,
@@ -26,50 +21,19 @@ from crossover_ddp.codecs import (
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.multiprocess.compressed_training import (
+    CODECS,
+    backward,
+    batch,
+    digest,
+    gradients,
+    network,
+    wrapped,
+)
 from tests.multiprocess.identity_codec import Identity
 
 WORLD_SIZES = (2, 3, 4)
 STEPS = 200 if IN_CAMPAIGN else 30
-
-
-CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
-    "identity": Identity(),
-    "int8": Int8(),
-    "half": Half(),
-    "threshold": Threshold(0.05, refresh_steps=20),
-    "sidco": SIDCo(0.05),
-    "pair": (SIDCo(0.05), Int8(64)),
-}
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 70), nn.LayerNorm(70), nn.Linear(70, 10)
-    )
-
-
-def wrapped(**options: Any) -> DistributedDataParallel:
-    """Return a model of several buckets."""
-    return DistributedDataParallel(network(), bucket_cap_mb=0.02, **options)
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(10, (8,), generator=generator)
-
-
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    inputs, labels = batch(rank, step)
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def digest(tensors: Sequence[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 # --- bits --------------------------------------------------------------------------------------------------

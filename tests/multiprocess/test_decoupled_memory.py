@@ -1,8 +1,11 @@
-"""Decoupled training takes no more memory than plain DDP and one bucket."""
+"""Peak memory of four ranks: decoupled training's, owners', and Muon's beside plain DDP's."""
 
+import os
 import re
 from pathlib import Path
 from statistics import median
+
+import pytest
 
 from tests.harness import spawn_script
 
@@ -24,3 +27,12 @@ def test_peak_of_four_ranks_is_that_of_plain_ddp_and_one_bucket_at_most() -> Non
     assert min(plain) > 24 * BUCKET_BYTES, "parameters, gradients, momentum"
     # On a busy machine a single rank may peak higher: what it receives early waits for it.
     assert median(decoupled) <= median(plain) + BUCKET_BYTES + OWN_BYTES
+
+
+@pytest.mark.skipif(
+    not os.environ.get("CROSSOVER_CAMPAIGN"), reason="two minutes: only with CROSSOVER_CAMPAIGN=1"
+)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_peak_of_four_ranks_with_owners_is_below_that_of_plain_ddp(optimizer: str) -> None:
+    plain, owned = peaks_bytes(optimizer), peaks_bytes(f"{optimizer} owners")
+    assert median(owned) <= median(plain)

@@ -21,7 +21,7 @@ from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import files_of, new_group
-from tests.unit.mutexes import membership_of
+from tests.unit.turns.mutexes import membership_of
 
 LEASE_S = 10.0  # longer than any test: a turn that overlaps another one was not forgiven
 TIMEOUT_S = 30.0

@@ -14,7 +14,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Payload, Sharded
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
-from tests.unit.fake_bucket import FakeBucket, FakeTurn
+from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn
 
 SIZE = 7
 LARGE = 1 << 18

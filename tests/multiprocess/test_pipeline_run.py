@@ -40,11 +40,13 @@ def batch(step: int, size: int = MICRO * M) -> tuple[torch.Tensor, torch.Tensor]
     return torch.randn(size, WIDTH, generator=generator), torch.randint(0, 5, (size,), generator=generator)
 
 
-def plan_of(stages: Sequence[Stage], ranks: int, order: str = "search", microbatches: int = M) -> Plan:
+def plan_of(
+    stages: Sequence[Stage], ranks: int, order: str = "search", microbatches: int = M, split: bool = False
+) -> Plan:
     """Return a plan of given stages."""
     profile = Profile.measure(chain(), batch(0)[0][:MICRO], repeats=1)
     cluster = Cluster(((1e8,) * ranks,) * ranks)
-    staged = StagedChain(profile, cluster, stages, microbatches)
+    staged = StagedChain(profile, cluster, stages, microbatches, split=split)
     if order == "search":
         step = best_order(staged)
         assert step is not None
@@ -60,7 +62,7 @@ def plan_of(stages: Sequence[Stage], ranks: int, order: str = "search", microbat
         tuple(stages), step.orders, microbatches, step.step_s, order, {}, cluster.names,
         tuple(layer.name for layer in profile.layers),
         tuple((profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype) for s in stages),
-        step.spans,
+        step.spans, split,
     )  # fmt: skip
 
 
@@ -146,6 +148,28 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name: str) -> None:
     assert_equal(run_ranks(train, ranks, args=[plan.to_json()]), plan)
 
 
+def accumulate(rank: int, world_size: int, document: Any) -> Any:
+    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
+    for step in range(2):
+        runner.step(*batch(step))
+    dist.barrier()
+    return {stage: [p.grad for p in module.parameters()] for stage, module in runner.modules.items()}
+
+
+def test_gradients_are_added_to_those_of_the_step_before() -> None:
+    stages, ranks = PLANS["three and one"]
+    plan = plan_of(stages, ranks)
+    layers = chain()
+    for step in range(2):
+        x, y = batch(step)
+        nn.functional.cross_entropy(nn.Sequential(*layers)(x), y).backward()
+    for found in run_ranks(accumulate, ranks, args=[plan.to_json()]):
+        for number, gradients in found.items():
+            stage = plan.stages[number]
+            expected = [p.grad for layer in layers[stage.start : stage.stop] for p in layer.parameters()]
+            torch.testing.assert_close(gradients, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
 def test_known_orders_give_the_same(order: str) -> None:
     stages = [Stage(0, 4, (0,)), Stage(4, 9, (1,))]
@@ -182,13 +206,16 @@ def cross_check(rank: int, world_size: int, document: Any, path: str) -> Any:
     return [float(loss) for loss in losses], [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "split"), [(2, False), (4, False), (2, True)])
+def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: bool, tmp_path: Path) -> None:
     edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
     # torch's stage k is on rank k.
-    plan = plan_of([Stage(a, b, (k,)) for k, (a, b) in enumerate(itertools.pairwise(edges))], ranks, "1f1b")
+    stages = [Stage(a, b, (k,)) for k, (a, b) in enumerate(itertools.pairwise(edges))]
+    plan = plan_of(stages, ranks, "1f1b")
+    exported = plan_of(stages, ranks, split=True) if split else plan
     path = tmp_path / "schedule.csv"
-    path.write_text(plan.csv())
+    path.write_text(exported.csv())
+    assert ("I" in exported.csv()) == split
     theirs = run_ranks(cross_check, ranks, args=[plan.to_json(), str(path)])
     ours = run_ranks(first_step, ranks, args=[plan.to_json()])
     assert sum(theirs[-1][0]) / M == pytest.approx(ours[-1][0], rel=TOLERANCE)
@@ -237,6 +264,10 @@ def refusals(rank: int, world_size: int, document: Any) -> None:
         Runner(dataclasses.replace(plan, step_s=float(rank)), chain(), loss_fn)
     with pytest.raises(UnsupportedConfigurationError, match="expected layers on the CPU"):
         Runner(plan, [layer.to("meta") for layer in chain()], loss_fn)
+    tied = chain()
+    tied[6].weight = tied[0].weight
+    with pytest.raises(ValueError, match="expected parameters of one stage each, got one of stages 0 and 1"):
+        Runner(plan, tied, loss_fn)
     runner = Runner(plan, chain(), loss_fn)
     with pytest.raises(ValueError, match=r"expected a batch that 8 micro-batches divide, got len\(x\)=9"):
         runner.step(*batch(0, 9))

@@ -11,7 +11,7 @@ from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import merge
 from crossover_ddp._timeline.spans import occupancy
 from tests.multiprocess.test_crossover import STEPS, siblings
-from tests.unit.trace_format import check_format
+from tests.unit.timeline.trace_format import check_format
 
 
 @pytest.fixture(scope="module")

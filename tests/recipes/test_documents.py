@@ -41,9 +41,9 @@ class Needs(NamedTuple):
 
 TINY = "--steps 2 --image-size 32 --batch-size 4"
 STATUS, RUN, TIMELINE = (
-    "tests/unit/test_cli_status.py",
-    "tests/unit/test_cli_run.py",
-    "tests/unit/test_cli_timeline.py",
+    "tests/unit/cli/test_cli_status.py",
+    "tests/unit/cli/test_cli_run.py",
+    "tests/unit/cli/test_cli_timeline.py",
 )
 SIBLINGS = "tests/recipes/test_siblings_command.py::test_two_torchrun_jobs_take_turns_in_one_group"
 RECORDED = "tests/multiprocess/test_timeline_run.py::test_the_command_merges_the_run"
@@ -52,10 +52,23 @@ BENCH = "tests/benchmarks/test_hooks_bench.py"
 
 # By the beginning of the command; the longest one counts.
 COMMANDS: dict[str, Short | Elsewhere | Needs] = {
+    "python recipes/studies/codecs.py": Elsewhere(
+        "tests/recipes/test_codecs_costs.py::test_costs_and_achieved"
+    ),
+    "torchrun --standalone --nproc-per-node 2 recipes/studies/codecs.py": Elsewhere(
+        "tests/recipes/test_codecs_costs.py::test_a_training_is_repeated_to_the_last_bit"
+    ),
+    "python recipes/studies/codecs_lab.py": Elsewhere(
+        "tests/recipes/test_codecs_study.py::test_the_studies_run"
+    ),
     "python recipes/studies/muon.py": Elsewhere("tests/recipes/test_muon_study.py::test_the_study_runs"),
+    "python recipes/studies/muon_comparison.py": Needs("checkouts of KellerJordan's Muon and of dion"),
+    "python -m pytest tests/multiprocess/test_owners.py": Elsewhere(
+        "tests/multiprocess/test_owners.py::test_two_ranks_get_the_bits_of_the_replicated_optimizers"
+    ),
     "make demo": Elsewhere("tests/recipes/test_demo.py::test_demo_on_an_emulated_network"),
     "make test": Needs("to be what runs this test"),
-    "crossover-ddp plan": Elsewhere("tests/unit/test_cli_plan.py::test_text_json_csv_picture_and_plan"),
+    "crossover-ddp plan": Elsewhere("tests/unit/cli/test_cli_plan.py::test_text_json_csv_picture_and_plan"),
     "torchrun --standalone --nproc-per-node 2 recipes/minimal_pipeline.py": Elsewhere(
         "tests/recipes/test_minimal.py::test_a_pipeline_learns"
     ),
@@ -66,10 +79,10 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
         "tests/recipes/test_advice.py::test_a_job_under_torchrun_is_measured_and_ended"
     ),
     "crossover-ddp advise runs/x": Elsewhere(
-        "tests/unit/test_cli_advise.py::test_a_recorded_directory_is_advised_on"
+        "tests/unit/cli/test_cli_advise.py::test_a_recorded_directory_is_advised_on"
     ),
     "crossover-ddp advise --json": Elsewhere(
-        "tests/unit/test_cli_advise.py::test_a_recorded_directory_is_advised_on"
+        "tests/unit/cli/test_cli_advise.py::test_a_recorded_directory_is_advised_on"
     ),
     "crossover-ddp doctor": Short(codes=(0, 1)),
     "crossover-ddp run --": Elsewhere(SIBLINGS),
@@ -126,9 +139,16 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
         "tests/benchmarks/test_decoupled_bench.py::test_decoupled_against_the_others"
     ),
     "python recipes/studies/kfac_comparison.py": Needs("a checkout of kfac-pytorch"),
+    "python recipes/studies/pipeline_plans.py": Needs(
+        "an hour; tests/unit/pipeline/test_pipeline_planning.py has the short forms"
+    ),
+    "python recipes/studies/pipeline_lab.py": Needs("an idle machine with an emulated network for minutes"),
     "python recipes/studies/averaging.py": Needs("an idle machine with an emulated network for minutes"),
     "python -m tests.faults.campaign": Elsewhere(
         "tests/faults/test_campaign.py::test_a_steady_job_survives_guests_that_come_go_die_and_stop"
+    ),
+    "python -m tests.faults.averaging_campaign": Elsewhere(
+        "tests/faults/test_averaging_campaign.py::test_random_faults_leave_no_hang_and_no_wrong_bit"
     ),
     "python -m tests.faults.mutex_campaign": Elsewhere(
         "tests/faults/test_mutex_campaign.py::test_random_faults_break_no_promise"

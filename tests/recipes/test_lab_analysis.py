@@ -13,7 +13,7 @@ from crossover_ddp._timeline.spans import TimelineSpan
 from lab import command
 from lab.analysis import MeteredStep, bound, job_figures, rate_for
 from lab.cluster import RUN_FILE
-from tests.unit.made_up_spans import siblings, span
+from tests.unit.timeline.made_up_spans import siblings, span
 
 
 def steps(

@@ -20,10 +20,10 @@ TRAIN = [
         "--hook",
         "crossover",
         "--steps",
-        "60",
+        "30",
     ),
     *("--model", "gpt", "--model-option", "dim=32", "--vocabulary", "512", "--context", "32"),
-    *("--batch-size", "8", "--optimizer", "adamw", "--eval-every", "0", "--log-every", "30"),
+    *("--batch-size", "8", "--optimizer", "adamw", "--eval-every", "0", "--log-every", "15"),
 ]
 
 
@@ -44,9 +44,9 @@ def test_two_torchrun_jobs_take_turns_in_one_group(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document["group"] == os.environ["CROSSOVER_GROUP"]
     # Turns after the last look at a job are not seen.
-    assert all(20 < job["turns"] <= 60 for job in document["jobs"])
+    assert all(10 < job["turns"] <= 30 for job in document["jobs"])
     for job in document["jobs"]:
         assert "--standalone" in job["command"]
-        assert "60 steps" in Path(job["log"]).read_text()
-        assert f"{job['name']} | step 30 of 60" in done.stderr
+        assert "30 steps" in Path(job["log"]).read_text()
+        assert f"{job['name']} | step 15 of 30" in done.stderr
     assert files_of(document["group"]) == []

@@ -4,15 +4,19 @@ A factor is how many times faster steps are done: of this job, or, for siblings,
 other. No expectation exceeds its bound.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from crossover_ddp._planning import (
     BucketPlan,
+    CodecCost,
     Link,
     Workload,
     all_reduce_step_s,
+    coded_step_s,
     decoupled_step_s,
+    plan_averaging,
     plan_buckets,
 )
 
@@ -24,6 +28,8 @@ WORTH: Final = 1.05
 """Least expected factor that is worth a change."""
 OF_BOUND: Final = 0.94
 """Median of what two siblings reached of their bound (0.88 to 0.99 in docs/measurements.md)."""
+OF_AVERAGED: Final = 0.95
+"""Part of max(C, M / sync_every), with its own C, that delayed averaging reached (docs/averaging.md, preset tiny)."""
 OUT_OF_LINE: Final = 0.15
 FINEST_PIECES: Final = 24
 # Processor time of one half of a bucket's exchange, where compute and communication share a core: what the split
@@ -38,7 +44,13 @@ DECOUPLED_TRAINING: Final = "decoupled training"
 BUCKET_SIZE: Final = "another bucket size"
 HALF_PRECISION: Final = "half precision on the wire"
 ACCUMULATION: Final = "gradient accumulation, k=2"
+AVERAGING: Final = "averaged replicas"
 POWER_SGD: Final = "PowerSGD"
+CODEC: Final = "a codec, Int8()"
+# Of Int8() with two ranks, by `measure_codec` on one core (docs/measurements.md, "Codecs").
+_INT8: Final = CodecCost(rate=0.254, hook_s=0.62e-9, worker_s=1.15e-9)
+MUON_OWNERS: Final = "Muon on its owners"
+_MUON_BYTES: Final = 0.75
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class Option:
         caveat: what the user must know before.
         same_training: whether losses stay those of plain DDP.
         bucket_cap_mb: the size of buckets for which ``factor`` holds; None: the present buckets.
+        recommended: False if another way that costs the training less is as fast; then it is shown, not advised.
     """
 
     what: str
@@ -64,6 +77,7 @@ class Option:
     caveat: str
     same_training: bool = True
     bucket_cap_mb: float | None = None
+    recommended: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,15 @@ class Advice:
 def advise(found: Figures) -> Advice:
     """Return the expected gain of each way, and which one to take."""
     model_step_s = None if found.hook == WRAPPED else _present_step_s(found, workload(found), _link(found))
-    options = (crossover(found), *_alone(found), half_precision(found), accumulation(found), power_sgd())
+    rivals = (*_alone(found), half_precision(found), codec(found))
+    options = (
+        crossover(found),
+        *rivals,
+        accumulation(found),
+        averaging(found, rivals),
+        power_sgd(),
+        muon_owners(found),
+    )
     best = _best(options)
     worth = found.exposed_s >= SMALL_SHARE * found.step_s and best is not None
     return Advice(
@@ -194,9 +216,27 @@ def half_precision(found: Figures) -> Option:
     return replace(option, same_training=False)
 
 
+def codec(found: Figures) -> Option:
+    """`Int8()` under the present hook: a quarter of the bytes."""
+    state = (
+        "DecoupledState(optimizer, codec=Int8())" if found.hook == DECOUPLED else "CompressedState(Int8())"
+    )
+    hook = "decoupled_hook" if found.hook == DECOUPLED else "compressed_hook"
+    write = f"model.register_comm_hook({state}, {hook})  # crossover_ddp.codecs"
+    if found.hook == WRAPPED:
+        return Option(CODEC, None, None, None, write, _NOT_KNOWN, same_training=False)
+    predict = decoupled_step_s if found.hook == DECOUPLED else all_reduce_step_s
+    coded = coded_step_s(workload(found), _link(found), _INT8, predict)
+    limit_s = max(found.compute_s, 2 * _INT8.rate * _link(found).beta_s * found.size_bytes)
+    caveat = (
+        "gradients are rounded to 8 bits, the rest is sent later; state.plan_codec() chooses among codecs"
+    )
+    return replace(_faster(found, CODEC, coded, limit_s, write, caveat), same_training=False)
+
+
 def accumulation(found: Figures) -> Option:
     """One exchange for two mini-batches."""
-    factor = 2 * found.step_s / (2 * found.compute_s + found.exposed_s)
+    factor = found.step_s / _accumulated_s(found, 2)
     return Option(
         ACCUMULATION,
         factor,
@@ -205,6 +245,48 @@ def accumulation(found: Figures) -> Option:
         "with model.no_sync(): for the first of two backwards",
         "time per mini-batch; doubles the batch of a step, so other losses. More of it: the bound",
         same_training=False,
+    )
+
+
+def _accumulated_s(found: Figures, batches: int) -> float:
+    """Return the time of a mini-batch if one exchange serves so many."""
+    return found.compute_s + found.exposed_s / batches
+
+
+def averaging(found: Figures, rivals: Sequence[Option]) -> Option:
+    """Local SGD with delayed averaging: parameters travel now and then, and no step waits for them.
+
+    Args:
+        found: the job.
+        rivals: ways with which replicas stay equal. Averaging is recommended only where it is faster than all of them,
+            and than accumulation with as little traffic.
+    """
+    if found.wire_s is None:
+        return Option(AVERAGING, None, None, None, "", _NOT_KNOWN, same_training=False)
+    try:
+        plan = plan_averaging(found.compute_s, found.size_bytes, _link(found))
+    except ValueError as error:
+        return Option(AVERAGING, None, None, None, "", str(error), same_training=False)
+    every = plan.sync_every
+    limit_s = min(max(found.compute_s, 2 * _link(found).beta_s * found.size_bytes / every), found.step_s)
+    step_s = max(plan.step_s / OF_AVERAGED, limit_s)
+    others = {each.what: each.step_s for each in rivals if each.step_s is not None}
+    others[f"accumulation of {every}"] = _accumulated_s(found, every)
+    rival = min(others, key=lambda what: others[what])
+    recommended = step_s * WORTH <= others[rival]
+    why = (
+        "" if recommended else f"not worth it here: {rival} takes {others[rival] * 1e3:.0f} ms a mini-batch; "
+    )
+    return Option(
+        AVERAGING,
+        found.step_s / step_s,
+        found.step_s / limit_s,
+        step_s,
+        f"model.register_comm_hook(LocalSGDState({every}, delay={plan.delay}, fragments={plan.fragments}), "
+        "local_sgd_hook)  # and DistributedDataParallel(model, broadcast_buffers=False)",
+        why + _DRIFT,
+        same_training=False,
+        recommended=recommended,
     )
 
 
@@ -219,6 +301,30 @@ def power_sgd() -> Option:
         "lossy, with compute of its own; not predicted: try it",
         same_training=False,
     )
+
+
+_DRIFT: Final = (
+    "replicas drift apart between two averages, so convergence suffers, the more the longer the interval is (public "
+    "figures for DiLoCo: 3 % more evaluation loss at 25 steps, 9 % at 500); compare one run, see docs/averaging.md"
+)
+
+
+def muon_owners(found: Figures) -> Option:
+    """Each matrix of torch.optim.Muon on one rank: what it saves of the wire is known, of the computation not."""
+    write = "model.register_comm_hook(MuonState(muon), muon_hook)"
+    caveat = "only for a job trained by torch.optim.Muon; what it saves of Newton-Schulz is not recorded"
+    if found.hook != WRAPPED:
+        link = _link(found)
+        option = _faster(
+            found,
+            MUON_OWNERS,
+            all_reduce_step_s(workload(found), Link(link.alpha_s, _MUON_BYTES * link.beta_s)),
+            max(found.compute_s, _MUON_BYTES * 2 * link.beta_s * found.size_bytes),
+            write,
+            caveat,
+        )
+        caveat += f"; its bytes alone, {_MUON_BYTES} of these if all are Muon's, bring {option.factor:.2f}×"
+    return Option(MUON_OWNERS, None, None, None, write, caveat)
 
 
 _NOT_KNOWN: Final = (
@@ -281,7 +387,11 @@ def _megabytes(size_bytes: float) -> str:
 
 def _best(options: tuple[Option, ...], *, same_training: bool = True) -> Option | None:
     """Return the way with the greatest expected factor, if that is worth a change."""
-    known = [each for each in options if each.factor is not None and each.same_training is same_training]
+    known = [
+        each
+        for each in options
+        if each.factor is not None and each.recommended and each.same_training is same_training
+    ]
     best = max(known, key=lambda each: each.factor or 0.0, default=None)
     return best if best is not None and (best.factor or 0.0) >= WORTH else None
 
@@ -290,14 +400,15 @@ def _verdict(found: Figures, options: tuple[Option, ...], best: Option | None) -
     share = found.exposed_s / found.step_s
     if share < SMALL_SHARE:
         return f"{DO_NOT_BOTHER}: communication costs only {share:.1%} of a step"
-    if best is not None:
-        return f"{best.what}: {best.factor:.2f}× expected, {best.bound:.2f}× at best" + _runner_up(
-            options, best
-        )
     other = _best(options, same_training=False)
     otherwise = (
         "" if other is None else f"; {other.what} may bring {other.factor:.2f}×, but changes the training"
     )
+    if best is not None:
+        said = f"{best.what}: {best.factor:.2f}× expected, {best.bound:.2f}× at best" + _runner_up(
+            options, best
+        )
+        return said + (otherwise if other is not None and other.what == AVERAGING else "")
     if found.hook == WRAPPED:
         return f"communication costs {share:.0%} of a step, of which a wrapped hook records too little{otherwise}"
     gain = f"nothing that keeps the training as it is can be expected to bring {WORTH - 1:.0%}"

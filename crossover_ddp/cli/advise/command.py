@@ -312,7 +312,11 @@ def _to_write(advice: Advice) -> "list[RenderableType]":
     """Return the lines of code of each way that is worth it, and what to know before."""
     from rich.text import Text
 
-    worth = [each for each in advice.options if each.factor is not None and each.factor >= WORTH]
+    worth = [
+        each
+        for each in advice.options
+        if each.factor is not None and each.factor >= WORTH and each.recommended
+    ]
     if advice.verdict.startswith(DO_NOT_BOTHER):
         worth = []
     return [

@@ -213,6 +213,11 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     """Return the kind of hook that recorded the spans; refuse spans that would mislead."""
     spans = [span for each in ranks.values() for span in each]
     kinds = {span.kind for span in spans}
+    if any(map(_is_averaging, spans)):
+        raise NotMeasurableError(
+            "expected a hook that exchanges gradients in every step, got replicas that are averaged now and then; "
+            f"measure the same model with\n    {THE_LINE}  # {THE_IMPORT}"
+        )
     if "compute" not in kinds:
         raise NotMeasurableError(
             "expected spans of a hook of crossover_ddp, got none; add one line after "
@@ -231,6 +236,11 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
             f"measure the same model with\n    {THE_LINE}  # {THE_IMPORT}"
         )
     halves = [span for span in spans if span.kind in _HALVES]
+    if any("sent_bytes" in span.detail for span in halves):
+        raise NotMeasurableError(
+            "expected a recording without a codec, got one with; measure with codec=None: the advice then says what a "
+            "codec would bring"
+        )
     if any("ready_s" not in span.detail for span in halves):
         raise NotMeasurableError(
             "expected spans that show when each bucket was ready, got those of an earlier version of crossover_ddp; "
@@ -244,6 +254,11 @@ def _hook_of(ranks: Mapping[int, Sequence[RawSpan]]) -> str:
     if not halves:
         return WRAPPED
     return SPLIT if "exchange" in kinds else DECOUPLED
+
+
+def _is_averaging(span: RawSpan) -> bool:
+    """Whether this is the gather of something else than a bucket (none has its number) that an owner has worked on."""
+    return span.kind == "all_gather" and span.detail.get("bucket", 0) < 0 and bool(span.detail.get("owner"))
 
 
 def _steps_of(spans: Iterable[RawSpan]) -> list[_RankStep]:

@@ -1,7 +1,7 @@
 """Plain DDP and every hook walk the same path, on identical seeds, in all cases and with 1 to 4 ranks.
 
-One launch per world size runs everything; each test then looks up its own finding. With four ranks only one hook of
-each kind runs, unless CROSSOVER_CAMPAIGN is set: what differs from three is the ring, which all of them share.
+One launch per world size runs everything; each test then looks up its own finding. With three and four ranks only one
+hook of each kind runs, unless CROSSOVER_CAMPAIGN is set.
 """
 
 import contextlib
@@ -20,21 +20,20 @@ from tests.multiprocess.conformance.cases import CASES, Results, Wrap, seeded
 from tests.multiprocess.conformance.hooks import HOOKS, Row
 
 WORLD_SIZES = (1, 2, 3, 4)
-OF_EACH_KIND = ("split", "decoupled")
-TWINS = ("split_on_own_group", "compressed_by_nothing", "averaged_every_step")
+# By world size: what differs from two ranks is the layout, of which each kind of payload has its own; what differs
+# from three is the ring, which all of them share.
+OF_EACH_KIND = {
+    3: ("split", "decoupled", "identity_codec", "kfac_of_nothing", "muon_of_nothing"),
+    4: ("split", "decoupled"),
+}
 # Finding of one case with one hook: what differs from plain DDP, and a digest of the results.
 Finding = tuple[str, str]
 
 
 def hooks(world_size: int) -> dict[str, Row]:
-    """Return the hooks that run with so many ranks; with three, one of those that share every line with another."""
-    if world_size < 3 or IN_CAMPAIGN:
-        return HOOKS
-    return {
-        hook: row
-        for hook, row in HOOKS.items()
-        if (hook in OF_EACH_KIND if world_size > 3 else hook not in TWINS)
-    }
+    """Return the hooks that run with so many ranks."""
+    names = HOOKS if IN_CAMPAIGN else OF_EACH_KIND.get(world_size, HOOKS)
+    return {name: HOOKS[name] for name in names}
 
 
 def findings_of_rank(rank: int, world_size: int) -> dict[tuple[str, str], Finding]:

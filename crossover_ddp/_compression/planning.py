@@ -1,0 +1,116 @@
+"""Choose a codec from recorded steps, a measured link, and what codecs cost on this machine."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.link_probe import measure_link
+from crossover_ddp._exchange.step_records import StepRecord
+from crossover_ddp._planning import (
+    BucketTimes,
+    CodecCost,
+    Predict,
+    Workload,
+    all_reduce_step_s,
+    weakest_codec,
+)
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .codec import Codec
+from .costs import measure_codec
+from .half import Half
+from .int8 import Int8
+from .sidco import SIDCo
+
+AnyCodec = Codec | tuple[Codec, Codec] | None
+
+CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
+
+
+@dataclass(frozen=True)
+class CodecPlan:
+    """Which codec to take, and what steps are expected to take.
+
+    Args:
+        codec: the choice; None: none.
+        step_s: predicted seconds per step with it.
+        compute_s: of these the computation, encoding and decoding included.
+        options: each candidate with its rate and its predicted seconds per step.
+    """
+
+    codec: AnyCodec
+    step_s: float
+    compute_s: float
+    options: tuple[tuple[AnyCodec, float, float], ...]
+
+
+def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
+    """Return the medians of recorded steps; None without any."""
+    if not records:
+        return None
+    buckets = [
+        BucketTimes(size_bytes, statistics.median(each.buckets[place][1] for each in records), 0.0)
+        for place, (size_bytes, _) in enumerate(records[-1].buckets)
+    ]
+    # No record tells the end of forward: all is "backward", whose buckets are ready at their moments.
+    return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
+
+
+def plan_of_group(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
+    """Return rank 0's plan for the steps that ``group`` has exchanged; see `plan_from`. **Collective**."""
+    work = workload_of_records(Exchange.of(group).engine.records.last())
+    return plan_from(work, group, present=present, candidates=candidates)
+
+
+def plan_from(
+    work: Workload | None,
+    group: dist.ProcessGroup,
+    *,
+    present: AnyCodec = None,
+    candidates: Sequence[AnyCodec] = CANDIDATES,
+    predict: Predict = all_reduce_step_s,
+) -> CodecPlan:
+    """Return rank 0's plan on all ranks.
+
+    Args:
+        work: recorded with ``present``.
+        group: whose link is measured.
+        present: the codec of the recorded steps, whose encoding is taken away again.
+        candidates: the weakest first.
+        predict: of the steps.
+
+    **Collective**: all ranks, between two steps.
+    """
+    recorded: list[Any] = [None] * group.size()
+    dist.all_gather_object(recorded, work is not None, group=group)
+    if work is None or not all(recorded):
+        raise UnsupportedConfigurationError(
+            f"expected recorded steps on all ranks, got {recorded}; train some ten steps before, with buckets that "
+            "stay as they are"
+        )
+    if group.size() == 1:
+        raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
+    link = measure_link(group)
+    costs = [measure_codec(codec, group.size()) for codec in candidates]
+    bare = _without(work, measure_codec(present, group.size()))
+    place, predicted = weakest_codec(bare, link, costs, predict)
+    total = sum(bucket.size_bytes for bucket in work.buckets)
+    compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
+    choice: list[Any] = [(place, predicted, [cost.rate for cost in costs], compute_s)]
+    dist.broadcast_object_list(choice, group=group, group_src=0)
+    place, predicted, rates, compute_s = choice[0]
+    options = tuple([*zip(candidates, rates, predicted, strict=True)])
+    return CodecPlan(candidates[place], predicted[place], compute_s, options)
+
+
+def _without(work: Workload, cost: CodecCost) -> Workload:
+    """Take away what encoding has added to the compute."""
+    filled, buckets = 0, []
+    for bucket in work.buckets:
+        filled += bucket.size_bytes
+        buckets.append(bucket._replace(ready_s=max(0.0, bucket.ready_s - cost.hook_s * filled)))
+    return Workload(work.forward_s, max(0.0, work.backward_s - cost.hook_s * filled), tuple(buckets))

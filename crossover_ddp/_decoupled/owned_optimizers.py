@@ -1,0 +1,176 @@
+"""Optimizers of which each rank runs the part of the parameters that it owns, and what they keep."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from crossover_ddp._exchange.endings import let_collectives_go
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .owner_trial import costs_of
+from .owners import assign
+from .partial_optimizer import PartialOptimizer, StepPlan, Update, ramp, tiny_like
+from .state_tensors import described, filled, in_memory, places_in, tensors_in
+
+
+class OwnedOptimizer:
+    """One optimizer, whose step is taken for some of its parameters.
+
+    [Note: groups without an own parameter] An optimizer may count its steps in a parameter group. A rank that owns none
+    of the group's parameters, or none that has a gradient now, would not count. It takes the step on a tiny parameter
+    instead, whose values nobody reads; `check_separable` has tried the likes of it.
+
+    Args:
+        optimizer: the user's, with its own ``step``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.partial = PartialOptimizer(optimizer)
+        self.costs = costs_of(optimizer)
+        self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stand_ins: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        costs = iter(self.costs)
+        for number, group in enumerate(optimizer.param_groups):
+            if any([next(costs).writes_group for _ in group["params"]]):
+                self._stand_ins[number] = tiny_like(group["params"])[0], {}
+
+    def apply(self, plan: StepPlan, own: Sequence[Update]) -> None:
+        """Update owned parameters as ``plan`` says."""
+        self.partial.apply(plan, own)
+
+    def count(self, plan: StepPlan, own: Iterable[Update], others: Iterable[torch.Tensor]) -> None:
+        """End a step: see [Note: groups without an own parameter].
+
+        Args:
+            plan: of the step.
+            own: all updates that this rank has made in the step.
+            others: parameters that other ranks have updated.
+        """
+        if not self._stand_ins:
+            return
+        counted = {plan.group_of[id(update.parameter)] for update in own}
+        for number in {plan.group_of[id(parameter)] for parameter in others} - counted:
+            if number in self._stand_ins:
+                self._count_alone(plan, number)
+
+    def _count_alone(self, plan: StepPlan, number: int) -> None:
+        stand_in, kept = self._stand_ins[number]
+        plan.group_of[id(stand_in)] = number
+        if kept:
+            self.optimizer.state[stand_in] = kept
+        try:
+            self.partial.apply(plan, [Update(stand_in, ramp(stand_in, 0.5))])
+        finally:
+            self._stand_ins[number] = stand_in, self.optimizer.state.pop(stand_in, {})
+
+
+class OwnedOptimizers:
+    """All optimizers of a model; every parameter has an owner, which alone keeps the optimizer's state of it.
+
+    Args:
+        optimizers: the user's; each has other parameters.
+        rank, world_size: of this process.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], rank: int, world_size: int) -> None:
+        self.each = [OwnedOptimizer(optimizer) for optimizer in optimizers]
+        self.parameters = [p for owned in self.each for p in owned.parameters]
+        self._rank = rank
+        costs = [cost.size_bytes for owned in self.each for cost in owned.costs]
+        self.owners, self.loads = assign(costs, world_size)
+        self.owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
+        self.number_of = {id(p): number for number, owned in enumerate(self.each) for p in owned.parameters}
+        _check_parameters(self.parameters)
+        self._is_whole = True
+        self.drop_foreign()
+
+    # --- what they keep ------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the state of all parameters that have one."""
+        return self._is_whole
+
+    def stepped(self) -> None:
+        """Note that owners have updated their state; what was consolidated before is old."""
+        self._is_whole = self._is_whole and all(owner == self._rank for owner in self.owners)
+        self.drop_foreign()
+
+    def adopt(self) -> None:
+        """Keep the owned part of a state that was loaded."""
+        self._is_whole = True
+        self.drop_foreign()
+
+    def drop_foreign(self) -> None:
+        """Take the state of other ranks' parameters out of the optimizers."""
+        for parameter, owner in zip(self.parameters, self.owners, strict=True):
+            if owner != self._rank and self._state_of(parameter).pop(parameter, None):
+                self._is_whole = False
+
+    def check_whole(self) -> None:
+        """Refuse to hand out a part of the state."""
+        if not self.is_whole:
+            raise UnsupportedConfigurationError(
+                "expected state.consolidate() on all ranks before optimizer.state_dict() and state.close(), got the "
+                "state of this rank's own parameters only; call it after the last step"
+            )
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return "state": the bytes that the optimizers keep on this rank."""
+        kept = [self._state_of(p).get(p, {}) for p in self.parameters]
+        return {"state": sum(tensor.nbytes for tensor in tensors_in(kept))}
+
+    @torch.no_grad()
+    def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
+        """Send each parameter's state from its owner to all; rank ``to`` keeps it, or all for None. **Collective**."""
+        if group.size() == 1:
+            return
+        own = {
+            number: described(self._state_of(parameter)[parameter])
+            for number, parameter in enumerate(self.parameters)
+            if self.owners[number] == self._rank and parameter in self._state_of(parameter)
+        }
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, own, group=group)
+        for owner, owned in enumerate(everyone):
+            for number, description in owned.items():
+                self._exchange(
+                    group, owner, self.parameters[number], description, keep=to in (None, self._rank)
+                )
+        self._is_whole = self._is_whole or to in (None, self._rank)
+        let_collectives_go(group)  # these may be a job's last
+
+    def _exchange(
+        self, group: dist.ProcessGroup, owner: int, parameter: torch.Tensor, description: Any, *, keep: bool
+    ) -> None:
+        states = self._state_of(parameter)
+        own = tensors_in(states[parameter]) if owner == self._rank else None
+        received = []
+        for place in places_in(description):
+            there = place.empty(parameter.device)
+            if own is not None:
+                there.copy_(next(own))
+            if there.numel():
+                dist.broadcast(in_memory(there), group=group, group_src=owner)
+            if own is None and keep:
+                received.append(there.cpu() if place.on_cpu else there)
+        if own is None and keep:
+            states[parameter] = filled(description, iter(received))
+
+    def _state_of(self, parameter: torch.Tensor) -> Any:
+        return self.each[self.number_of[id(parameter)]].optimizer.state
+
+
+def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise UnsupportedConfigurationError(
+            "expected each parameter in one optimizer, got one that is in several; give it to one of them"
+        )
+    if any(parameter.is_complex() for parameter in parameters):
+        raise UnsupportedConfigurationError(
+            "expected real parameters for owners='layers', got complex ones; use owners=None"
+        )

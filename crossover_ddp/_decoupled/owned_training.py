@@ -1,0 +1,346 @@
+"""Decoupled training with an owner for each parameter: it alone updates it, and the updated parameter travels.
+
+[Note: owners of whole parameters] Whatever treats parameters one by one may run on one rank for all: SOAP and Shampoo
+with their preconditioners, Muon, AdamW. A bucket is packed by owner and reduce-scattered during backward. In
+``step()`` each rank takes the optimizers' own step for the parameters that it owns, as their sums arrive; the gather
+brings the new values to everybody, while the next forward runs. Wire bytes are those of plain DDP; work and state are
+divided by the number of ranks. Our design.
+
+Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not made for two
+threads, and forward needs first what was reduced last, so that little could run ahead.
+"""
+
+# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
+
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from crossover_ddp._exchange.contents import contents_of
+from crossover_ddp._exchange.ddp_checks import check_not_joined
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.transfer import Deferred, MakeMessages, Sharded, Turn
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .coded import Coding
+from .interception import guard_groups, intercept
+from .optimizers import as_one
+from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
+from .owned_share import TOUCHED, OwnedShare
+from .owners import OwnedPart, owned_layout
+from .partial_optimizer import PartialOptimizer, StepPlan, Update
+from .shares import Share, view_of
+from .training import DecoupledTraining
+from .updates import Updates, as_in_step
+
+
+class OwnedUpdates(Updates):
+    """Updates that arrive: before ``step()`` nobody can make gradients whole.
+
+    Args:
+        partial: of any of the optimizers.
+    """
+
+    def __init__(self, partial: PartialOptimizer) -> None:
+        super().__init__(partial)
+        self.is_partly_stepped = False
+
+    def look(self) -> None:
+        """Refuse a read while only some of the optimizers have stepped: their updates have not begun."""
+        if self.is_partly_stepped:
+            raise UnsupportedConfigurationError(
+                "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
+                "call all of them after each backward(), one after the other"
+            )
+
+    def check_stepped(self) -> None:
+        """Refuse parameters that were written in the place of ``step()``."""
+        with self.lock:
+            if self.round.is_written:
+                raise UnsupportedConfigurationError(
+                    "expected step() of the optimizers that DecoupledState was made with, got parameters that were "
+                    "written without it after backward(); with owners='layers' only owners have gradients to step with"
+                )
+
+    def make_round_whole(self) -> None:
+        """Do nothing: owners keep the mean until ``step()``."""
+
+
+class OwnedTraining(DecoupledTraining):
+    """One model and its optimizers, with owners; see `DecoupledTraining`.
+
+    Args:
+        optimizers: the user's.
+        turn: taken before the owners' step, if there is one.
+        group: the job's ranks.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], turn: Turn | None, group: dist.ProcessGroup) -> None:
+        self.owned = OwnedOptimizers(optimizers, group.rank(), group.size())
+        self._rank, self._world_size = group.rank(), group.size()
+        self._owned_updates = OwnedUpdates(self.owned.each[0].partial)
+        self._plans: dict[int, StepPlan] = {}
+        self._dropped: set[int] = set()
+        self._lent: dict[tuple[object, ...], tuple[torch.Tensor, Deferred | None]] = {}
+        self._is_checked = False
+        super().__init__(
+            optimizers[0], turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates
+        )
+        self.optimizer = as_one(optimizers)
+        for number, optimizer in enumerate(optimizers):
+            if number:
+                self._hooks.enter_context(intercept(optimizer, _FurtherOptimizer(self, number)))
+            before = optimizer.register_state_dict_pre_hook(lambda *_: self.owned.check_whole())
+            after = optimizer.register_load_state_dict_post_hook(lambda *_: self.owned.adopt())
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+
+    # --- the state's methods ---------------------------------------------------------------------------------
+
+    def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
+        """See `DecoupledState.consolidate`. **Collective**."""
+        self.flush()
+        self.owned.consolidate(group, to)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return bytes: "state" of the optimizers, "buffers" that travel."""
+        return {**self.owned.memory_usage(), "buffers": sum(each.nbytes for each, _ in self._lent.values())}
+
+    def close(self) -> None:
+        """See `DecoupledState.close`."""
+        if not self._closed:
+            self.owned.check_whole()
+        super().close()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def _take(
+        self, state: object, process_group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        round_ = self.updates.round
+        if round_.shares and not round_.is_open and not self._closed:
+            raise UnsupportedConfigurationError(
+                "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
+                "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
+            )
+        if not self._is_checked and isinstance(bucket, dist.GradBucket):
+            self._check_ranks(Exchange.of(process_group), bucket.buffer().device)
+            self._is_checked = True
+        if not round_.is_open:
+            self._dropped.clear()
+        return super()._take(state, process_group, bucket)
+
+    def _defer(
+        self,
+        exchange: Exchange,
+        bucket: dist.GradBucket,
+        parameters: list[torch.Tensor],
+        messages: MakeMessages | None,
+        state: object,
+    ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
+        urgency = self.updates.urgency(bucket.index(), parameters)
+        sharded, pieces, key = self._packed(bucket)
+        future, deferred = exchange.defer(
+            bucket, turn=self._turn, urgency=urgency, scatter=lambda: sharded, state=state
+        )
+        if deferred is None:
+            return future, None
+        self._lent[key] = sharded.tensor, deferred
+        model, place = self.model(), len(self.updates.round.shares)
+        separate = model is not None and not model.gradient_as_bucket_view
+        share = OwnedShare(
+            deferred, parameters, bucket.buffer(), urgency, place, pieces if separate else None, pieces=pieces
+        )
+        share.owner_of, share.rank = self.owned.owner_of, self._rank
+        return future, share
+
+    @torch.no_grad()
+    def _packed(self, bucket: dist.GradBucket) -> tuple[Sharded, list[torch.Tensor], tuple[object, ...]]:
+        """Return the bucket's gradients by owner, and leave zeros in the bucket."""
+        buffer = bucket.buffer()
+        contents = contents_of(bucket, buffer)
+        if any(each.parameter.dtype != buffer.dtype for each in contents):
+            raise UnsupportedConfigurationError(
+                f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters travel "
+                "in their place: use owners=None"
+            )
+        parts = tuple(
+            [OwnedPart(self.owned.owner_of[id(each.parameter)], each.span.numel) for each in contents]
+        )
+        layout, places = owned_layout(self._world_size, parts)
+        key = (bucket.index(), buffer.dtype, buffer.device)
+        there = self._lend(key, buffer)
+        for each, place in zip(contents, places, strict=True):
+            there[place.start : place.stop].copy_(buffer[each.span.start : each.span.stop])
+        buffer.data.zero_()  # counts no version: changes of the user's do
+        pieces = [
+            view_of(there, each.parameter, place.start) for each, place in zip(contents, places, strict=True)
+        ]
+        return Sharded(there, layout), pieces, key
+
+    def _lend(self, key: tuple[object, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return the buffer that travels for a bucket, once its last way has ended."""
+        lent, deferred = self._lent.get(key, (None, None))
+        if lent is None or lent.numel() != like.numel():
+            return like.new_empty(like.numel())
+        if deferred is not None:
+            deferred.wait()
+        return lent
+
+    def _check_ranks(self, exchange: Exchange, device: torch.device) -> None:
+        shapes = [tuple(parameter.shape) for parameter in self.owned.parameters]
+        number = zlib.crc32(repr((shapes, self.owned.owners)).encode())
+        if exchange.gather_numbers([number], device) != [[float(number)]] * self._world_size:
+            raise UnsupportedConfigurationError(
+                f"expected the same parameters in the optimizers on all ranks, got {len(shapes)} on rank {self._rank} "
+                "that differ from another rank's in shape, order or state; build the optimizers alike on all ranks"
+            )
+
+    # --- around forward --------------------------------------------------------------------------------------
+
+    def _before_forward(self, *args: Any) -> None:
+        if self._plans:
+            self._plans.clear()
+            self._owned_updates.is_partly_stepped = False
+            raise UnsupportedConfigurationError(
+                "expected step() of all optimizers between backward() and the next forward, got only some that have "
+                "stepped; call all of them, or give the model's parameters to one"
+            )
+        self._forget_dropped()
+        if (model := self.model()) is not None:
+            check_not_joined(model, "a rank without data takes no step, and so updates nothing that it owns")
+        super()._before_forward(*args)
+
+    def _forget_dropped(self) -> None:
+        """Let a step go that is not going to be taken: its gradients were dropped."""
+        round_ = self.updates.round
+        if round_.is_open or not round_.shares:
+            return
+        parameters = [p for share in round_.shares for p in share.parameters]
+        numbers = {self.owned.number_of[id(p)] for p in parameters}
+        if numbers <= self._dropped or all(p.grad is None for p in parameters):
+            round_.shares = []
+            self.updates.lower_guards()
+
+    # --- the optimizers --------------------------------------------------------------------------------------
+
+    def on_zero_grad(self) -> None:
+        """Note that the first optimizer has no gradients any more."""
+        self.zeroed(0)
+
+    def zeroed(self, number: int) -> None:
+        """Note that an optimizer has no gradients any more."""
+        self._dropped.add(number)
+        self._forget_dropped()
+
+    def on_step(self, closure: Callable[[], Any] | None) -> Any:
+        """The user calls ``step()`` of the first optimizer."""
+        return self.stepped(0, closure)
+
+    def stepped(self, number: int, closure: Callable[[], Any] | None) -> Any:
+        """The user calls ``step()`` of an optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # as torch's optimizers do
+                loss = closure()
+        result = self._step_of(number)
+        return result if closure is None else loss
+
+    def _step_of(self, number: int) -> Any:
+        updates, round_, owned = self.updates, self.updates.round, self.owned.each[number]
+        updates.update_all()
+        guard_groups(self.optimizer, self.on_look)
+        if self._closed:
+            return owned.partial.step()
+        if not self._plans:
+            round_.collect(self.optimizer, self._known)
+        if not round_.shares:
+            _check_without_gradients(owned)
+            return owned.partial.step()
+        _check_plain(owned)
+        owned.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        with self.unwatched():
+            self._plans[number] = owned.partial.plan()
+        needed = {
+            self.owned.number_of[id(each.parameter)] for share in round_.shares for each in share.updates
+        }
+        self._owned_updates.is_partly_stepped = not needed <= set(self._plans)
+        if not self._owned_updates.is_partly_stepped:
+            plans, self._plans = self._plans, {}
+            self._update_owned(cast(list[OwnedShare], round_.shares), plans)
+        return None
+
+    def _update_owned(self, shares: list[OwnedShare], plans: dict[int, StepPlan]) -> None:
+        """Update what this rank owns, as the sums arrive; send it to the others."""
+        assert self.exchange is not None
+        if self._turn is not None and not self._has_turn:
+            shares[0].deferred.own_part()  # there is something to compute
+            self._take_turn(self._turn)
+            self._has_turn = True
+        done: dict[int, list[Update]] = {number: [] for number in plans}
+        with as_in_step(shares[0].buffer.device.type), self.unwatched():
+            for share in shares:
+                own = share.own_updates()
+                for number, plan in plans.items():
+                    mine = [each for each in own if self.owned.number_of[id(each.parameter)] == number]
+                    self.owned.each[number].apply(plan, mine)
+                    done[number] += mine
+                share.fill_in()
+            others = [p for share in shares for p in share.others()]
+            for number, plan in plans.items():
+                theirs = [p for p in others if self.owned.number_of[id(p)] == number]
+                self.owned.each[number].count(plan, done[number], theirs)
+        self.owned.stepped()
+        # Forward needs first what backward has made last.
+        for share in reversed(shares):
+            share.gathered = self.exchange.spread(share.travelling())
+        is_settled = self.updates.round.is_settled
+        self.updates.defer(next(iter(plans.values())))
+        if not is_settled:  # DDP may still rebuild its buckets
+            self.updates.update_all()
+
+
+class _FurtherOptimizer:
+    """What happens to another optimizer than the first; see `Watcher`."""
+
+    def __init__(self, training: OwnedTraining, number: int) -> None:
+        self._training = training
+        self._number = number
+
+    def on_step(self, closure: Callable[[], Any] | None) -> Any:
+        return self._training.stepped(self._number, closure)
+
+    def on_zero_grad(self) -> None:
+        self._training.zeroed(self._number)
+
+    def on_look(self) -> None:
+        self._training.on_look()
+
+    def flush(self) -> None:
+        self._training.flush()
+
+    def unwatched(self) -> contextlib.AbstractContextManager[None]:
+        return self._training.unwatched()
+
+
+def _check_without_gradients(owned: OwnedOptimizer) -> None:
+    if any(parameter.grad is not None for parameter in owned.parameters):
+        raise UnsupportedConfigurationError(
+            "expected a backward() with decoupled_hook before each step(), got gradients that were not exchanged, or "
+            "whose step was taken; call step() once after each exchange, outside of no_sync()"
+        )
+
+
+def _check_plain(owned: OwnedOptimizer) -> None:
+    if any(getattr(owned.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        raise UnsupportedConfigurationError(TOUCHED)
+    if owned.partial.is_watched():
+        raise UnsupportedConfigurationError(
+            "expected no step hooks with owners='layers', got some (register_step_pre_hook, register_step_post_hook, a "
+            "profiler's): parameters are not all updated when step() returns; remove them, or use owners=None"
+        )

@@ -1,0 +1,263 @@
+"""Averaged replicas as copies of one model in one process: what the averaging hooks do, without ranks or a network.
+
+The tests hold the hooks to these copies, most of them to the last bit (tests/multiprocess/test_averaging.py). So what
+is measured of losses on copies holds for ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def floats(model: nn.Module) -> list[torch.Tensor]:
+    """Return what is averaged, in the order of the flat vector: parameters, then buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in floats(model)])
+
+
+def write(model: nn.Module, values: torch.Tensor) -> None:
+    tensors = floats(model)
+    for tensor, piece in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def mean_of(values: Sequence[Any]) -> torch.Tensor:
+    """Add as the ring does: each part begins on the rank behind its owner; divided before the sum."""
+    world_size, numel = len(values), values[0].numel()
+    parts = [value.flatten() / world_size for value in values]
+    share, mean = numel // world_size, torch.empty(numel, dtype=values[0].dtype)
+    for owner in range(world_size):
+        place = slice(owner * share, numel if owner == world_size - 1 else (owner + 1) * share)
+        order = [(owner + 1 + step) % world_size for step in range(world_size)]
+        mean[place] = functools.reduce(torch.add, [parts[rank][place] for rank in order])
+    return mean.view_as(values[0])
+
+
+class Copies:
+    """One copy of the model for each rank.
+
+    Args:
+        models: all with the same values.
+        optimizers: of each.
+        gradients: computes the gradients of one copy on its next batch.
+        skips: pairs (rank, number of the step) in which a copy's optimizer does nothing, as a GradScaler has it.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        gradients: Callable[[int], None],
+        skips: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self.models = models
+        self.optimizers = optimizers
+        self.steps = 0
+        self._gradients = gradients
+        self._skips = skips
+
+    @property
+    def world_size(self) -> int:
+        return len(self.models)
+
+    def compute(self) -> None:
+        """Compute all gradients, and update nothing."""
+        for rank in range(self.world_size):
+            self._gradients(rank)
+
+    def step(self, *, together: bool = False, divisor: int = 1) -> None:
+        """Train one step, each copy on its own gradients, or all on the mean, as plain DDP does.
+
+        Args:
+            together: on the mean.
+            divisor: of the gradients, where those of several batches have been added up.
+        """
+        self.compute()
+        if together:
+            for of_all in zip(*[model.parameters() for model in self.models], strict=True):
+                mean = mean_of([parameter.grad for parameter in of_all]).div_(divisor)
+                for parameter in of_all:
+                    parameter.grad.copy_(mean)
+        for rank in range(self.world_size):
+            self._update(rank, self.steps)
+        self.steps += 1
+
+    def step_alone(self, rank: int, number: int) -> None:
+        """Train one copy a step, which is its ``number``-th."""
+        self._gradients(rank)
+        self._update(rank, number)
+
+    def _update(self, rank: int, number: int) -> None:
+        if (rank, number) not in self._skips:
+            self.optimizers[rank].step()
+        self.optimizers[rank].zero_grad()
+
+    @torch.no_grad()
+    def snapshots(self) -> list[torch.Tensor]:
+        return [flat(model) for model in self.models]
+
+    @torch.no_grad()
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        for model, each in zip(self.models, values, strict=True):
+            write(model, each)
+
+    def average(self) -> None:
+        self.write([mean_of(self.snapshots())] * self.world_size)
+
+
+class DelayedWalk:
+    """What `LocalSGDState` walks.
+
+    Args:
+        copies: of the model.
+        sync_every, delay, fragments, warmup_steps: as of `LocalSGDState`.
+        outer: rate and Nesterov momentum of the outer optimizer; None for none.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        *,
+        sync_every: int,
+        delay: int = 0,
+        fragments: int = 1,
+        warmup_steps: int = 0,
+        outer: tuple[float, float] | None = None,
+    ) -> None:
+        self.copies = copies
+        self.anchor = copies.snapshots()[0].clone()
+        self.velocity = torch.zeros_like(self.anchor)
+        self._every, self._delay, self._fragments = sync_every, delay, fragments
+        self._warmup, self._outer = warmup_steps, outer
+        self._numel = len(self.anchor)
+        self._trainable = sum(p.numel() for p in copies.models[0].parameters())
+        self._acted = copies.steps
+        self._flying: dict[int, tuple[slice, list[torch.Tensor], torch.Tensor]] = {}
+
+    def step(self) -> None:
+        local = self.copies.steps - self._warmup
+        if local == 0:
+            self.anchor = self.copies.snapshots()[0].clone()
+        self._exchange()
+        self.copies.step(together=local < 0 or self._every == 1)
+
+    def average(self) -> None:
+        """Make all copies equal, with what is in flight."""
+        self._exchange()
+        for fragment in list(self._flying):
+            self._land(*self._flying.pop(fragment))
+        self.copies.average()
+
+    def _exchange(self) -> None:
+        """Do what is due after the steps so far."""
+        local = self.copies.steps - self._warmup
+        if self._acted == self.copies.steps or self._every == 1:
+            return
+        self._acted = self.copies.steps
+        for fragment in range(self._fragments):
+            offset = fragment * self._every // self._fragments
+            if fragment in self._flying and (local - self._delay - offset) % self._every == 0:
+                self._land(*self._flying.pop(fragment))
+            if local > 0 and (local - offset) % self._every == 0:
+                self._leave(fragment)
+
+    def _leave(self, fragment: int) -> None:
+        place = slice(
+            self._numel * fragment // self._fragments, self._numel * (fragment + 1) // self._fragments
+        )
+        sent = [values[place] for values in self.copies.snapshots()]
+        mean = mean_of(sent)
+        if self._outer is not None:
+            stepped = max(0, self._trainable - place.start)
+            mean = outer_step(mean, self.anchor[place], self.velocity[place], stepped, *self._outer)
+        if self._delay:
+            self._flying[fragment] = place, sent, mean
+            return
+        values = self.copies.snapshots()
+        for each in values:
+            each[place] = mean
+        self.copies.write(values)
+
+    def _land(self, place: slice, sent: Sequence[torch.Tensor], mean: torch.Tensor) -> None:
+        values = self.copies.snapshots()
+        for each, own in zip(values, sent, strict=True):
+            each[place] += mean - own
+        self.copies.write(values)
+
+
+def outer_step(
+    mean: torch.Tensor,
+    anchor: torch.Tensor,
+    velocity: torch.Tensor,
+    trainable: int,
+    rate: float,
+    momentum: float,
+) -> torch.Tensor:
+    """Nesterov's step of the anchor, in the coordinates of [Note: outer steps around the mean]; buffers: the mean."""
+    result = mean.clone()
+    delta = anchor[:trainable] - mean[:trainable]
+    velocity[:trainable].mul_(momentum).add_(delta)
+    step = delta.add(velocity[:trainable], alpha=momentum) if momentum else delta
+    result[:trainable] += delta.add(step, alpha=-rate)
+    anchor.copy_(result)
+    return result
+
+
+class Spring:
+    """The centre of elastic averaging, pulled by several copies at once.
+
+    Args:
+        start: the centre of the beginning.
+        world_size: number of copies.
+        rate: α.
+    """
+
+    def __init__(self, start: torch.Tensor, world_size: int, rate: float) -> None:
+        self.centre = start.clone()
+        self.world_size = world_size
+        self.rate = rate
+
+    def pull(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return what each rank that pulls adds to its values; None stands for one that does not."""
+        given = [torch.zeros_like(self.centre) if each is None else each for each in values]
+        pulling = sum(each is not None for each in values)
+        former = self.centre.clone()
+        moved = mean_of(given).mul(self.world_size).sub(former, alpha=pulling)
+        self.centre.add_(moved, alpha=self.rate)
+        return [None if each is None else (each - former) * -self.rate for each in values]
+
+
+class TogetherWalk:
+    """What `ElasticState` walks with ``mode="sync"``."""
+
+    def __init__(self, copies: Copies, spring: Spring, sync_every: int) -> None:
+        self.copies = copies
+        self.spring = spring
+        self._every = sync_every
+        self._acted = copies.steps
+
+    def step(self) -> None:
+        self._exchange()
+        self.copies.step()
+
+    def average(self) -> None:
+        """Make all copies equal."""
+        self._exchange()
+        self.copies.average()
+
+    def _exchange(self) -> None:
+        if self._acted == self.copies.steps or self.copies.steps % self._every:
+            return
+        self._acted = self.copies.steps
+        values = self.copies.snapshots()
+        pulls = self.spring.pull(values)
+        self.copies.write([each + pull for each, pull in zip(values, pulls, strict=True) if pull is not None])

@@ -1,0 +1,453 @@
+"""What averaging now and then costs in test loss, after equal samples, against plain DDP with the same seeds.
+
+    python recipes/studies/averaging_loss.py --task digits --seeds 10
+    python recipes/studies/averaging_loss.py --task gpt --seeds 10 --steps 300 --way ddp delayed-4 streamed-8
+    python recipes/studies/averaging_loss.py --task digits --seeds 3 --ranks 2 --times runs/averaging --picture
+
+Replicas are copies in one process (`_replicas.py`); the tests hold the hooks to these bit by bit, so no network and no
+ranks are needed. Every way is trained with each learning rate of the same list on seeds of their own, and then with
+its best one on ``--seeds`` seeds, whose weights and batches are those of plain DDP's runs. With ``--picture`` the
+seconds of a step, in units of C, are read from the result of `averaging.py`; then loss is drawn over time.
+
+``digits``: a convolutional net, digits shifted at random, SGD with momentum. ``gpt``: a small GPT on Python's help
+topics, AdamW. Learning rates fall to zero on a cosine. "wild" and "async" have no fixed order: here each copy pulls one
+centre when it has made its steps, in the order of time, without lost additions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+import _data
+import _models
+from studies._digits import make_cnn, make_problem
+from studies._replicas import Copies, DelayedWalk, Spring, TogetherWalk, flat, mean_of, write
+from studies._tables import Cells, show_table
+
+POINTS: Final = 20
+TUNING_SEED: Final = 1000
+TUNING_SEEDS: Final = 2
+MOVING: Final = 0.9
+OUTER: Final = (0.7, 0.9)
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond them the normal one.
+STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+# --- what is trained ----------------------------------------------------------------------------------------------
+
+
+class LossTask(Protocol):
+    """A model and its data; all of it follows from a seed."""
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Learning rates to choose from."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a mini-batch of one rank."""
+
+    def build(self) -> nn.Module:
+        """Make the model, from weights drawn a moment before."""
+
+    def optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        """Make its optimizer."""
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw inputs and targets."""
+
+    def test_loss(self, model: nn.Module) -> float:
+        """Return the mean loss over the test set."""
+
+
+class ShiftedDigits:
+    """Digits of 8 by 8 pixels, shifted by up to ``reach`` pixels each way, so that few of them come twice."""
+
+    rates = (0.02, 0.05, 0.1, 0.2)
+    batch_size = 16
+    reach = 2
+
+    def __init__(self) -> None:
+        problem = make_problem("cnn")
+        (self._images, self._labels), (images, self._test_labels) = problem.train, problem.test
+        # Each test image once, a ninth of them with each of nine shifts.
+        shifts = [(dy, dx) for dy in (-self.reach, 0, self.reach) for dx in (-self.reach, 0, self.reach)]
+        parts = [self._shifted(images[place :: len(shifts)], *shift) for place, shift in enumerate(shifts)]
+        labels = self._test_labels
+        self._test = torch.cat(parts)
+        self._test_labels = torch.cat([labels[place :: len(shifts)] for place in range(len(shifts))])
+
+    def build(self) -> nn.Module:
+        return make_cnn()
+
+    def optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=5e-4)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self._images), (self.batch_size,), generator=generator)
+        shifts = torch.randint(-self.reach, self.reach + 1, (2, 2), generator=generator).tolist()
+        half = self.batch_size // 2
+        parts = [
+            self._shifted(self._images[chosen[:half]], *shifts[0]),
+            self._shifted(self._images[chosen[half:]], *shifts[1]),
+        ]
+        return torch.cat(parts), self._labels[chosen]
+
+    def test_loss(self, model: nn.Module) -> float:
+        return float(functional.cross_entropy(model(self._test), self._test_labels))
+
+    def _shifted(self, images: Tensor, dy: int, dx: int) -> Tensor:
+        padded = functional.pad(images, (self.reach,) * 4, value=-1.0)
+        size = images.shape[-1]
+        top, left = self.reach + dy, self.reach + dx
+        return padded[..., top : top + size, left : left + size]
+
+
+class SmallGPT:
+    """A GPT of one block on Python's help topics."""
+
+    rates = (1e-3, 3e-3, 6e-3)
+    batch_size = 8
+    context, vocabulary = 32, 1024
+
+    def __init__(self) -> None:
+        data = _data.load_text(context=self.context, vocabulary=self.vocabulary)
+        self._train, self._test = data.train, data.test
+
+    def build(self) -> nn.Module:
+        return _models.TinyGPT(vocabulary=self.vocabulary, context=self.context, dim=48, depth=1, heads=3)
+
+    def optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), rate)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self._train), (self.batch_size,), generator=generator)
+        return self._stacked(self._train, chosen.tolist())
+
+    def test_loss(self, model: nn.Module) -> float:
+        inputs, targets = self._stacked(self._test, range(min(256, len(self._test))))
+        return float(_models.loss_of(model(inputs), targets))
+
+    def _stacked(self, samples: Any, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        pairs = [samples[index] for index in chosen]
+        return torch.stack([each for each, _ in pairs]), torch.stack([each for _, each in pairs])
+
+
+TASKS: Final[Mapping[str, Callable[[], LossTask]]] = {"digits": ShiftedDigits, "gpt": SmallGPT}
+
+
+# --- ways of training ---------------------------------------------------------------------------------------------
+
+
+class Walk(Protocol):
+    """Copies, trained some way."""
+
+    copies: Copies
+
+    def step(self) -> None:
+        """Let each copy train on one batch."""
+
+    def average(self) -> None:
+        """Make all copies equal."""
+
+
+class EveryStep:
+    """Plain DDP; ``batches`` of them for one update: accumulation."""
+
+    def __init__(self, copies: Copies, batches: int = 1) -> None:
+        self.copies = copies
+        self._batches = batches
+        self._computed = 0
+
+    def step(self) -> None:
+        self._computed += 1
+        if self._computed % self._batches:
+            self.copies.compute()
+            return
+        # Gradients of several batches are a sum; their mean is what a larger batch has.
+        self.copies.step(together=True, divisor=self._batches)
+
+    def average(self) -> None:
+        """They are equal."""
+
+
+class WildWalk:
+    """EA-wild: each copy pulls the centre every so many steps of its own, at its own pace.
+
+    Args:
+        copies: of the model.
+        sync_every: of `ElasticState`.
+        paces: how many steps of the fastest copy one step of each takes.
+    """
+
+    def __init__(self, copies: Copies, sync_every: int, paces: Sequence[int]) -> None:
+        self.copies = copies
+        self._every, self._paces = sync_every, paces
+        self._centre = copies.snapshots()[0].clone()
+        self._rate = MOVING / copies.world_size
+        self._done = [0] * copies.world_size
+        self._ticks = 0
+
+    def step(self) -> None:
+        self._ticks += 1
+        for rank, pace in enumerate(self._paces):
+            if self._ticks % pace == 0:
+                self.copies.step_alone(rank, self._done[rank])
+                self._done[rank] += 1
+                if self._done[rank] % self._every == 0:
+                    self._pull(rank)
+        self.copies.steps += 1
+
+    @torch.no_grad()
+    def _pull(self, rank: int) -> None:
+        model = self.copies.models[rank]
+        values = flat(model)
+        delta = (values - self._centre).mul_(self._rate)
+        write(model, values - delta)
+        self._centre += delta
+
+    def average(self) -> None:
+        self.copies.average()
+
+
+@dataclass(frozen=True)
+class TrainingWay:
+    """One way of training.
+
+    Args:
+        begin: makes the walk of copies.
+        timed_as: the way of `averaging.py` whose time of a step it has.
+    """
+
+    begin: Callable[[Copies, Sequence[int]], Walk]
+    timed_as: str
+
+
+def delayed(
+    every: int, delay: int, fragments: int = 1, outer: tuple[float, float] | None = None
+) -> TrainingWay:
+    def begin(copies: Copies, _: Sequence[int]) -> Walk:
+        return DelayedWalk(copies, sync_every=every, delay=delay, fragments=fragments, outer=outer)
+
+    return TrainingWay(begin, "delayed")
+
+
+def together(copies: Copies, _: Sequence[int]) -> Walk:
+    spring = Spring(copies.snapshots()[0], copies.world_size, MOVING / copies.world_size)
+    return TogetherWalk(copies, spring, 4)
+
+
+WAYS: Final[Mapping[str, TrainingWay]] = {
+    "ddp": TrainingWay(lambda copies, _: EveryStep(copies), "ddp"),
+    "accumulation-4": TrainingWay(lambda copies, _: EveryStep(copies, 4), "accumulation"),
+    "delayed-4": delayed(4, 3),
+    "streamed-8": delayed(8, 1, 8),
+    **{f"local-{every}": delayed(every, 1) for every in (2, 4, 8, 16, 32, 64)},
+    "diloco-8": delayed(8, 1, 8, OUTER),
+    "diloco-64": delayed(64, 1, 8, OUTER),
+    "easgd-4": TrainingWay(together, "sync"),
+    "wild-4": TrainingWay(lambda copies, paces: WildWalk(copies, 4, paces), "wild"),
+}
+SAME_LOSSES: Final = {"decoupled": "ddp", "fp16": "ddp"}
+"""Ways of `averaging.py` drawn with another one's losses: equal for decoupled training, up to rounding for fp16."""
+
+
+# --- one training -------------------------------------------------------------------------------------------------
+
+
+def make_copies(task: LossTask, seed: int, ranks: int, rate: float) -> Copies:
+    torch.manual_seed(seed)
+    models = [task.build()]
+    for _ in range(ranks - 1):
+        models.append(task.build())
+        models[-1].load_state_dict(models[0].state_dict())
+    generators = [torch.Generator().manual_seed(seed * 1009 + rank) for rank in range(ranks)]
+
+    def gradients(rank: int) -> None:
+        inputs, targets = task.batch(generators[rank])
+        _models.loss_of(models[rank](inputs), targets).backward()
+
+    return Copies(models, [task.optimizer(model, rate) for model in models], gradients)
+
+
+def train(task: LossTask, way: str, seed: int, rate: float, args: argparse.Namespace) -> list[float]:
+    """Return the test loss of the mean of all copies at `POINTS` moments, evenly spread, the last one at the end."""
+    copies = make_copies(task, seed, args.ranks, rate)
+    paces = [1] * (args.ranks - 1) + [args.slow]
+    walk = WAYS[way].begin(copies, paces)
+    judge, losses = task.build(), []
+    for step in range(args.steps):
+        for optimizer in copies.optimizers:
+            optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        walk.step()
+        if (step + 1) * POINTS // args.steps > step * POINTS // args.steps:
+            if step + 1 == args.steps:
+                walk.average()
+            with torch.no_grad():
+                write(judge, mean_of(copies.snapshots()))
+                losses.append(task.test_loss(judge))
+    return losses
+
+
+def tuned_rate(task: LossTask, way: str, args: argparse.Namespace) -> float:
+    """Return the learning rate with the least mean loss; all ways have the same list and the same seeds."""
+    seeds = range(TUNING_SEED, TUNING_SEED + TUNING_SEEDS)
+    found = {
+        rate: statistics.fmean(train(task, way, seed, rate, args)[-1] for seed in seeds)
+        for rate in task.rates
+    }
+    return min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return mean and half the width of its 95 % interval, by Student's t."""
+    count = len(differences)
+    if count < 2:
+        return statistics.fmean(differences), math.inf
+    quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96
+    return statistics.fmean(differences), quantile * statistics.stdev(differences) / math.sqrt(count)
+
+
+def run_task(name: str, args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way; plain DDP comes first."""
+    task = TASKS[name]()
+    reference: list[float] = []
+    for way in ["ddp", *(each for each in args.way if each != "ddp")]:
+        begin_s = time.monotonic()
+        rate = tuned_rate(task, way, args)
+        curves = [train(task, way, seed, rate, args) for seed in range(args.seeds)]
+        reference = reference or [curve[-1] for curve in curves]
+        relative = [curve[-1] / base - 1 for curve, base in zip(curves, reference, strict=True)]
+        mean, half = interval(relative)
+        say(f"{name}, {way}: {time.monotonic() - begin_s:.0f} s")
+        yield {
+            "task": name,
+            "way": way,
+            "ranks": args.ranks,
+            "slow": args.slow,
+            "steps": args.steps,
+            "samples": args.steps * args.ranks * task.batch_size,
+            "rate": rate,
+            "loss": statistics.fmean(curve[-1] for curve in curves),
+            "relative": mean,
+            "half_width": half,
+            "curves": curves,
+        }
+
+
+def cells(row: Mapping[str, Any]) -> Cells:
+    within = f"{row['relative']:+.1%} ± {row['half_width']:.1%}"
+    return {
+        "task": row["task"],
+        "way": row["way"],
+        "learning rate": f"{row['rate']:g}",
+        "test loss": row["loss"],
+        "against DDP, 95 %": "–" if row["way"] == "ddp" else within,
+    }
+
+
+# --- loss over time -----------------------------------------------------------------------------------------------
+
+
+def times_of(directory: Path) -> list[dict[str, Any]]:
+    """Read what `averaging.py` has measured, from all results in a directory."""
+    paths = sorted(directory.rglob("averaging.json"))
+    if not paths:
+        raise SystemExit(
+            f"expected averaging.json in {directory}, found none; run studies/averaging.py --out"
+        )
+    return [row for path in paths for row in json.loads(path.read_text())]
+
+
+def steps_in_c(measured: Mapping[str, Any], way: str) -> float | None:
+    """Return the time of a step in units of C; of ranks at their own pace, that of the fastest."""
+    times = measured["fastest_s" if way in ("wild", "async") else "step_s"]
+    return times[way] / measured["c_s"] if way in times else None
+
+
+def draw_losses(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw loss over time, a panel for each measured ratio M/C, the slow rank's behind them."""
+    from matplotlib.figure import Figure
+
+    panels = sorted(times, key=lambda each: (each["slow"], each["ratio"]))
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for place, measured in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        chosen = [row for row in rows if (row["slow"] > 1) == (measured["slow"] > 1)]
+        for row in chosen:
+            names = [WAYS[row["way"]].timed_as]
+            names += [way for way, other in SAME_LOSSES.items() if other == row["way"]]
+            for name in names:
+                step = steps_in_c(measured, name)
+                if step is not None:
+                    mean = [statistics.fmean(point) for point in zip(*row["curves"], strict=True)]
+                    at = [step * row["steps"] * (point + 1) / len(mean) for point in range(len(mean))]
+                    label = row["way"] if name == names[0] else name
+                    axes.plot(at, mean, label=label, linestyle="-" if name == names[0] else "--")
+        slow = f", one rank {measured['slow']:g} times slower" if measured["slow"] > 1 else ""
+        axes.set_title(f"M/C {measured['m_s'] / measured['c_s']:.2g}{slow}")
+        axes.set_xlabel("time in units of C")
+        axes.set_ylabel("test loss")
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=["digits"])
+    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=600, help="mini-batches of each rank (default 600)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--slow", type=int, default=1, help="how many times slower the last rank is")
+    parser.add_argument("--out", type=Path, default=Path("runs/averaging-loss"))
+    parser.add_argument("--times", type=Path, default=Path("runs/averaging"), help="results of averaging.py")
+    parser.add_argument(
+        "--picture", action="store_true", help="draw all results in --out over measured times"
+    )
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    console, rows = Console(), []
+    for task in args.task:
+        name = f"{task}-{args.ranks}-slow{args.slow}.json"
+        found = []
+        for row in run_task(task, args, Console(stderr=True).print):
+            found.append(row)
+            (args.out / name).write_text(json.dumps(found))
+        rows += found
+    show_table(console, f"Test loss after equal samples, {args.seeds} paired seeds", map(cells, rows))
+    if args.picture:
+        drawn = [
+            row
+            for path in args.out.glob(f"*-{args.ranks}-slow*.json")
+            for row in json.loads(path.read_text())
+        ]
+        draw_losses(
+            [row for row in drawn if row["task"] == "digits"], times_of(args.times), args.out / "loss.png"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

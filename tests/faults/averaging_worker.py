@@ -1,0 +1,201 @@
+"""One lane of the averaging states' campaign: forks ranks that train, save, and write down each step and each error.
+
+Told over stdin, one JSON object a line; torch is loaded once, so that a rank costs milliseconds.
+"""
+
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+from crossover_ddp import CrossoverError
+from crossover_ddp._averaging import delayed, elastic_rules, means
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
+from studies._replicas import flat
+from tests.faults.forked import work_and_exit
+from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
+
+LOCAL: dict[str, dict[str, int]] = {
+    "blocking": {"sync_every": 2},
+    "delayed": {"sync_every": 4, "delay": 3},
+    "streamed": {"sync_every": 4, "delay": 1, "fragments": 4},
+    "diloco": {"sync_every": 4, "delay": 2, "fragments": 2},
+}
+ELASTIC = ("sync", "async", "wild")
+START_S = 60.0
+EVERY = 2
+"""Interval of the elastic states."""
+
+
+def make_state(kind: str, group: Any) -> Any:
+    if kind in LOCAL:
+        outer = NESTEROV if kind == "diloco" else None
+        return LocalSGDState(**LOCAL[kind], outer_optimizer=outer, process_group=group)
+    return ElasticState(EVERY, kind, process_group=group)  # type: ignore[arg-type]
+
+
+def digest(values: torch.Tensor) -> str:
+    return hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+class Life:
+    """One rank from its start, from a checkpoint or from nothing, to its end.
+
+    Args:
+        order: what the overseer wants, see `averaging_campaign.Story`.
+        group: of the model; its timeout is short.
+        log: a line for each step, and for how it ended.
+    """
+
+    def __init__(self, order: dict[str, Any], group: Any, log: TextIO) -> None:
+        self._order = order
+        self._log = log
+        self._rank: int = order["rank"]
+        state = make_state(order["kind"], group)
+        hook = {"hook": elastic_hook} if isinstance(state, ElasticState) else {}
+        self._trainer = Trainer(self._rank, state, "sgd", process_group=group, **hook)
+        self._steps = 0
+        if order["start"]:
+            checkpoint = torch.load(order["start"], weights_only=True)
+            self._trainer.model.module.load_state_dict(checkpoint["model"])
+            state.load_state_dict(checkpoint["state"])
+            self._steps = checkpoint["state"]["steps"]
+            self._trainer.batches = itertools.islice(self._trainer.batches, self._steps, None)
+
+    def live(self) -> None:
+        """Train, save and end; or write down the error, and that it comes again."""
+        try:
+            self._train()
+        except CrossoverError as error:
+            self._say(
+                raised=type(error).__name__,
+                message=str(error)[:300],
+                finite=self._is_finite(),
+                again=self._raises_again(type(error)),
+            )
+            self._trainer.state.close()
+            self._say(closed=True)
+
+    def _train(self) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        while self._steps < self._order["until"]:
+            if self._order["poison"] == [self._rank, self._steps]:
+                with torch.no_grad():
+                    next(trainer.model.parameters()).view(-1)[0] = float("inf")
+            trainer.step()
+            self._steps += 1
+            self._say(step=self._steps, digest=digest(trainer.values))
+            time.sleep(self._order["pace_s"])
+        state.average()
+        rounds = state.rounds() if isinstance(state, ElasticState) else []
+        self._say(averaged=digest(trainer.values), rounds=rounds)
+        checkpoint = {"model": trainer.model.module.state_dict(), "state": state.state_dict()}
+        if self._rank == 0:
+            torch.save(checkpoint, self._order["save"] + ".new")
+            os.replace(self._order["save"] + ".new", self._order["save"])
+        state.close()
+        dist.destroy_process_group()
+        self._say(ended=True)
+
+    def _raises_again(self, kind: type[Exception]) -> bool:
+        """Whether a step and an average raise the same again: nobody trains on as if nothing had happened."""
+        for attempt in (self._trainer.step, self._trainer.state.average):
+            try:
+                attempt()
+            except kind:
+                continue
+            return False
+        return True
+
+    def _is_finite(self) -> bool:
+        return bool(flat(self._trainer.model.module).isfinite().all())
+
+    def _say(self, **what: Any) -> None:
+        print(json.dumps({"at_s": time.monotonic(), **what}), file=self._log)
+
+
+def ignore_infinities() -> None:
+    """Sabotage: a mean that is not finite is written."""
+    for module in (delayed, elastic_rules, means):
+        module.check_finite = lambda *_: None  # type: ignore[attr-defined]
+
+
+def land_twice() -> None:
+    """Sabotage: a correction is counted twice now and then."""
+    land = delayed.DelayedMeans._land
+
+    def landed(self: Any, flight: Any) -> None:
+        land(self, flight)
+        if self._steps % 8 == 7 and flight.sent is not None:
+            flight.block.add(flight.span, flight.values)
+
+    delayed.DelayedMeans._land = landed  # type: ignore[method-assign]
+
+
+def go_on() -> None:
+    """Sabotage: a failed exchange is noted, and forgotten."""
+    wait = delayed.DelayedMeans._land
+
+    def landed(self: Any, flight: Any) -> None:
+        try:
+            wait(self, flight)
+        except CrossoverError:
+            return
+
+    delayed.DelayedMeans._land = landed  # type: ignore[method-assign]
+
+
+SABOTAGES: dict[str, Callable[[], None]] = {
+    "infinities": ignore_infinities,
+    "bits": land_twice,
+    "silence": go_on,
+}
+
+
+def be(order: dict[str, Any]) -> None:
+    if order["sabotage"]:
+        SABOTAGES[order["sabotage"]]()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{order['store']}",
+        rank=order["rank"],
+        world_size=order["world_size"],
+        timeout=timedelta(seconds=START_S),
+    )
+    group = dist.new_group(timeout=timedelta(seconds=order["timeout_s"]))
+    dist.barrier()  # on a busy machine ranks begin at different times
+    with open(order["log"], "w", buffering=1) as log:
+        Life(order, group, log).live()
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # DDP would import it in each rank, for seconds
+    warnings.simplefilter("ignore", FutureWarning)
+    print(json.dumps({"up": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            work_and_exit(Path(order["log"] + ".err"), lambda order=order: be(order))  # type: ignore[misc]
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

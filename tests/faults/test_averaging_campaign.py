@@ -1,0 +1,60 @@
+"""A short form of the averaging states' campaign: `python -m tests.faults.averaging_campaign` is the long one."""
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import averaging_campaign
+from tests.faults.averaging_campaign import FAULTS, plan_lives
+from tests.harness.campaign import IN_CAMPAIGN
+
+SHORT_EVENTS = 4
+
+
+def run(tmp_path: Path, arguments: Sequence[object]) -> dict[str, Any]:
+    return averaging_campaign.main([*map(str, arguments), "--keep", str(tmp_path)])
+
+
+def test_random_faults_leave_no_hang_and_no_wrong_bit(tmp_path: Path) -> None:
+    seed = int(time.time()) % 10**6
+    found = run(tmp_path, ["--seed", seed, "--events", SHORT_EVENTS, "--lanes", 1])
+    assert found["failures"] == [], json.dumps(found["failures"], indent=1)
+    assert found["events"] == SHORT_EVENTS
+    assert found["steps"] > SHORT_EVENTS * averaging_campaign.STEPS / 4
+
+
+# Seeds of stories in which the broken package shows in the first lives: 35 blows a blocking rank up, 15 restarts a
+# delayed one, 51 kills a streamed one.
+SABOTAGED = {
+    "infinities": (35, "has not raised UnsupportedConfigurationError"),
+    "bits": (15, "has other bits after step"),
+    "silence": (51, "has other bits after step"),
+}
+
+
+@pytest.mark.skipif(not IN_CAMPAIGN, reason="only with CROSSOVER_CAMPAIGN=1: half a minute")
+@pytest.mark.parametrize("sabotage", SABOTAGED)
+def test_the_campaign_notices_a_broken_package(sabotage: str, tmp_path: Path) -> None:
+    seed, what = SABOTAGED[sabotage]
+    found = run(tmp_path, ["--seed", seed, "--events", 2, "--lanes", 1, "--sabotage", sabotage])
+    (failure,) = found["failures"]
+    assert any(what in each for each in failure["violations"]), failure
+    assert (tmp_path / f"seed{seed}").is_dir(), "records of the failure were not kept"
+
+
+def test_lives_have_all_faults_and_restart_with_two_and_four_ranks() -> None:
+    lives = [life for seed in range(40) for life in plan_lives(random.Random(seed), 8)]
+    assert {life.fault for life in lives} == set(FAULTS)
+    assert {life.world_size for life in lives} == {2, 4}
+    assert all(0 <= life.victim < life.world_size for life in lives)
+    for seed in range(40):
+        one, other = (plan_lives(random.Random(seed), 8) for _ in range(2))
+        assert one == other
+        for before, after in itertools.pairwise(one):
+            assert (after.world_size != before.world_size) == (before.fault == "restart")

@@ -1,0 +1,387 @@
+"""Decoupled training with an owner for each parameter: the replicated optimizer's results at a part of its state."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness import run_ranks
+from tests.multiprocess.muon_training import equal
+from tests.multiprocess.owned_training import MAKE, ByOwners, OwnedRun, batch, loss_of, mixture
+
+pytestmark = pytest.mark.torch_version
+
+FEW = 9
+BEFORE, AFTER = 4, 4
+
+
+def differences(rank: int, world_size: int, kind: str, options: dict[str, Any] | None = None) -> list[int]:
+    """Return the steps after which a parameter differs from plain DDP's."""
+    ours = OwnedRun(mixture(), kind, owners=True, options=options)
+    plain = OwnedRun(mixture(), kind, owners=False, options=options)
+    different = []
+    for step in range(FEW):
+        for each in (ours, plain):
+            each.step(batch(rank, step))
+        if not equal(ours.parameters(), plain.parameters()):
+            different.append(step)
+    return different
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_two_ranks_get_the_bits_of_the_replicated_optimizers(kind: str) -> None:
+    assert run_ranks(differences, 2, args=(kind,)) == [[]] * 2
+
+
+def test_one_rank_does_too() -> None:
+    assert run_ranks(differences, 1, args=("soap",)) == [[]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": False},
+        {"static_graph": True},
+        {"bucket_cap_mb": 25},
+    ],
+    ids=str,
+)
+def test_the_bits_are_the_same_with_other_options_of_ddp(options: dict[str, Any]) -> None:
+    assert run_ranks(differences, 2, args=("soap", options)) == [[]] * 2
+
+
+def state_bytes(run: OwnedRun) -> int:
+    kept = [value for each in run.optimizers for state in each.state.values() for value in state.values()]
+    flat = [each for value in kept for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return sum(each.nbytes for each in flat if isinstance(each, Tensor))
+
+
+def by_owners(rank: int, world_size: int, kind: str) -> tuple[list[int], float]:
+    """Return the steps after which a parameter differs, and the rank's part of the replicated optimizers' state."""
+    ours = OwnedRun(mixture(), kind, owners=True)
+    assert ours.state is not None and ours.state.owners is not None
+    theirs = ByOwners(mixture(), kind, ours.state.owners)
+    different = []
+    for step in range(FEW):
+        ours.step(batch(rank, step))
+        theirs.step(batch(rank, step))
+        if not equal(ours.parameters(), theirs.parameters()):
+            different.append(step)
+    assert ours.state.memory_usage()["state"] == state_bytes(ours)
+    whole = sum(
+        each.nbytes
+        for optimizer in theirs.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        for each in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(each, Tensor)
+    )
+    return different, state_bytes(ours) / whole
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("soap", 4), ("shampoo", 4), ("adamw", 4), ("soap", 3)])
+def test_more_ranks_get_the_bits_of_the_optimizers_fed_the_owners_sums(kind: str, world_size: int) -> None:
+    results = run_ranks(by_owners, world_size, args=(kind,))
+    assert [different for different, _ in results] == [[]] * world_size
+    assert sum(part for _, part in results) == pytest.approx(1.0), "each state is kept once"
+    if world_size == 4:
+        assert max(part for _, part in results) <= 0.30
+
+
+def nearness(rank: int, world_size: int, kind: str) -> float:
+    runs = [OwnedRun(mixture(dtype=torch.float64), kind, owners=owners) for owners in (True, False)]
+    for step in range(FEW):
+        for each in runs:
+            each.step(batch(rank, step))
+    return max(
+        float((one - other).abs().max())
+        for one, other in zip(runs[0].parameters(), runs[1].parameters(), strict=True)
+    )
+
+
+# Not SOAP: few gradients leave its sides singular, so the last bit of a sum chooses among the bases of their kernels.
+@pytest.mark.parametrize("kind", ["shampoo", "adamw"])
+def test_four_ranks_are_near_plain_ddp_which_adds_in_another_order(kind: str) -> None:
+    assert max(run_ranks(nearness, 4, args=(kind,))) <= 1e-6
+
+
+def accumulated(rank: int, world_size: int) -> list[int]:
+    runs = [OwnedRun(mixture(), "soap", owners=owners) for owners in (True, False)]
+    different = []
+    for step in range(FEW):
+        for each in runs:
+            with each.model.no_sync():
+                each.backward(batch(rank, 500 + step))
+            each.step(batch(rank, step))
+        if not equal(runs[0].parameters(), runs[1].parameters()):
+            different.append(step)
+    return different
+
+
+def test_gradients_are_accumulated_as_ever() -> None:
+    assert run_ranks(accumulated, 2) == [[], []]
+
+
+def unused(rank: int, world_size: int) -> list[int]:
+    """Most matrices have no gradient in some steps: the count of Shampoo's groups goes on all the same."""
+    options = {"find_unused_parameters": True}
+    runs = [OwnedRun(mixture(), "shampoo", owners=owners, options=options) for owners in (True, False)]
+    different = []
+    for step in range(FEW):
+        for each in runs:
+            each.module.is_short = step % 3 == 1
+            each.step(batch(rank, step))
+        if not equal(runs[0].parameters(), runs[1].parameters()):
+            different.append(step)
+    counts = [[group["steps"] for group in each.optimizers[0].param_groups] for each in runs]
+    assert counts[0] == counts[1]
+    return different
+
+
+def test_parameters_without_gradients_stay_as_they_are() -> None:
+    assert run_ranks(unused, 2) == [[], []]
+
+
+def clipped(rank: int, world_size: int) -> tuple[list[float], list[float], float]:
+    runs = [OwnedRun(mixture(), "soap", owners=owners) for owners in (True, False)]
+    norms: tuple[list[float], list[float]] = ([], [])
+    for step in range(FEW):
+        for each, found in zip(runs, norms, strict=True):
+            each.backward(batch(rank, step))
+            if each.state is not None:
+                found.append(float(each.state.clip_grad_norm_(0.1)))
+            else:
+                found.append(float(torch.nn.utils.clip_grad_norm_(each.module.parameters(), 0.1)))
+            each.update()
+    return (
+        *norms,
+        max(
+            float((one - other).abs().max())
+            for one, other in zip(runs[0].parameters(), runs[1].parameters(), strict=True)
+        ),
+    )
+
+
+def test_the_norm_of_all_owners_gradients_is_clipped() -> None:
+    for ours, theirs, difference in run_ranks(clipped, 2):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert min(ours) > 0.1, "all steps are to be clipped"
+        assert difference < 1e-4
+
+
+def skipped(rank: int, world_size: int) -> list[str]:
+    """Skip steps by zero_grad, and by nothing, which is an error."""
+    ours, plain = (OwnedRun(mixture(), "soap", owners=owners) for owners in (True, False))
+    messages = []
+    for step in range(FEW):
+        for each in (ours, plain):
+            if step % 3 == 1:
+                each.backward(batch(rank, 700 + step))
+                for optimizer in each.optimizers:
+                    optimizer.zero_grad()
+            if step % 3 == 2 and each is ours:
+                each.backward(batch(rank, 700 + step))
+                with pytest.raises(UnsupportedConfigurationError) as error:
+                    each.backward(batch(rank, 700 + step))
+                messages.append(str(error.value))
+                for optimizer in each.optimizers:
+                    optimizer.zero_grad()
+            each.step(batch(rank, step))
+        assert equal(ours.parameters(), plain.parameters()), step
+    return messages
+
+
+def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error() -> None:
+    for messages in run_ranks(skipped, 2):
+        assert len(messages) == FEW // 3
+        assert all("expected step() between two exchanges" in message for message in messages)
+
+
+Checkpoint = dict[str, Any]
+
+
+def saved(run: OwnedRun) -> Checkpoint:
+    return copy.deepcopy(
+        {
+            "module": run.module.state_dict(),
+            "optimizers": [each.state_dict() for each in run.optimizers],
+            "schedulers": [each.state_dict() for each in run.schedulers],
+        }
+    )
+
+
+def restored(run: Any, checkpoint: Checkpoint) -> Any:
+    checkpoint = copy.deepcopy(checkpoint)
+    run.module.load_state_dict(checkpoint["module"])
+    for name in ("optimizers", "schedulers"):
+        for each, state in zip(getattr(run, name), checkpoint[name], strict=True):
+            each.load_state_dict(state)
+    return run
+
+
+def steps(run: Any, rank: int, first: int, count: int) -> list[Tensor]:
+    for step in range(first, first + count):
+        run.step(batch(rank, step))
+    return run.parameters()  # type: ignore[no-any-return]
+
+
+def resumed(rank: int, world_size: int, kind: str) -> tuple[Checkpoint, dict[str, bool]]:
+    whole = OwnedRun(mixture(), kind, owners=True)
+    steps(whole, rank, 0, BEFORE)
+    assert whole.state is not None
+    with pytest.raises(UnsupportedConfigurationError, match="consolidate"):
+        whole.optimizers[0].state_dict()
+    whole.state.consolidate(to=0)
+    if rank:
+        with pytest.raises(UnsupportedConfigurationError, match="consolidate"):
+            whole.optimizers[0].state_dict()
+    whole.state.consolidate()
+    checkpoint = saved(whole)
+    expected = steps(whole, rank, BEFORE, AFTER)
+    found = {}
+    for owners in (True, False):
+        run = restored(OwnedRun(mixture(9), kind, owners=owners), checkpoint)
+        found[f"owners={owners}"] = equal(expected, steps(run, rank, BEFORE, AFTER))
+    plain = OwnedRun(mixture(), kind, owners=False)
+    steps(plain, rank, 0, BEFORE)
+    run = restored(OwnedRun(mixture(9), kind, owners=True), saved(plain))
+    found["from plain"] = equal(expected, steps(run, rank, BEFORE, AFTER))
+    return checkpoint, found
+
+
+def resumed_with_more(rank: int, world_size: int, kind: str, checkpoint: Checkpoint) -> bool:
+    ours = restored(OwnedRun(mixture(9), kind, owners=True), checkpoint)
+    assert ours.state is not None
+    theirs = restored(ByOwners(mixture(9), kind, ours.state.owners), checkpoint)
+    return equal(steps(ours, rank, BEFORE, AFTER), steps(theirs, rank, BEFORE, AFTER))
+
+
+@pytest.mark.parametrize("kind", ["soap", "shampoo"])
+def test_checkpoints_are_torchs_own_and_go_on_with_the_same_bits(kind: str) -> None:
+    results = run_ranks(resumed, 2, args=(kind,))
+    for _, found in results:
+        assert found == {"owners=True": True, "owners=False": True, "from plain": True}
+    assert run_ranks(resumed_with_more, 4, args=(kind, results[0][0])) == [True] * 4
+
+
+def misused(rank: int, world_size: int) -> dict[str, str]:
+    """Provoke what is refused, on all ranks alike."""
+    messages = {}
+
+    run = OwnedRun(mixture(), "soap", owners=True)
+    gradients = [*run.module.parameters()]
+    run.backward(batch(rank, 0))
+    torch.nn.utils.clip_grad_norm_(gradients, 0.1)
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        run.optimizers[0].step()
+    messages["clipping"] = str(error.value)
+
+    run = OwnedRun(mixture(), "soap", owners=True)
+    run.backward(batch(rank, 0))
+    run.optimizers[0].step()
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        run.module.state_dict()
+    messages["a read"] = str(error.value)
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        loss_of(run.model, batch(rank, 1))
+    messages["forward"] = str(error.value)
+
+    run = OwnedRun(mixture(), "soap", owners=True)
+    run.step(batch(rank, 0))
+    with run.model.no_sync():
+        run.backward(batch(rank, 1))
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        run.optimizers[0].step()
+    messages["no exchange"] = str(error.value)
+
+    run = OwnedRun(mixture(), "soap", owners=True)
+    run.optimizers[0].register_step_post_hook(lambda *_: None)
+    run.backward(batch(rank, 0))
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        run.optimizers[0].step()
+    messages["a step hook"] = str(error.value)
+    return messages
+
+
+def test_misuse_is_refused_with_the_remedy() -> None:
+    for messages in run_ranks(misused, 2):
+        assert "state.clip_grad_norm_" in messages["clipping"]
+        assert "call all of them after each backward()" in messages["a read"]
+        assert "call all of them" in messages["forward"]
+        assert "outside of no_sync()" in messages["no exchange"]
+        assert "owners=None" in messages["a step hook"]
+
+
+class Talkative(torch.optim.SGD):
+    """An optimizer with a collective of its own, as public distributed Muons have one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def collectives(rank: int, world_size: int) -> str:
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        DecoupledState(Talkative(mixture().parameters(), lr=0.1), owners="layers")
+    return str(error.value)
+
+
+def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
+    for message in run_ranks(collectives, 2):
+        assert "Talkative" in message and "allreduce" in message
+
+
+def joined(rank: int, world_size: int) -> str:
+    run = OwnedRun(mixture(), "adamw", owners=True)
+    with Join([run.model]), pytest.raises(UnsupportedConfigurationError) as error:
+        for step in range(2):
+            run.step(batch(rank, step))
+    return str(error.value)
+
+
+def test_join_is_refused_before_a_rank_has_run_out_of_inputs() -> None:
+    for message in run_ranks(joined, 2):
+        assert "a model inside of Join" in message and "as many batches" in message
+
+
+def built_differently(rank: int, world_size: int) -> str:
+    run = OwnedRun(mixture(), "adamw", owners=False)
+    turned = [*run.module.parameters()]
+    if rank:
+        turned.reverse()
+    state = DecoupledState(torch.optim.AdamW(turned, lr=0.1), owners="layers")
+    run.model.register_comm_hook(state, decoupled_hook)
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        run.backward(batch(rank, 0))
+    return str(error.value)
+
+
+def test_ranks_whose_optimizers_differ_are_told() -> None:
+    for message in run_ranks(built_differently, 2):
+        assert "the same parameters in the optimizers on all ranks" in message
+
+
+def deferred(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Parameters are updated when they are read, not before, and `flush` updates them all."""
+    run = OwnedRun(mixture(), "soap", owners=True)
+    plain = OwnedRun(mixture(), "soap", owners=False)
+    for step in range(FEW):
+        for each in (run, plain):
+            each.step(batch(rank, step))
+    assert run.state is not None
+    pending = bool(run.state._stale)
+    run.state.flush()
+    return pending and not run.state._stale, equal(run.parameters(), plain.parameters())
+
+
+def test_the_gather_is_deferred_into_the_next_forward() -> None:
+    assert run_ranks(deferred, 2) == [(True, True)] * 2

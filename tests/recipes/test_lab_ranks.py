@@ -1,0 +1,110 @@
+"""Several ranks on each node of the emulated cluster: they share its link, and one centre of EA-wild."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lab
+from lab import Cluster, Job, load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+_REASON = lab.why_not_shaped()
+needs_root = [
+    pytest.mark.root,
+    pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
+]
+shaped = pytest.param(True, marks=needs_root, id="shaped")
+unshaped = pytest.param(False, id="unshaped")
+pytestmark = pytest.mark.timeout(120)
+
+PLACE = """
+import json, os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSSOVER_DEVICE")
+print(json.dumps({**{n: os.environ[n] for n in names}, "cores": sorted(os.sched_getaffinity(0)),
+                  "net": os.stat("/proc/self/ns/net").st_ino}))
+"""
+# Trains until the hosts have met three times; ranks may make different numbers of steps.
+WILD = """
+import json, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(300, 40), broadcast_buffers=False, gradient_as_bucket_view=True)
+state = ElasticState(2, "wild")
+model.register_comm_hook(state, elastic_hook)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(dist.get_rank())
+started = time.monotonic()
+for step in range(10_000):
+    model(torch.randn(8, 300)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.001)
+    if step > 40 and (state.stats()["rounds"] >= 3 or dist.get_rank() % 2 and state.stats()["hosts"] == 2
+                      or state.stats()["hosts"] == 1 or time.monotonic() - started > 30):
+        break
+apart = float(model.module.weight.detach().double().sum())
+state.average()
+print(json.dumps({**state.stats(), "apart": apart, "mean": float(model.module.weight.detach().double().sum())}))
+state.close()
+dist.destroy_process_group()
+"""
+
+
+def told(directory: Path, ranks: int) -> list[dict[str, float]]:
+    return [json.loads((directory / f"rank{r}.log").read_text().splitlines()[-1]) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("on_links", [shaped, unshaped])
+def test_local_ranks_share_a_node(on_links: bool, tmp_path: Path) -> None:
+    with Cluster(ranks_per_node=2, shaped=on_links) as cluster:
+        cluster.run([Job("a", ["python", "-c", PLACE])], 60, out=tmp_path)
+        assert cluster.ranks == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        cores = cluster.cores
+    found = told(tmp_path / "a", 4)
+    for rank, variables in enumerate(found):
+        node, local = divmod(rank, 2)
+        assert [variables[name] for name in ("RANK", "LOCAL_RANK")] == [str(rank), str(local)]
+        assert [variables[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["4", "2"]
+        assert variables["CROSSOVER_DEVICE"] == f"lab-node{node}-device{node}"
+        assert variables["cores"] == [cores[node]]
+    assert len({variables["net"] for variables in found}) == (2 if on_links else 1)
+    assert load_run(tmp_path).lab["ranks_per_node"] == 2
+
+
+@pytest.mark.parametrize("on_links", [shaped, unshaped])
+def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_path: Path) -> None:
+    with Cluster(ranks_per_node=2, rate_mbit=500, shaped=on_links) as cluster:
+        result = cluster.run(
+            [Job("wild", ["python", "-c", WILD], {"PYTHONPATH": str(ROOT)})], 100, out=tmp_path
+        )
+    found = told(tmp_path / "wild", 4)
+    assert {each["hosts"] for each in found} == {2 if on_links else 1}
+    assert all(each["own_pulls"] >= 20 for each in found)
+    rounds = [each["rounds"] for each in found]
+    if on_links:  # the first rank of each node takes part in the rounds, the second one does not
+        assert min(rounds[0], rounds[2]) >= 3
+        assert rounds[1] == rounds[3] == 0
+        assert min(result.sent_bytes) > 3 * 300 * 40 * 4
+    else:
+        assert rounds == [0, 0, 0, 0]
+    assert len({each["mean"] for each in found}) == 1, "ranks differ after average()"
+    assert len({each["apart"] for each in found}) == 4
+
+
+def test_the_command_takes_ranks_per_node(tmp_path: Path) -> None:
+    words = ["run", "--unshaped", "--ranks-per-node", "3", "--out", str(tmp_path / "x"), "--json"]
+    job = f"a: {sys.executable} -c 'import os; print(os.environ[\"RANK\"])'"
+    subprocess.run([sys.executable, "recipes/lab", *words, "--job", job], cwd=ROOT, check=True, timeout=60)
+    logs = sorted((tmp_path / "x" / "a").glob("rank*.log"))
+    assert [log.read_text().strip() for log in logs] == [str(rank) for rank in range(6)]
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 1 to 8 ranks on a node, got ranks_per_node=9"):
+        Cluster(ranks_per_node=9)

@@ -1,0 +1,109 @@
+"""When fragments leave and come back, and which intervals suit a link."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossover_ddp._averaging.schedule import Schedule, fragment_span
+from crossover_ddp._planning import AveragingPlan, Link, plan_averaging
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    sync_every = draw(st.integers(2, 12))
+    return Schedule(
+        sync_every, draw(st.integers(0, sync_every - 1)), draw(st.integers(1, 15)), draw(st.integers(0, 5))
+    )
+
+
+@given(schedules())
+def test_each_fragment_leaves_once_an_interval_and_is_back_before_it_leaves_again(schedule: Schedule) -> None:
+    flying: dict[int, int] = {}
+    left: dict[int, list[int]] = {}
+    for steps in range(schedule.warmup_steps + 5 * schedule.sync_every):
+        if schedule.delay:
+            for fragment in schedule.arriving(steps):
+                assert steps - flying.pop(fragment) == schedule.delay
+        for fragment in schedule.leaving(steps):
+            assert fragment not in flying, "two exchanges of one element"
+            assert steps > schedule.warmup_steps
+            flying[fragment] = steps
+            left.setdefault(fragment, []).append(steps)
+            if not schedule.delay:
+                assert fragment in schedule.arriving(steps)
+                del flying[fragment]
+    assert set(left) == set(range(schedule.fragments))
+    for times in left.values():
+        assert {later - earlier for earlier, later in pairwise(times)} <= {schedule.sync_every}
+        assert len(times) >= 4
+
+
+@given(schedules())
+def test_fragments_are_spread_over_the_interval(schedule: Schedule) -> None:
+    begin = schedule.warmup_steps + schedule.sync_every
+    counts = [len(schedule.leaving(steps)) for steps in range(begin, begin + schedule.sync_every)]
+    assert sum(counts) == schedule.fragments
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_slices_cover_the_vector(numel: int, fragments: int) -> None:
+    spans = [fragment_span(numel, fragment, fragments) for fragment in range(fragments)]
+    assert spans[0].start == 0 and spans[-1].stop == numel
+    assert all(left.stop == right.start for left, right in pairwise(spans))
+    assert max(span.numel for span in spans) - min(span.numel for span in spans) <= 1
+
+
+def test_every_step_and_warm_up_are_not_local() -> None:
+    assert not any(Schedule(1).is_local(steps) or Schedule(1).leaving(steps) for steps in range(5))
+    assert [Schedule(2, warmup_steps=3).is_local(steps) for steps in range(5)] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), r"sync_every >= 1, got sync_every=0"),
+        ((2.0,), r"sync_every >= 1, got sync_every=2.0"),
+        ((True,), r"got sync_every=True"),
+        ((4, -1), r"delay >= 0, got delay=-1"),
+        ((4, 4), r"sync_every >= delay \+ 1, got sync_every=4 and delay=4.*pass sync_every=5"),
+        ((4, 0, 0), r"fragments >= 1, got fragments=0"),
+        ((1, 0, 2), r"fragments=1 with sync_every=1, got fragments=2"),
+        ((4, 0, 1, -1), r"warmup_steps >= 0, got warmup_steps=-1"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(*arguments)
+
+
+@given(st.floats(1e-3, 10), st.floats(1e3, 1e9), st.floats(0, 1e-2), st.floats(1e-11, 1e-7))
+def test_a_plan_keeps_the_wire_below_the_compute_time(
+    compute_s: float, size_bytes: float, alpha_s: float, beta_s: float
+) -> None:
+    link = Link(alpha_s, beta_s)
+    if 2 * link.half_s(size_bytes) > 1000 * compute_s:
+        return
+    plan = plan_averaging(compute_s, size_bytes, link)
+    one_s = 2 * link.half_s(size_bytes / plan.fragments)
+    assert plan.fragments * one_s <= plan.sync_every * compute_s, "the wire cannot keep up"
+    assert one_s <= plan.delay * compute_s, "a step would wait"
+    assert plan.step_s == pytest.approx(compute_s)
+    Schedule(**plan.arguments())
+
+
+def test_a_plan_takes_the_shortest_interval() -> None:
+    plan = plan_averaging(1.0, 3e6, Link(0.0, 0.5e-6))
+    assert plan == AveragingPlan(4, 1, 4, 1.0, 1.0, 3.0)
+    assert plan_averaging(1.0, 0.5e6, Link(0.0, 0.5e-6)).sync_every == 2
+    # A start-up time as long as a step: everything at once.
+    assert plan_averaging(1.0, 1e6, Link(1.0, 0.5e-6)).fragments == 1
+
+
+def test_a_plan_needs_steps_and_a_link_that_can_do_it() -> None:
+    with pytest.raises(ValueError, match=r"compute_s > 0, got compute_s=0\.0"):
+        plan_averaging(0.0, 1.0, Link(0, 0))
+    with pytest.raises(ValueError, match="within 4096 steps"):
+        plan_averaging(1e-3, 1e9, Link(0.0, 1e-6))

@@ -1,0 +1,103 @@
+"""``crossover-ddp plan``: what it prints, writes, draws and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossover_ddp import cli
+from crossover_ddp.pipeline import LayerProfile, Plan, Profile
+from tests.harness import documents
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def blocks() -> list[nn.Module]:
+    return [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)]
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.two(self.one(x))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
+        tmp_path / "profile.json"
+    )
+    (tmp_path / "c.json").write_text(json.dumps({"devices": 2, "bandwidth_gbit": 1}))
+    return tmp_path
+
+
+def plan(files: Path, model: str, *more: str) -> int:
+    return cli.main(["plan", model, "--cluster", str(files / "c.json"), "--microbatches", "4", *more])
+
+
+def test_text_json_csv_picture_and_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = str(files / "profile.json")
+    assert plan(files, profile, "--picture", str(files / "p.png"), "--save", str(files / "plan.json")) == 0
+    printed = capsys.readouterr().out
+    assert "4 micro-batches" in printed
+    assert "1F1B" in printed
+    assert (files / "p.png").stat().st_size > 1000
+    saved = Plan.load(files / "plan.json")
+    assert plan(files, profile, "--json") == 0
+    assert Plan.from_json(json.loads(capsys.readouterr().out)) == saved
+    assert plan(files, profile, "--csv", "--max-stages", "2") == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2
+    assert rows[0].startswith("0F0")
+
+
+def test_an_importable_chain_is_measured(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = files / "measured.json"
+    assert plan(files, f"{__name__}:blocks", "--input", "2,8", "--save-profile", str(found)) == 0
+    assert [layer.shape for layer in Profile.load(found).layers] == [(2, 8), (2, 8), (2, 4)]
+
+
+def test_the_function_of_the_document_makes_a_chain_of_a_transformer(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = pytest.importorskip("timm", reason="timm is in the extra 'recipes'")
+    (source,) = documents.blocks((ROOT / "docs" / "command.md").read_text(), "python")
+    names: dict[str, Any] = {"__name__": "myvit"}
+    exec(compile(source, "command.md", "exec"), names)
+    torch.manual_seed(0)
+    chain = nn.Sequential(*names["blocks"]())
+    torch.manual_seed(0)
+    model, images = timm.create_model("vit_tiny_patch16_224"), torch.randn(1, 3, 224, 224)
+    torch.testing.assert_close(chain.eval()(images), model.eval()(images))
+    (files / "myvit.py").write_text(source)
+    monkeypatch.syspath_prepend(files)
+    assert plan(files, "myvit:blocks", "--input", "1,3,224,224") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "code", "message"),
+    [
+        (f"{__name__}:Skipping", ["--input", "2,8"], 1, "expected a model that is a chain, got"),
+        (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
+        (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
+        ("missing.json", [], 2, "expected files that can be read and written"),
+        ("profile.json", ["--json", "--csv"], 2, "expected --csv with one device a stage and without --json"),
+        ("profile.json", ["--max-replicas", "2", "--csv"], 2, "torch's schedules know no replicas"),
+        ("c.json", [], 1, "expected a list of layers, got a dict"),
+        ("profile.json", ["--cluster", __file__], 1, "expected JSON in"),
+        ("profile.json", ["--picture", "p.txt"], 2, "expected a picture of"),
+        ("profile.json", ["--max-stages", "9"], 1, "expected at least as many layers as stages"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    model: str, more: list[str], code: int, message: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(files / model) if model.endswith(".json") else model
+    assert plan(files, model, *more) == code
+    assert message in capsys.readouterr().err

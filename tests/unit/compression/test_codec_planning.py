@@ -1,0 +1,116 @@
+"""Which codec is chosen: a pure model, records of steps, and costs measured on this machine."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossover_ddp._compression.costs import measure_codec
+from crossover_ddp._compression.planning import workload_of_records
+from crossover_ddp._exchange.step_records import StepRecords
+from crossover_ddp._planning import (
+    EXACT,
+    BucketTimes,
+    CodecCost,
+    Link,
+    Workload,
+    all_reduce_step_s,
+    coded_step_s,
+    decoupled_step_s,
+    weakest_codec,
+)
+from crossover_ddp.codecs import Half, Int8, SIDCo
+
+MB = 1_000_000
+HALF = CodecCost(0.5, 0.1e-9, 0.2e-9)
+INT8 = CodecCost(0.254, 0.3e-9, 0.6e-9)
+SPARSE = CodecCost(0.02, 0.6e-9, 0.8e-9)
+COSTS = (EXACT, HALF, INT8, SPARSE)
+
+
+def work(size_mb: float = 8.0, compute_s: float = 0.3, buckets: int = 8) -> Workload:
+    """Return equal buckets that are ready at even distances."""
+    ready = [compute_s * (1 + place) / buckets for place in range(buckets)]
+    return Workload(
+        0.0, compute_s, tuple([BucketTimes(round(size_mb * MB / buckets), at_s, 0.0) for at_s in ready])
+    )
+
+
+def link(mbit: float) -> Link:
+    """Return a link of two ranks: half of the bytes in each direction and half."""
+    return Link(0.0, 8 / (mbit * 1e6) / 2)
+
+
+def test_without_a_codec_the_prediction_is_that_of_the_exchange() -> None:
+    for predict in (all_reduce_step_s, decoupled_step_s):
+        assert coded_step_s(work(), link(200), EXACT, predict) == pytest.approx(predict(work(), link(200)))
+
+
+@given(
+    mbit=st.floats(10, 100_000),
+    size_mb=st.floats(0.1, 100),
+    compute_s=st.floats(0.001, 2),
+    buckets=st.integers(1, 20),
+    rate=st.floats(0.01, 1),
+)
+def test_a_step_takes_at_least_its_compute_and_its_wire(
+    mbit: float, size_mb: float, compute_s: float, buckets: int, rate: float
+) -> None:
+    job, cost = work(size_mb, compute_s, buckets), CodecCost(rate, 1e-9, 1e-9)
+    total = sum(bucket.size_bytes for bucket in job.buckets)
+    step_s = coded_step_s(job, link(mbit), cost)
+    assert step_s >= (compute_s + 2e-9 * total) * (1 - 1e-9)
+    assert step_s >= 2 * link(mbit).beta_s * rate * total
+    assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate, 0.5e-9, 0.5e-9)) - 1e-12
+    assert step_s >= coded_step_s(job, link(mbit), CodecCost(rate / 2, 1e-9, 1e-9)) - 1e-12
+
+
+@pytest.mark.parametrize(("mbit", "choice"), [(100_000, EXACT), (330, HALF), (150, INT8), (20, SPARSE)])
+def test_the_weakest_codec_that_hides_the_exchange_is_chosen(mbit: float, choice: CodecCost) -> None:
+    place, predicted = weakest_codec(work(), link(mbit), COSTS)
+    assert COSTS[place] == choice
+    assert predicted[place] <= 1.02 * min(predicted)
+    assert all(step_s > 1.02 * min(predicted) for step_s in predicted[:place])
+
+
+def test_a_choice_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least one codec"):
+        weakest_codec(work(), link(100), ())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("codec", "least", "most"), [(Half(), 0.5, 0.501), (Int8(), 0.253, 0.256), (SIDCo(0.01), 0.015, 0.03)]
+)
+def test_costs_are_measured_with_the_rate_of_the_codec(
+    world_size: int, codec: Half | Int8 | SIDCo, least: float, most: float
+) -> None:
+    cost = measure_codec(codec, world_size)
+    assert least <= cost.rate <= most
+    assert 0 < cost.hook_s < 1e-6
+    assert 0 < cost.worker_s < 1e-6
+
+
+def test_no_codec_costs_nothing() -> None:
+    assert measure_codec(None, 2) == measure_codec(Int8(), 1) == EXACT
+
+
+def test_records_become_a_workload_of_medians() -> None:
+    records = StepRecords()
+    for late_s in (0.0, 0.1, 0.5):
+        records.add([(100, 11.0 + late_s), (300, 12.0 + late_s)], 10.0, 13.0 + late_s)
+    made = workload_of_records(records.last())
+    assert made is not None
+    assert [bucket.size_bytes for bucket in made.buckets] == [100, 300]
+    assert [bucket.ready_s for bucket in made.buckets] == pytest.approx([1.1, 2.1])
+    assert made.compute_s == pytest.approx(2.1)
+
+
+def test_records_of_other_buckets_are_forgotten() -> None:
+    records = StepRecords()
+    assert workload_of_records(records.last()) is None
+    records.add([(400, 11.0)], None, 12.0)
+    assert not records.last()
+    records.add([(400, 11.0)], 10.0, 12.0)
+    records.add([(100, 11.0), (300, 12.0)], 10.0, 13.0)
+    assert [len(record.buckets) for record in records.last()] == [2]
+    assert records.last()[0].compute_s == pytest.approx(2.0)

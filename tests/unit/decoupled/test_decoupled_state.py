@@ -1,0 +1,477 @@
+"""The decoupled hook in a job of one rank: what users do between backward and the next forward."""
+
+import contextlib
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import timm.utils
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
+from tests.unit.exchange.fuse import blow
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
+
+
+@pytest.fixture
+def plain() -> Training:
+    return Training(decoupled=False)
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    made = Training(decoupled=True)
+    yield made
+    assert made.state is not None
+    # A test that spoiled the gradients hears of it once more.
+    with contextlib.suppress(UnsupportedConfigurationError):
+        made.state.close()
+
+
+def test_training_is_that_of_plain_ddp_and_really_deferred(training: Training, plain: Training) -> None:
+    for _ in range(8):
+        assert training.step() == plain.step()
+    assert training.is_pending
+    assert_same(training, plain)
+    assert not training.is_pending
+
+
+def test_the_first_steps_are_not_deferred_since_ddp_rebuilds_its_buckets(training: Training) -> None:
+    deferred = []
+    for _ in range(4):
+        training.step()
+        deferred.append(training.is_pending)
+    assert deferred == [False, False, True, True]
+
+
+def test_step_changes_nothing_until_somebody_looks(training: Training, plain: Training) -> None:
+    training.run()
+    held = list(training.model.module.parameters())
+    training.backward()
+    before = [p.detach().clone() for p in held]
+    training.optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(held, before, strict=True)), (
+        "documented: held tensors are old"
+    )
+    training.state.flush()  # type: ignore[union-attr]
+    plain.run(STEPS + 1)
+    assert_same(training, plain)
+
+
+LOOKS: dict[str, Callable[[Training], object]] = {
+    "model.state_dict": lambda t: t.model.state_dict(),
+    "the inner model's": lambda t: t.model.module.state_dict(),
+    "parameters": lambda t: list(t.model.parameters()),
+    "an evaluation": lambda t: torch.no_grad()(t.model.module.eval())(inputs(0)),
+    "an evaluation through DDP": lambda t: torch.no_grad()(t.model.eval())(inputs(0)),
+    "a moving average": lambda t: timm.utils.ModelEmaV3(t.model),
+    "a deep copy of the network": lambda t: copy.deepcopy(t.model.module),
+    "the state's own dict": lambda t: t.state.state_dict(),  # type: ignore[union-attr]
+    "the optimizer's": lambda t: t.optimizer.state_dict(),
+    "loading the optimizer's": lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())),
+    "zeroing in place": lambda t: t.optimizer.zero_grad(set_to_none=False),
+    "a second step": lambda t: t.optimizer.step(),
+    "close": lambda t: t.state.close(),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_the_update_done(look: str, training: Training, plain: Training) -> None:
+    held = list(training.model.module.parameters())
+    training.run()
+    plain.run()
+    assert training.is_pending
+    LOOKS[look](training)
+    assert not training.is_pending
+    assert all(torch.equal(p, w) for p, w in zip(held, plain.weights(), strict=True))
+
+
+def test_a_moving_average_is_that_of_plain_ddp(training: Training, plain: Training) -> None:
+    averages = []
+    for each in (training, plain):
+        average = timm.utils.ModelEmaV3(each.model.module, decay=0.5)
+        for _ in range(STEPS):
+            each.step()
+            average.update(each.model.module)
+        averages.append(average.module.state_dict())
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[1])
+
+
+def test_reading_in_every_step_is_correct_and_said_once(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(8):
+            training.step()
+            training.model.zero_grad()
+    assert len([r for r in caplog.records if "updates wait for the network" in r.message]) == 1
+
+
+@pytest.mark.parametrize("decoupled_first", [True, False])
+def test_state_dicts_are_interchangeable(decoupled_first: bool, plain: Training) -> None:
+    plain.run(2 * STEPS)
+    first, second = Training(decoupled=decoupled_first), Training(decoupled=not decoupled_first)
+    first.run()
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    second.steps = first.steps
+    second.run()
+    assert_same(second, plain)
+    assert str(second.optimizer.state_dict()) == str(plain.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+@pytest.mark.parametrize("when", ["after", "before"])
+def test_schedulers_work_wherever_they_are_made_and_stepped(scheduler_first: bool, when: str) -> None:
+    made = []
+    for decoupled in (True, False):
+        model = DistributedDataParallel(network(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20) if scheduler_first else None
+        if decoupled:
+            model.register_comm_hook(DecoupledState(optimizer, defer="always"), decoupled_hook)
+        scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20)
+        with warnings.catch_warnings():
+            # Stepping it before is what torch warns of in any case; stepping it after must not warn.
+            warnings.simplefilter("ignore" if when == "before" else "error")
+            for step in range(8):
+                model(inputs(step)).square().mean().backward()
+                if when == "before":
+                    scheduler.step()
+                optimizer.step()
+                optimizer.zero_grad()
+                if when == "after":
+                    scheduler.step()
+        made.append(model.module.state_dict())
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[1])
+
+
+def test_a_closure_is_called_once_and_its_step_is_deferred(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        each.run()
+        calls: list[float] = []
+
+        def closure(each: Training = each, calls: list[float] = calls) -> float:
+            each.optimizer.zero_grad()
+            calls.append(each.backward())
+            return calls[-1]
+
+        for _ in range(3):
+            with torch.no_grad():  # the closure needs gradients whatever the caller has set
+                assert each.optimizer.step(closure) == calls[-1]
+        assert len(calls) == 3
+    assert training.is_pending
+    assert_same(training, plain)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_by_the_state_is_torchs(
+    norm_type: float, max_norm: float, training: Training, plain: Training
+) -> None:
+    for _ in range(STEPS):
+        training.backward()
+        plain.backward()
+        got = training.state.clip_grad_norm_(max_norm, norm_type)  # type: ignore[union-attr]
+        expected = clip_grad_norm_(plain.model.parameters(), max_norm, norm_type)
+        assert torch.allclose(got, expected, rtol=1e-6)
+        for each in (training, plain):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    for a, b in zip(training.weights(), plain.weights(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_clipping_twice_clips_what_is_left(training: Training) -> None:
+    training.run()
+    training.backward()
+    assert training.state is not None
+    first = training.state.clip_grad_norm_(1e-3)
+    second = training.state.clip_grad_norm_(1e-4)
+    assert first > 1e-3
+    assert float(second) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_request(training: Training) -> None:
+    training.run()
+    training.backward()
+    assert training.state is not None
+    training.state._training.updates.round.shares[0].deferred.tensor.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="expected a finite norm"):
+        training.state.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+Parameters = Callable[[Training], list[nn.Parameter]]
+CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "torch's clipping": lambda held: clip_grad_norm_(held, 1.0),
+    "torch's clipping of large norms only": lambda held: clip_grad_norm_(held, 1e9),
+    "clipping by value": lambda held: nn.utils.clip_grad_value_(held, 0.1),
+    "noise": lambda held: [p.grad.add_(1.0) for p in held if p.grad is not None],
+    "old-style clipping": lambda held: [p.grad.data.mul_(0.5) for p in held if p.grad is not None],
+    "other gradients": lambda held: [setattr(p, "grad", torch.ones_like(p)) for p in held],
+}
+WAYS: dict[str, Parameters] = {
+    "the model": lambda t: list(t.model.parameters()),
+    "the network": lambda t: [p for _, p in t.model.module.named_parameters()],
+    "the optimizer": lambda t: [p for group in t.optimizer.param_groups for p in group["params"]],
+    "the optimizer by number": lambda t: [
+        group["params"][i] for group in t.optimizer.param_groups for i in range(len(group["params"]))
+    ],
+}
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_changed_through_tensors_taken_earlier_are_refused(
+    change: str, settled: bool, training: Training
+) -> None:
+    if settled:
+        training.run(4)
+    training.backward()
+    CHANGES[change](training.held)
+    with pytest.raises(UnsupportedConfigurationError, match=r"flush\(\)"):
+        training.optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_changed_through_the_model_or_the_optimizer_are_those_of_plain_ddp(
+    change: str, way: str, training: Training, plain: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in (training, plain):
+        for _ in range(STEPS):
+            each.backward()
+            CHANGES[change](WAYS[way](each))
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert not training.is_pending
+    assert_same(training, plain)
+    warned = [r for r in caplog.records if "between backward() and optimizer.step()" in r.message]
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_flush_gradients_are_those_of_plain_ddp_and_may_be_changed(
+    change: str, training: Training, plain: Training
+) -> None:
+    for _ in range(STEPS):
+        training.backward()
+        training.state.flush()  # type: ignore[union-attr]
+        plain.backward()
+        for each in (training, plain):
+            CHANGES[change](each.held)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_works(fused: bool, unscale: bool) -> None:
+    training, plain = (
+        Training(decoupled=decoupled, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused))
+        for decoupled in (True, False)
+    )
+    for each in (training, plain):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(STEPS):
+            scaler.scale(each.model(inputs(step)).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(each.optimizer)
+            scaler.step(each.optimizer)
+            scaler.update()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
+
+
+def test_gradients_zeroed_in_place_before_their_update_are_refused(training: Training) -> None:
+    training.run()
+    training.backward()
+    held = [p.grad for p in training.held]
+    training.optimizer.step()
+    for gradient in held:
+        gradient.zero_()  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedConfigurationError, match="changed in place"):
+        training.backward()
+
+
+def test_parameters_written_before_their_update_are_refused(training: Training) -> None:
+    held = list(training.model.module.parameters())
+    training.run()
+    with torch.no_grad():
+        held[0].add_(1.0)
+    with pytest.raises(UnsupportedConfigurationError, match="parameters that nobody writes"):
+        training.backward()
+
+
+def test_gradients_nobody_steps_on_are_those_of_plain_ddp_in_the_next_forward(
+    training: Training, plain: Training
+) -> None:
+    """Accumulation without no_sync: each backward averages what has been summed so far."""
+    for each in (training, plain):
+        each.run()
+        for _ in range(2):
+            for _ in range(3):
+                each.backward()
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
+
+
+def test_gradients_never_zeroed_are_those_of_plain_ddp(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        for _ in range(7):
+            each.backward()
+            each.optimizer.step()
+    assert_same(training, plain)
+
+
+def test_a_dropped_gradient_is_a_parameter_left_alone(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        for _ in range(7):
+            each.backward()
+            each.model.module[2].weight.grad = None
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
+
+
+def test_a_skipped_step_is_a_skipped_step(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        for step in range(9):
+            each.backward()
+            if step % 3:
+                each.optimizer.step()
+            each.optimizer.zero_grad()
+    assert_same(training, plain)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, plain: Training) -> None:
+    seen: list[list[float]] = []
+    for each in (training, plain):
+        sums: list[float] = []
+        held = list(each.model.module.parameters())
+
+        def note(*_: Any, held: list[nn.Parameter] = held, sums: list[float] = sums) -> None:
+            sums.append(sum(float(p.detach().sum()) for p in held))
+
+        getattr(each.optimizer, f"register_step_{kind}_hook")(note)
+        each.run()
+        seen.append(sums)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == STEPS
+
+
+def test_an_exception_in_forward_leaves_training_whole(training: Training, plain: Training) -> None:
+    training.run()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        training.model(torch.ones(2, 5))
+    assert training.step() == plain.run().step()
+
+
+def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Training) -> None:
+    training.run()
+    training.model.module[2].register_forward_hook(lambda m, a, out: blow(out))
+    with pytest.raises(ArithmeticError):
+        training.backward()
+    with pytest.raises(UnsupportedConfigurationError, match="ended with an exception"):
+        training.optimizer.step()
+    assert training.state is not None
+    training.state.close()
+    assert "_step_supports_amp_scaling" not in vars(training.optimizer)
+
+
+def test_a_second_state_on_one_optimizer_is_refused(training: Training) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="has another already"):
+        DecoupledState(training.optimizer)
+    training.state.close()  # type: ignore[union-attr]
+    DecoupledState(training.optimizer).close()
+
+
+def test_a_copied_model_leaves_the_state_behind(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    training.run()
+    twin = copy.deepcopy(training.model)
+    assert not training.is_pending
+    assert "register a new one" in caplog.text
+    twin(inputs(0)).sum().backward()
+    assert not isinstance(pickle.loads(pickle.dumps(training.state)), DecoupledState)
+
+
+def test_the_optimizer_and_a_copied_model_are_ordinary_again_after_close(plain: Training) -> None:
+    training = Training(decoupled=True).run(3)
+    twin = copy.deepcopy(training.model.module)
+    twin(inputs(0)).sum().backward()
+    assert training.state is not None
+    training.state.close()
+    training.state.close()
+    assert "step" not in vars(training.optimizer)
+    assert "zero_grad" not in vars(training.optimizer)
+    training.run(STEPS)
+    assert_same(training, plain.run(STEPS + 3))
+
+
+def test_disabled_it_is_a_plain_all_reduce(monkeypatch: pytest.MonkeyPatch, plain: Training) -> None:
+    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
+    training = Training(decoupled=True).run()
+    assert not training.is_pending
+    assert_same(training, plain.run())
+
+
+def test_the_state_dict_carries_the_order_of_forward(training: Training) -> None:
+    training.run()
+    assert training.state is not None
+    saved = training.state.state_dict()
+    names = [name for name, _ in training.model.module.named_parameters()]
+    assert saved == {"forward_order": names}
+    other = Training(decoupled=True)
+    assert other.state is not None
+    other.state.load_state_dict(saved)
+    other.step()
+    assert [*other.state.state_dict()["forward_order"]] == names
+    with pytest.raises(ValueError, match="forward_order"):
+        other.state.load_state_dict({"order": []})
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_compiled_model_trains_as_plain_ddp(outside: bool, plain: Training) -> None:
+    module = network()
+    inner = module if outside else torch.compile(module, backend="eager")
+    # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
+    model = DistributedDataParallel(inner, bucket_cap_mb=1, gradient_as_bucket_view=True)  # type: ignore[arg-type]
+    optimizer = sgd(model)
+    state = DecoupledState(optimizer, defer="always")
+    model.register_comm_hook(state, decoupled_hook)
+    called = torch.compile(model, backend="eager") if outside else model
+    for step in range(7):
+        called(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = list(module.state_dict().values())
+    for a, b in zip(got, plain.run(7).weights(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6)
+    state.close()
+
+
+def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain: Training) -> None:
+    for each in (training, plain):
+        each.run()
+        each.backward()
+    clip_grad_norm_(training.held, 1.0)
+    assert training.state is not None
+    for use in (training.optimizer.step, training.state.close):
+        with pytest.raises(UnsupportedConfigurationError, match="changed in place"):
+            use()
+    for each in (training, plain):
+        each.optimizer.zero_grad()
+        each.run()
+    assert_same(training, plain)

@@ -1,0 +1,57 @@
+"""Which thread adopts the bucket's device: the engine's own ones do, the training thread keeps what it has."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.staging import Side
+from crossover_ddp._exchange.step import Step
+from crossover_ddp.errors import ExchangeError
+from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn
+
+
+def test_the_engines_threads_adopt_the_device_before_they_work(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = FakeTurn()
+    monkeypatch.setattr(
+        Side, "adopt_thread", lambda side: turn.calls.append(("adopt", threading.current_thread().name))
+    )
+    engine = Exchange(process_group)
+    engine.submit(FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
+    theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    theirs.set_result(torch.ones(3))
+    engine.follow(theirs, FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
+    engine.close()
+    on_threads = [call for call, thread in turn.calls if thread.startswith("crossover")]
+    assert on_threads == ["adopt", "request", "acquire", "adopt", "acquire"]
+    assert all(thread.startswith("crossover") for call, thread in turn.calls if call == "adopt")
+
+
+def test_a_cpu_has_no_device_to_adopt() -> None:
+    Side(torch.device("cpu")).adopt_thread()
+
+
+def test_one_failure_ends_all_transfers_under_way_at_once(process_group: dist.ProcessGroup) -> None:
+    """Also those of which no thread of this rank would hear before the group's timeout."""
+    exchange = Exchange(process_group)
+    step = Step()
+    waiting, failing = (
+        exchange.routes.of_bucket(FakeBucket(torch.ones(3)), step, None)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    exchange.engine.guarded(waiting, "all-gather", lambda: None)
+    assert not waiting.future.done()
+    exchange.engine.guarded(failing, "reduce-scatter", fail)
+    for transfer in (waiting, failing):
+        assert transfer.future.done()
+        with pytest.raises(ExchangeError, match="the reduce-scatter of bucket 0 failed: on purpose"):
+            transfer.future.wait()
+    exchange.close()

@@ -1,0 +1,426 @@
+"""Only what ends up in the step's gradient forms factors, whatever else a training loop does with the model."""
+
+import contextlib
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from crossover_ddp._kfac.capture import FactorCapture
+from crossover_ddp._kfac.factor_sums import ColumnRoom
+from crossover_ddp._kfac.factors import factor_of
+from crossover_ddp._kfac.layers import find_layers
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.unit.kfac.test_capture import (
+    Captured,
+    Net,
+    Recorded,
+    assert_same,
+    batch,
+    by_sample,
+    expected_of,
+    loss_of,
+    net,
+    recorded,
+    take,
+)
+
+pytestmark = pytest.mark.torch_version
+
+KEPT: list[Tensor] = []
+
+
+def attack(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(loss_of(model(x)) * 1000, x)
+
+
+def attack_on_weights(model: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(loss_of(model(x)) * 1000, list(model.parameters()))
+
+
+def functional_gradient(model: nn.Module, x: Tensor) -> None:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return loss_of(torch.func.functional_call(model, parameters, (x,)))
+
+    torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+def forward_alone(model: nn.Module, x: Tensor) -> None:
+    model(x * 7)
+
+
+def kept_forward(model: nn.Module, x: Tensor) -> None:
+    KEPT.append(loss_of(model(x * 7)))
+
+
+def given_up(model: nn.Module, x: Tensor, *, to_none: bool = True) -> None:
+    (1000 * loss_of(model(x * 2))).backward()
+    model.zero_grad(set_to_none=to_none)
+
+
+def given_up_by_zeros(model: nn.Module, x: Tensor) -> None:
+    given_up(model, x, to_none=False)
+
+
+def attack_then_given_up(model: nn.Module, x: Tensor) -> None:
+    attack(model, x)
+    given_up(model, x)
+    attack(model, x)
+
+
+BEFORE = [
+    attack,
+    attack_on_weights,
+    forward_alone,
+    kept_forward,
+    given_up,
+    given_up_by_zeros,
+    attack_then_given_up,
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    yield
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("before", [*BEFORE, functional_gradient])
+def test_what_is_not_the_steps_leaves_no_trace(before: Callable[..., None], uses: int) -> None:
+    run = recorded(net(uses))
+    before(run.model, batch(seed=1))
+    loss_of(run.model(batch())).backward()
+    assert run.capture.micro_batches == 1
+    assert_same(run.taken(), expected_of(net(uses), batch()))
+
+
+@pytest.mark.parametrize("before", [attack, attack_on_weights, forward_alone, kept_forward])
+def test_nor_does_it_between_micro_batches_or_after_the_last(before: Callable[..., None]) -> None:
+    run = recorded(net())
+    for part in batch(8).chunk(4):
+        before(run.model, part)
+        (loss_of(run.model(part)) / 4).backward()
+        before(run.model, part)
+    assert run.capture.micro_batches == 4
+    assert_same(run.taken(), expected_of(net(), batch(8)))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_zeroed_gradients_take_all_micro_batches_with_them(to_none: bool, late: bool) -> None:
+    run = recorded(net())
+    for seed in (1, 2):
+        (loss_of(run.model(batch(seed=seed))) / 2).backward()
+    outputs = []
+    if late:  # as many loops have it: between forward and backward
+        outputs = [run.model(batch())]
+    run.model.zero_grad(set_to_none=to_none)
+    loss_of(outputs[0] if late else run.model(batch())).backward()
+    assert run.capture.micro_batches == 1
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_a_layer_whose_gradient_alone_is_cleared_keeps_the_others() -> None:
+    run = recorded(net())
+    parts = batch(8).chunk(2)
+    (loss_of(run.model(parts[0])) / 2).backward()
+    run.model.head.weight.grad = None
+    (loss_of(run.model(parts[1])) / 2).backward()
+    taken, expected = run.taken(), expected_of(net(), batch(8))
+    for name in ("conv", "token"):
+        assert_same({name: taken[name]}, {name: expected[name]})
+    assert taken["head"] is not None
+    torch.testing.assert_close(taken["head"].a, expected_of(net(), parts[1])["head"].a)
+
+
+def test_clipping_between_micro_batches_drops_nothing() -> None:
+    run = recorded(net())
+    for part in batch(8).chunk(2):
+        (loss_of(run.model(part)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    assert_same(run.taken(), expected_of(net(), batch(8)))
+
+
+def test_the_inner_gradient_of_a_penalty_is_not_counted() -> None:
+    """The outer backward is: its G is that of the whole loss, the penalty's curvature included."""
+    run = recorded(net())
+    x = batch().requires_grad_()
+    output = run.model(x)
+    (inner,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
+    (loss_of(output) + inner.square().sum()).backward()
+
+    twin = recorded(net())
+    outputs: list[Tensor] = []
+    for module in (twin.model.conv, twin.model.token, twin.model.head):
+        module.register_forward_hook(lambda m, i, o: outputs.append(o) or o.clone())
+    y = batch().requires_grad_()
+    output = twin.model(y)
+    (inner,) = torch.autograd.grad(loss_of(output), y, create_graph=True)
+    wanted = torch.autograd.grad(loss_of(output) + inner.square().sum(), outputs)
+    for name, captured, gradient in zip(("conv", "token", "head"), run.taken().values(), wanted, strict=True):
+        assert captured is not None
+        rows = gradient.flatten(2).mT if name == "conv" else gradient
+        rows = rows.reshape(-1, rows.shape[-1])
+        torch.testing.assert_close(captured.g[0], len(x) * rows.T @ rows, msg=name)
+        torch.testing.assert_close(captured.a, expected_of(net(), batch())[name].a, msg=name)
+
+
+def test_a_penalty_before_the_first_loss_is_the_same_micro_batch() -> None:
+    """As a critic's loop has it: the penalty's forward and inner gradient first, one backward of all."""
+    run = recorded(net())
+    x = batch(seed=3).requires_grad_()
+    (inner,) = torch.autograd.grad(loss_of(run.model(x)), x, create_graph=True)
+    (loss_of(run.model(batch())) + 0 * inner.sum()).backward()
+    assert run.capture.micro_batches == 1
+    taken, expected = run.taken(), expected_of(net(), batch())
+    for name, captured in taken.items():
+        assert captured is not None
+        torch.testing.assert_close(captured.g, expected[name].g, msg=name)
+
+
+def test_an_attack_on_a_checkpointed_model_leaves_no_trace() -> None:
+    run = recorded(net(2, reentrant=False))
+    attack(run.model, batch(seed=1))
+    loss_of(run.model(batch())).backward()
+    assert_same(run.taken(), expected_of(net(2), batch()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layer_inside_and_outside_of_a_checkpoint_counts_twice(reentrant: bool) -> None:
+    class Mixed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.conv(x)).flatten(2).mT
+            x = checkpoint(self.tokens, self.tokens(x), use_reentrant=reentrant)
+            return self.head(x.mean(1))
+
+    torch.manual_seed(0)
+    run = recorded(Mixed().double())
+    loss_of(run.model(batch())).backward()
+    assert_same(run.taken(), expected_of(net(2), batch()))
+
+
+def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
+    run = recorded(net())
+    output = run.model(batch())
+    loss_of(output).backward(retain_graph=True)
+    loss_of(output).backward()
+    assert run.capture.micro_batches == 1
+    taken, expected = run.taken(), expected_of(net(), batch())
+    for name, captured in taken.items():
+        assert captured is not None
+        torch.testing.assert_close(captured.a, expected[name].a)
+        torch.testing.assert_close(captured.g, 2 * expected[name].g)
+
+
+@pytest.mark.parametrize("before", [attack, given_up])
+def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
+    layers, _ = find_layers(model := net(2))
+    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model))
+    run.capture.room = lambda index: ColumnRoom(2 * 6 * 9, 2 * 6 * 9)
+    before(model, batch(seed=1))
+    loss_of(model(batch())).backward()
+    counts = [run.capture.counts(index) for index in range(3)]
+    assert counts == [ColumnRoom(54, 54), ColumnRoom(108, 108), ColumnRoom(6, 6)]
+    taken = {
+        name: Captured(factor_of(c.a), factor_of(c.g)) for name, c in run.taken().items() if c is not None
+    }
+    expected = expected_of(net(2), batch())
+    # Columns of A are summed over the calls, the mean is scaled when they are taken.
+    assert_same(taken, expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_picture_without_a_batch_whose_output_changes_in_place(inplace: bool) -> None:
+    """A convolution of one picture returns a view; what is done to it in place must not lose the hook."""
+    torch.manual_seed(0)
+    conv, picture = nn.Conv2d(2, 3, 3).double(), torch.randn(2, 5, 5, dtype=torch.float64)
+    run = recorded(nn.Sequential(conv, nn.ReLU(inplace=inplace), nn.Flatten(0)))
+    run.model(picture).exp().sum().backward()
+    (captured,) = run.taken().values()
+    run.capture.close()
+    output = conv(picture)
+    (gradient,) = torch.autograd.grad(output.relu().exp().sum(), output)
+    assert captured is not None
+    torch.testing.assert_close(captured.g[0], gradient.flatten(1) @ gradient.flatten(1).T)
+
+
+def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
+    """A layer unrolled over many steps of time does not hold a factor for each of them until backward."""
+    cell = nn.Linear(64, 64).double()
+    run = recorded(cell)
+    x = hidden = torch.randn(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs = []
+    for _ in range(5):
+        inputs.append(hidden)
+        hidden = cell(hidden).tanh()
+    kept = [call.make_a() for call in run.capture._sums[0].open]  # type: ignore[misc]
+    assert len(kept) == 5
+    held = [call.make_a.args[0].columns for call in run.capture._sums[0].open if hasattr(call.make_a, "args")]  # type: ignore[union-attr]
+    assert len(held) == 4
+    assert all(columns.numel() == x.numel() for columns in held)
+    hidden.sum().backward()
+    captured = take(run.capture, 0)
+    assert captured is not None
+    rows = torch.cat([torch.cat([i, i.new_ones(2, 1)], 1) for i in inputs]).detach()
+    torch.testing.assert_close(captured.a[0], rows.T @ rows / len(rows))
+
+
+def test_an_abandoned_forward_is_gone_with_its_graph() -> None:
+    run = recorded(net())
+    loss = loss_of(run.model(batch()))
+    assert [len(sums.open) for sums in run.capture._sums.values()] == [1, 1, 1]
+    del loss
+    gc.collect()
+    assert [len(sums.open) for sums in run.capture._sums.values()] == [0, 0, 0]
+
+
+def test_input_factors_sent_ahead_of_a_backward_that_never_comes_drop_the_layer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = recorded(net())
+    attack(run.model, batch(seed=1))
+    kept_forward(run.model, batch(seed=1))
+    for index in range(3):
+        assert run.capture.take_input_ahead(index) is not None
+    loss_of(run.model(batch())).backward()
+    with caplog.at_level(logging.WARNING):
+        outputs = [run.capture.take_output(index) for index in range(3)]
+    assert all(g is not None and bool(g.isnan().all()) for g in outputs)
+    assert sum("plan_factors(early=False)" in record.message for record in caplog.records) == 1
+    run.capture.begin_step()
+    loss_of(run.model(batch())).backward()
+    assert_same(run.taken(), expected_of(net(), batch()))
+
+
+def test_input_factors_sent_ahead_are_the_steps_when_their_backward_comes() -> None:
+    run = recorded(net())
+    parts = batch(8).chunk(2)
+    given_up(run.model, batch(seed=1))
+    (loss_of(run.model(parts[0])) / 2).backward()
+    loss = loss_of(run.model(parts[1])) / 2
+    early = [run.capture.take_input_ahead(index) for index in range(3)]
+    loss.backward()
+    expected = expected_of(net(), batch(8))
+    for index, name in enumerate(expected):
+        g = run.capture.take_output(index)
+        assert early[index] is not None and g is not None
+        torch.testing.assert_close(early[index], expected[name].a)
+        torch.testing.assert_close(g, expected[name].g)
+
+
+# --- with the hook ---------------------------------------------------------------------------------------------
+
+
+def trained(
+    before: Callable[[nn.Module, Tensor], None] | None, *, parts: int = 1, early: bool = False, **options: Any
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train three steps with something before each forward; return the gradients of all steps, and the state."""
+    model = DistributedDataParallel(net(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = KFACState(model, optimizer, inv_update_steps=1, kl_clip=None, **options)
+    model.register_comm_hook(state, kfac_hook)
+    gradients = []
+    for step in range(3):
+        if early and step == 1:
+            state._preconditioner.traffic.early = state._preconditioner.traffic._early_factors(
+                ((0,), (1,), (2,))
+            )
+        optimizer.zero_grad()
+        inputs = batch(8, seed=step).chunk(parts)
+        for number, part in enumerate(inputs):
+            with model.no_sync() if number < parts - 1 else contextlib.nullcontext():
+                if before is not None:
+                    with model.no_sync():
+                        before(model, part)
+                (loss_of(model(part)) / parts).backward()
+        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    state.close()
+    return gradients, state.state_dict()
+
+
+@functools.cache
+def undisturbed(factors: str) -> tuple[list[Tensor], dict[str, Any]]:
+    return trained(None, factors=factors)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("factors", ["global", "local"])
+@pytest.mark.parametrize("before", BEFORE)
+def test_the_directions_are_those_of_a_loop_without_it(before: Callable[..., None], factors: str) -> None:
+    expected, plain = undisturbed(factors)
+    got, state = trained(before, factors=factors)
+    assert state["layers"]["token"]["dropped"] == plain["layers"]["token"]["dropped"] == 0
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("before", [attack, kept_forward])
+def test_so_they_are_with_accumulation(before: Callable[..., None]) -> None:
+    expected, _ = trained(None, parts=2)
+    got, _ = trained(before, parts=2)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_early_factors_of_an_abandoned_forward_are_dropped_and_counted() -> None:
+    def synchronised(model: nn.Module, x: Tensor) -> None:
+        model.require_backward_grad_sync = True  # as without no_sync()
+        attack(model, x)
+
+    _, usual = trained(None, early=True)
+    assert [layer["dropped"] for layer in usual["layers"].values()] == [0, 0, 0]
+    _, state = trained(synchronised, early=True)
+    assert [layer["dropped"] for layer in state["layers"].values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_micro_batch_given_up_under_no_sync(
+    process_group: dist.ProcessGroup, to_none: bool, bucket_view: bool
+) -> None:
+    """From the second step on the gradients may be views of the buckets."""
+    model = DistributedDataParallel(net(), process_group=process_group, gradient_as_bucket_view=bucket_view)
+    run = recorded(model)
+    for seed in range(3):
+        run.capture.begin_step()
+        model.zero_grad(set_to_none=to_none)
+        with model.no_sync():
+            (loss_of(model(batch(seed=9))) / 3).backward()
+            model.zero_grad(set_to_none=to_none)
+            (loss_of(model(batch(8, seed)[:4])) / 2).backward()
+        (loss_of(model(batch(8, seed)[4:])) / 2).backward()
+        assert run.capture.micro_batches == 2
+        assert_same(run.taken(), expected_of(net(), batch(8, seed)))
+
+
+def test_a_layer_that_only_the_given_up_part_used_has_no_factors(process_group: dist.ProcessGroup) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor, branch: int) -> Tensor:
+            return (self.first, self.second)[branch](x)  # type: ignore[no-any-return]
+
+    model = DistributedDataParallel(Branches(), process_group=process_group, find_unused_parameters=True)
+    run = recorded(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with model.no_sync():
+        loss_of(model(x, 0)).backward()
+        model.zero_grad(set_to_none=False)  # DDP itself fails where it is None
+    loss_of(model(x, 1)).backward()
+    taken = run.taken()
+    assert taken["first"] is None
+    assert_same({"second": taken["second"]}, {"second": by_sample(model.module.second, x, "expand")[""]})

@@ -1,0 +1,91 @@
+"""GPT-2's ``Conv1D``: a Linear layer whose weight is transposed."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from crossover_ddp._kfac.columns import LayerShape
+from crossover_ddp._kfac.layers import find_layers
+from crossover_ddp._kfac.row_product import goes_by_rows
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.unit.kfac.test_kfac_state import Training
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers, of which Conv1D is, is not installed"
+)
+Conv1D = transformers.pytorch_utils.Conv1D
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+class Twisted(Conv1D):
+    """Computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2  # type: ignore[no-any-return]
+
+
+def test_the_transposed_layer_of_gpt_2_is_found() -> None:
+    network = nn.ModuleDict({"linear": nn.Linear(3, 5), "conv1d": Conv1D(5, 3), "twisted": Twisted(5, 3)})
+    layers, others = find_layers(network)
+    assert {layer.name: layer.shape for layer in layers} == {
+        "linear": LayerShape(1, 4, 5, True),
+        "conv1d": LayerShape(1, 4, 5, True, transposed=True),
+    }
+    assert others == {
+        "twisted.weight": "not Linear or Conv2d",
+        "twisted.bias": "not Linear or Conv2d",
+    }
+
+
+def directions(network: nn.Module, **options: Any) -> Sequence[dict[str, Tensor]]:
+    training = Training(network, **options)
+    return [training.step(seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_sharing": "reduce"}, {"solver": "eigen"}, {"factors": "local"}]
+)
+@pytest.mark.parametrize("width", [5, 300])
+def test_its_direction_is_that_of_the_linear_layer(options: dict[str, Any], width: int) -> None:
+    """300: a layer whose rows leave as they are done."""
+    plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width))
+    assert goes_by_rows(find_layers(plain)[0][1].shape) == (width == 300)
+    twin = copy.deepcopy(plain)
+    for index in (1, 3):
+        linear = plain[index]
+        assert isinstance(linear, nn.Linear)
+        twin[index] = Conv1D(linear.out_features, linear.in_features)
+        twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
+    options = {"kl_clip": 1e-3, "damping": 0.1} | options
+    for expected, got in zip(directions(plain, **options), directions(twin, **options), strict=True):
+        for name, gradient in expected.items():
+            other = got[name].mT if name.endswith("weight") else got[name]
+            # Another layout in memory may be multiplied in another order.
+            torch.testing.assert_close(
+                other, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()) + 1e-7
+            )
+
+
+def test_gpt_2_trains() -> None:
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=30, n_positions=12)
+    model = DistributedDataParallel(transformers.GPT2LMHeadModel(config))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    state = KFACState(model, optimizer, inv_update_steps=1)
+    model.register_comm_hook(state, kfac_hook)
+    assert [layer.name.rsplit(".", 2)[-2:] for layer in state._setup.layers] == [
+        ["attn", "c_attn"], ["attn", "c_proj"], ["mlp", "c_fc"], ["mlp", "c_proj"],
+    ]  # fmt: skip
+    tokens = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    assert state.stats() == {"strained": 0, "dropped": 0}
+    assert all(curvature._solver is not None for curvature in state._preconditioner.curvatures.values())

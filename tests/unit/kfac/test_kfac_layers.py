@@ -1,0 +1,193 @@
+"""Which layers and optimizers K-FAC takes, and what it says of others; the first solver after an overflow."""
+
+import copy
+import itertools
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from crossover_ddp._kfac.layers import find_layers
+from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.unit.kfac.test_kfac_state import LR, Training, mlp
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedConfigurationError,
+        match=r"expected an optimizer that holds .* none for 0\.weight, 0\.bias, 2\.weight \(4 in all\).*sequence",
+    ):
+        KFACState(mlp(6, 8, 4), SGD(mlp(6, 8, 4).parameters(), lr=LR))
+
+
+def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_skipped_or_nothing_is_clipped() -> None:
+    network = mlp(6, 8, 4)
+    optimizer = SGD(network[0].parameters(), lr=LR)
+    with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.weight, 2\.bias \(2 in all\)"):
+        KFACState(network, optimizer)
+    KFACState(network, optimizer, skip=["2"]).close()
+    KFACState(network, optimizer, kl_clip=None).close()
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    network = mlp(6, 4)
+    with pytest.raises(
+        ValueError, match=r"expected an optimizer or a sequence of them, got optimizer=Linear"
+    ):
+        KFACState(network, [network[0]])  # type: ignore[list-item]
+
+
+def test_a_group_that_the_optimizer_has_lost_is_refused_in_the_next_step() -> None:
+    training = Training()
+    training.step()
+    lost = training.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(UnsupportedConfigurationError, match=r"none for 2\.bias \(1 in all\)"):
+        training.step(1)
+    training.optimizer.param_groups[0]["params"].append(lost)
+
+
+class Mixed(nn.Module):
+    """Layers for K-FAC, and a norm and an embedding for another optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(7, 6)
+        self.norm = nn.LayerNorm(6)
+        self.body = mlp(6, 8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.norm(self.embedding(tokens)).mean(1))  # type: ignore[no-any-return]
+
+
+def mixed_gradients(split: bool, clip: float) -> list[Tensor]:
+    model = DistributedDataParallel(Mixed())
+    layers = list(model.module.body.parameters())
+    others = [p for name, p in model.module.named_parameters() if not name.startswith("body")]
+    optimizers: list[torch.optim.Optimizer] = (
+        [SGD(layers[:2], lr=LR), SGD(layers[2:], lr=LR / 2), AdamW(others, lr=1e-3)]
+        if split
+        else [SGD([{"params": layers[:2]}, {"params": layers[2:], "lr": LR / 2}, {"params": others}], lr=LR)]
+    )
+    state = KFACState(model, optimizers if split else optimizers[0], kl_clip=clip, inv_update_steps=1)
+    model.register_comm_hook(state, kfac_hook)
+    tokens = torch.randint(0, 7, (5, 3), generator=torch.Generator().manual_seed(0))
+    model(tokens).square().mean().backward()
+    return [p.grad.clone() for p in layers if p.grad is not None]
+
+
+@pytest.mark.parametrize("clip", [1e-6, 1e6])
+def test_several_optimizers_clip_as_one_with_the_same_learning_rates(clip: float) -> None:
+    several, one = mixed_gradients(True, clip), mixed_gradients(False, clip)
+    assert len(several) == 4
+    assert all(torch.equal(got, expected) for got, expected in zip(several, one, strict=True))
+    free = mixed_gradients(True, 1e6)
+    assert torch.equal(several[0], free[0]) == (clip == 1e6), "the clip is to be seen at work"
+
+
+# --- layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "options"),
+    [
+        (nn.LayerNorm(6), {}),
+        (mlp(6, 4), {"skip": ["0"]}),
+        (mlp(6, 4), {"max_factor_dim": 6}),
+    ],
+)
+def test_a_model_without_a_usable_layer_is_refused(network: nn.Module, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        UnsupportedConfigurationError,
+        match=r"got none of 2 parameters \(.*\); Linear and Conv2d layers count .* max_factor_dim=, or train without",
+    ):
+        KFACState(network, SGD(network.parameters(), lr=LR), **options)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_a_size_that_makes_no_sense_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"got max_factor_dim={value}; 8192 is the default"):
+        KFACState(mlp(6, 4), kl_clip=None, max_factor_dim=value)  # type: ignore[arg-type]
+
+
+def test_a_head_that_is_too_large_passes_through_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "crossover_ddp"):
+        training = Training(mlp(6, 8, 20), kl_clip=None, max_factor_dim=16)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        "2.weight, 2.bias of 2 in all pass through as plain gradients: G of 20 rows, above max_factor_dim=16. Raise"
+    )
+    assert "2.weight passes through: G of 20 rows, above max_factor_dim=16" in training.state.report()
+    plain = copy.deepcopy(training.model.module)
+    got = training.backward()
+    plain(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(got[name], parameter.grad) == name.startswith("2")  # type: ignore[arg-type]
+
+
+def test_by_default_nothing_usual_is_too_large() -> None:
+    network = nn.Sequential(
+        nn.Linear(4096, 8192, bias=False, device="meta"), nn.Linear(8, 8193, device="meta")
+    )
+    layers, others = find_layers(network, (), 8192)
+    assert [layer.name for layer in layers] == ["0"]
+    assert others == {
+        "1.weight": "G of 8193 rows, above max_factor_dim=8192",
+        "1.bias": "G of 8193 rows, above max_factor_dim=8192",
+    }
+
+
+# --- the first solver ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overflows", [1, 2])
+@pytest.mark.parametrize("inversion", ["at_once", "background"])
+def test_the_first_finite_factors_get_a_solver_at_once(inversion: str, overflows: int) -> None:
+    options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100, "inversion": inversion}
+    training, usual = Training(**options), Training(**options)
+    for seed in range(overflows):
+        training.backward(seed, lambda output: output.square().mean() * math.inf)
+    assert training.state.stats()["dropped"] == 2 * overflows
+    got, expected = training.backward(7), usual.backward(7)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    solvers = [curvature._solver for curvature in training.state._preconditioner.curvatures.values()]
+    assert all(solver is not None for solver in solvers)
+    training.backward(8)
+    later = [curvature._solver for curvature in training.state._preconditioner.curvatures.values()]
+    assert all(one is other for one, other in zip(solvers, later, strict=True)), "once, not in every step"
+    training.state.close()
+    usual.state.close()
+
+
+def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.calls = itertools.count()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.second(x) if next(self.calls) else x  # type: ignore[no-any-return]
+
+    model = DistributedDataParallel(Late(), find_unused_parameters=True)
+    state = KFACState(model, SGD(model.parameters(), lr=LR), inv_update_steps=100)
+    model.register_comm_hook(state, kfac_hook)
+    for step in range(2):
+        model(torch.randn(5, 6)).square().mean().backward()
+        assert [curvature._solver is not None for curvature in state._preconditioner.curvatures.values()] == [
+            True,
+            bool(step),
+        ]

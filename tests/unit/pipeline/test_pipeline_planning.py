@@ -1,0 +1,489 @@
+"""Planning of pipelines: parts against oracles, properties of steps, and what is refused."""
+
+import itertools
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from crossover_ddp.pipeline import Action, Cluster, LayerProfile, Plan, Profile, Stage, plan_pipeline
+from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
+from crossover_ddp.pipeline.partition import (
+    Partitioner,
+    balanced,
+    device_orders,
+    greedy_path,
+    minimum_cut_order,
+)
+from crossover_ddp.pipeline.schedule import bands, best_order, gpipe, interleaved, one_forward_one_backward
+from crossover_ddp.pipeline.simulate import list_schedule, simulate
+from studies._pipeline_oracles import WholeSeconds, exhaustive_bottleneck, proven_bounds_s, random_instance
+
+CAMPAIGN = bool(os.environ.get("CROSSOVER_CAMPAIGN"))
+INSTANCES = 300 if CAMPAIGN else 60
+SEEDS = st.integers(0, 10**6)
+
+
+def even(layers: int = 4, size: float = 0.0, parameters: float = 0.0) -> Profile:
+    return Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, size, parameters, 1.0) for k in range(layers)))
+
+
+def flat(devices: int, **others: Any) -> Cluster:
+    return Cluster(((1.0,) * devices,) * devices, **others)
+
+
+def chain_of(profile: Profile, cluster: Cluster, microbatches: int, **options: Any) -> StagedChain:
+    stages = [Stage(k, k + 1, (k,)) for k in range(len(profile))]
+    return StagedChain(profile, cluster, stages, microbatches, **options)
+
+
+def random_chain(seed: int, split: bool = False) -> StagedChain:
+    """Return random stages with random replicas, some of which do not have room for all micro-batches."""
+    dice = random.Random(seed)
+    profile, cluster = random_instance(
+        dice, layers=dice.randint(2, 6), devices=dice.randint(2, 5), memory=True
+    )
+    count = dice.randint(1, min(len(profile), len(cluster)))
+    devices = dice.sample(range(len(cluster)), len(cluster))
+    edges = [0, *sorted(dice.sample(range(1, len(profile)), count - 1)), len(profile)]
+    places = [0, *sorted(dice.sample(range(1, len(cluster)), count - 1)), len(cluster)]
+    stages = [Stage(edges[k], edges[k + 1], tuple(devices[places[k] : places[k + 1]])) for k in range(count)]
+    return StagedChain(profile, cluster, stages, dice.randint(4, 7), split=split, parameter_copies=1.0)
+
+
+# --- the dynamic programme -------------------------------------------------------------------------------------------
+
+
+def test_the_programme_equals_exhaustive_search() -> None:
+    infeasible = 0
+    for seed in range(INSTANCES):
+        dice = random.Random(seed)
+        layers, devices, micros = dice.randint(2, 8), dice.randint(1, 4), dice.randint(1, 8)
+        profile, cluster = random_instance(dice, layers=layers, devices=devices, memory=bool(seed % 2))
+        order = dice.sample(range(devices), devices)
+        most = min(layers, devices)
+        found = Partitioner(profile, cluster, order, micros, max_stages=most, parameter_copies=4.0).solve()
+        for count in range(1, most + 1):
+            expected = exhaustive_bottleneck(profile, cluster, order, micros, count, 4.0)
+            if count not in found:
+                assert expected == math.inf
+                infeasible += 1
+                continue
+            value, stages = found[count]
+            assert value == pytest.approx(expected, rel=1e-9)
+            assert len(stages) == count
+            runs = [device for stage in stages for device in stage.devices]
+            assert "".join(map(str, runs)) in "".join(map(str, order))
+            assert [s.start for s in stages] == [0, *[s.stop for s in stages[:-1]]]
+    assert infeasible > 10, "memory must matter in some instances"
+
+
+@given(SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_a_cap_on_the_bottleneck_is_kept(seed: int) -> None:
+    dice = random.Random(seed)
+    profile, cluster = random_instance(dice, layers=6, devices=4)
+    programme = Partitioner(profile, cluster, range(4), 4, max_stages=4)
+    least = min(value for value, _ in programme.solve().values())
+    below = programme.solve(1.2 * least)
+    assert below
+    for count, (fill_s, stages) in below.items():
+        edges = [stage.start for stage in stages] + [6]
+        chain = StagedChain(profile, cluster, stages, 4)
+        once = sum(chain.seconds(k, kind, 0) for k in range(count) for kind in "FB")
+        assert fill_s >= once * (1 - 1e-9) or len({cluster.speed[d] for s in stages for d in s.devices}) > 1
+        assert edges == sorted(edges)
+
+
+def test_balanced_cuts_have_the_least_largest_run() -> None:
+    times = [3, 1, 4, 1, 5, 9, 2, 6]
+    profile = Profile(tuple(LayerProfile(str(k), float(t), 0.0, 0, 0) for k, t in enumerate(times)))
+    for count, largest in ((1, 31), (2, 17), (3, 14), (4, 9), (8, 9)):
+        cuts = balanced(profile, count)
+        assert len(cuts) == count
+        assert max(sum(times[a:b]) for a, b in cuts) == largest
+
+
+# --- device orders ---------------------------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+@settings(max_examples=25, deadline=None)
+def test_orders_hold_each_device_once(seed: int) -> None:
+    _, cluster = random_instance(random.Random(seed), layers=2, devices=6)
+    assert all(sorted(order) == list(range(6)) for order in device_orders(cluster))
+
+
+def test_minimum_cuts_part_what_is_slowly_connected() -> None:
+    near = ({0, 3, 5}, {1, 2, 4})
+    rates = [[9.0 if any({a, b} <= part for part in near) else 1.0 for b in range(6)] for a in range(6)]
+    order = minimum_cut_order(Cluster(tuple(map(tuple, rates))))
+    assert {frozenset(order[:3]), frozenset(order[3:])} == set(map(frozenset, near))
+
+
+def test_a_path_follows_the_fast_links() -> None:
+    fast = {(0, 3), (3, 1), (1, 2)}
+    rates = [[9.0 if (a, b) in fast or (b, a) in fast else 1.0 for b in range(4)] for a in range(4)]
+    cluster = Cluster(tuple(tuple(row) for row in rates))
+    assert greedy_path(cluster) in ([0, 3, 1, 2], [2, 1, 3, 0])
+    assert sorted(minimum_cut_order(cluster)) == [0, 1, 2, 3]
+
+
+# --- orders and the simulator ----------------------------------------------------------------------------------------
+
+
+def test_known_orders_take_the_known_times() -> None:
+    chain = chain_of(even(4), flat(4), 6)
+    ideal = (6 + 4 - 1) * 3.0
+    assert simulate(chain, gpipe(chain)).step_s == ideal
+    step = simulate(chain, one_forward_one_backward(chain))
+    assert step.step_s == ideal
+    assert list(map(str, step.orders[3]))[:4] == ["3F0", "3B0", "3F1", "3B1"]
+    assert max(step.peak_bytes.values()) == 4.0  # micro-batches in flight on the first device
+    assert max(simulate(chain, gpipe(chain)).peak_bytes.values()) == 6.0
+
+
+def test_interleaving_shortens_the_bubble() -> None:
+    profile, cluster = even(8), flat(4)
+    halves = StagedChain(profile, cluster, [Stage(k, k + 1, (k % 4,)) for k in range(8)], 8)
+    order = interleaved(halves, 4)
+    assert order is not None
+    whole = StagedChain(profile, cluster, [Stage(2 * k, 2 * k + 2, (k,)) for k in range(4)], 8)
+    assert simulate(halves, order).step_s == (8 * 2 + 3) * 3.0
+    assert simulate(whole, one_forward_one_backward(whole)).step_s == (8 + 3) * 6.0
+    assert interleaved(StagedChain(profile, cluster, halves.stages, 6), 4) is None
+
+
+def test_splitting_backward_shortens_the_step() -> None:
+    chain, halves = (chain_of(even(4), flat(4), 6, split=split) for split in (False, True))
+    step, split = best_order(chain), best_order(halves, tries=10)
+    assert step is not None
+    assert split is not None
+    assert split.step_s < step.step_s == 27.0
+
+
+def test_transfers_through_one_card_follow_each_other() -> None:
+    """Two devices of one node send to two others: with cards of their own at once, else one after the other."""
+    profile = Profile((LayerProfile("a", 1.0, 1.0, 10.0, 0), LayerProfile("b", 1.0, 1.0, 0, 0)))
+    stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3))]
+    own = StagedChain(profile, flat(4), stages, 2)
+    shared = StagedChain(profile, flat(4, nodes=("x", "x", "y", "y")), stages, 2)
+    alone = list_schedule(own, [2, 2])
+    behind = list_schedule(shared, [2, 2])
+    assert alone is not None
+    assert behind is not None
+    assert alone.step_s == 1 + 10 + 1 + 1 + 10 + 1
+    assert behind.step_s == alone.step_s + 10
+
+
+def test_exchange_begins_before_the_last_backward_ends() -> None:
+    profile = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, 0, 3.0) for k in range(2)))
+    chain = StagedChain(profile, flat(2), [Stage(0, 2, (0, 1))], 2)
+    step = simulate(chain, gpipe(chain))
+    # A ring of two sends each byte once: 3 s per layer, the first after 2 of 4 s of backward.
+    assert step.step_s == 2 + 2 + 3 + 3
+    assert {span.begin_s for span in step.spans if span.action.kind == EXCHANGE} == {4.0}
+
+
+@given(SEEDS, st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_step_obeys_the_rules(seed: int, split: bool) -> None:
+    chain = random_chain(seed, split)
+    step = best_order(chain, tries=3)
+    if step is None:
+        assert any(chain.limit(k) == 0 for k in range(len(chain.stages)))
+        return
+    assert step.fits(chain.cluster.memory_bytes)
+    assert step.step_s >= chain.lower_bound_s() * (1 - 1e-9)
+    assert sorted(a for actions in step.orders.values() for a in actions) == sorted(chain.actions())
+    begins, ends = {}, {}
+    for device, actions in step.orders.items():
+        spans = [span for span in step.spans if span.device == device and not span.sends]
+        assert [span.action for span in spans] == actions
+        assert all(one.end_s <= two.begin_s + 1e-9 for one, two in itertools.pairwise(spans))
+        for span, action in zip(spans, actions, strict=True):
+            begins[action], ends[action] = span.begin_s, span.end_s
+    kind = chain.kinds[1]
+    for stage, each, micro in chain.actions():
+        if each == "F" and stage:
+            hop = chain.hop(stage - 1, micro, back=False)
+            assert hop is not None
+            arrival_s = ends[Action(stage - 1, "F", micro)] + hop.wire_s + hop.latency_s
+            assert begins[Action(stage, "F", micro)] >= arrival_s - 1e-9
+        if each == kind:
+            assert begins[Action(stage, kind, micro)] >= ends[Action(stage, "F", micro)] - 1e-9
+    wire = sum(s.end_s - s.begin_s for s in step.spans if s.sends and s.action.kind != EXCHANGE)
+    hops = [
+        chain.hop(k, m, back=b)
+        for k in range(len(chain.stages) - 1)
+        for m in range(chain.microbatches)
+        for b in (0, 1)
+    ]
+    assert wire == pytest.approx(sum(hop.wire_s for hop in hops if hop))
+    assert simulate(chain, step.orders).step_s == pytest.approx(step.step_s)
+
+
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_bands_hold_each_action_once_and_need_no_later_band(seed: int) -> None:
+    chain = random_chain(seed)
+    step = best_order(chain)
+    if step is None:
+        return
+    cut = bands(step.spans)
+    assert len({len(each) for each in cut.values()}) == 1
+    number = {action: place for each in cut.values() for place, band in enumerate(each) for action in band}
+    for device, each in cut.items():
+        assert [action for band in each for action in band] == list(step.orders[device])
+        assert all(len(band) <= 1 for band in each)
+    last = len(chain.stages) - 1
+    for stage, kind, micro in number:
+        if kind == "B":
+            needs = [Action(stage, "F", micro), *([Action(stage + 1, "B", micro)] if stage < last else [])]
+        else:
+            needs = [Action(stage - 1, "F", micro)] if stage else []
+        assert all(number[need] <= number[Action(stage, kind, micro)] for need in needs)
+
+
+def test_orders_are_near_the_proven_optimum() -> None:
+    pytest.importorskip("ortools", reason="the solver is in the extra 'test'")
+    ratios = []
+    for seed in range(INSTANCES // 3):
+        dice = random.Random(seed)
+        chain = WholeSeconds(dice, dice.randint(2, 4), dice.randint(2, 4))
+        step = best_order(chain, tries=60)
+        assert step is not None
+        low_s, high_s = proven_bounds_s(chain, known_s=step.step_s)
+        assert low_s == pytest.approx(high_s), "the solver proves small instances"
+        ratios.append(step.step_s / high_s)
+    assert min(ratios) >= 1 - 1e-9
+    assert sorted(ratios)[len(ratios) // 2] <= 1.02
+    assert max(ratios) <= 1.10
+
+
+def test_orders_that_cannot_run_are_refused() -> None:
+    chain = chain_of(even(2), flat(2), 2)
+    good = one_forward_one_backward(chain)
+    with pytest.raises(
+        ValueError, match=r"expected each action once, on its own device, got differences such as"
+    ):
+        simulate(chain, {0: good[0]})
+    with pytest.raises(ValueError, match=r"devices that wait for each other for ever"):
+        simulate(chain, {**good, 0: good[0][::-1]})
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6 if CAMPAIGN else 2))
+def test_a_plan_is_no_longer_than_what_a_baseline_can_run(seed: int) -> None:
+    dice = random.Random(seed)
+    profile, cluster = random_instance(dice, layers=8, devices=4)
+    for split in (False, True):
+        plan = plan_pipeline(profile, cluster, microbatches=8, split=split)
+        bounds = {"zero bubble with replicas"} | (set() if split else {"zero bubble"})
+        known = {name: s for name, s in plan.baselines.items() if s is not None and name not in bounds}
+        assert known.keys() >= {"data parallel", "GPipe", "1F1B"}
+        assert plan.step_s <= min(known.values())
+        assert plan.method == "search" or plan.step_s == known[plan.method]
+        chain = StagedChain(profile, cluster, plan.stages, 8, split=plan.split)
+        assert simulate(chain, plan.orders).step_s == pytest.approx(plan.step_s)
+
+
+def test_a_split_backward_is_tried_where_it_can_run() -> None:
+    """A plan with replicas never has one: DDP knows whole backwards only."""
+    whole, split = (
+        plan_pipeline(even(8), flat(4), microbatches=8, max_replicas=1, split=s) for s in (False, True)
+    )
+    assert (whole.split, split.split) == (False, True)
+    assert split.step_s < whole.step_s
+    assert split.step_s <= (split.baselines["zero bubble"] or 0)
+    assert {text[1] for text in split.csv().replace("\n", ",").split(",") if text} == set("FIW")
+    assert Plan.from_json(split.to_json()) == split
+    assert "split backward" in str(split)
+    replicated = plan_pipeline(even(2), flat(4), microbatches=8, split=True)
+    assert not replicated.split or all(len(stage.devices) == 1 for stage in replicated.stages)
+
+
+def test_plans_near_the_best_of_all_device_orders() -> None:
+    ratios = []
+    for seed in range(100 if CAMPAIGN else 4):
+        dice = random.Random(seed)
+        profile, cluster = random_instance(dice, layers=dice.randint(2, 8), devices=dice.randint(2, 4))
+        every = list(itertools.permutations(range(len(cluster))))
+        best = plan_pipeline(profile, cluster, microbatches=4, orders=every)
+        ratios.append(plan_pipeline(profile, cluster, microbatches=4).step_s / best.step_s)
+    assert sorted(ratios)[len(ratios) // 2] <= 1.02
+    assert max(ratios) <= 1.10
+
+
+def test_memory_is_kept() -> None:
+    profile = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, 0.1, 1.0, 1.0) for k in range(8)))
+    roomy, tight = (plan_pipeline(profile, flat(4, memory_bytes=(room,) * 4), microbatches=8, parameter_copies=1.0)
+                    for room in (1e9, 8.0))  # fmt: skip
+    assert roomy.step_s <= tight.step_s
+    chain = StagedChain(profile, flat(4), tight.stages, 8, parameter_copies=1.0)
+    assert max(simulate(chain, tight.orders).peak_bytes.values()) <= 8.0
+    assert len(tight.stages) > 1
+
+
+def test_slow_devices_get_less_and_useless_ones_nothing() -> None:
+    plan = plan_pipeline(even(8), flat(2, speed=(3.0, 1.0)), microbatches=8, max_replicas=1)
+    assert {stage.devices[0]: stage.stop - stage.start for stage in plan.stages} == {0: 6, 1: 2}
+    alone = plan_pipeline(even(2, size=1e9), flat(2), microbatches=2, max_replicas=1)
+    assert len(alone.stages) == 1
+
+
+def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
+    plan = plan_pipeline(even(4, size=0.1), flat(2), microbatches=4, max_replicas=1, max_stages=2)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.bands() == plan.bands()
+    assert str(plan).startswith("2 stages, 4 micro-batches")
+    assert "1F1B" in str(plan)
+    rows = [row.split(",") for row in plan.csv().splitlines()]
+    assert sorted(text for row in rows for text in row) == sorted(
+        f"{s}{k}{m}" for s in (0, 1) for k in "FB" for m in range(4)
+    )
+    assert [name for names in plan.module_names() for name in names] == ["l0", "l1", "l2", "l3"]
+    replicated = plan_pipeline(even(2), flat(2), microbatches=4, max_stages=1)
+    assert len(replicated.stages[0].devices) == 2
+    with pytest.raises(ValueError, match="expected one device per stage, got replicas of stages"):
+        replicated.csv()
+    with pytest.raises(ValueError, match="expected a plan, got a document that is none"):
+        Plan.from_json({"stages": []})
+
+
+# --- profile and cluster ---------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_measured_and_leaves_the_layers_alone(tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4, bias=False))
+    layers[0].weight.grad = torch.ones(16, 8)
+    profile = Profile.measure(layers, torch.randn(3, 8), repeats=2)
+    one, two, three = profile.layers
+    assert [one.parameter_bytes, two.parameter_bytes, three.parameter_bytes] == [4 * 144, 0, 4 * 64]
+    assert [each.activation_bytes for each in profile.layers] == [192, 192, 48]
+    assert one.stored_bytes >= 3 * 8 * 4
+    assert all(each.forward_s > 0 and each.backward_s > 0 for each in profile.layers)
+    assert (three.shape, three.dtype) == ((3, 4), "float32")
+    assert torch.equal(layers[0].weight.grad, torch.ones(16, 8))
+    assert layers[2].weight.grad is None
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_measuring_changes_neither_buffers_nor_random_numbers() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before, state = {n: b.clone() for n, b in layers.named_buffers()}, torch.get_rng_state()
+    Profile.measure(layers, 3 + torch.arange(8.0).view(2, 4), repeats=1)
+    assert all(torch.equal(before[name], buffer) for name, buffer in layers.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (Two(), "expected a list of layers or an nn.Sequential, got Two; a model that is no chain"),
+        ([nn.Linear(4, 4), Two()], "expected a layer that returns one tensor, got tuple of layer '1'"),
+        ([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)], "got layer '1', which refuses shape=.*skip connections"),
+        ([nn.Linear(5, 4)], "got layer '0', which refuses"),
+        ([], "expected at least one layer"),
+    ],
+)
+def test_what_is_no_chain_is_refused(layers: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Profile.measure(layers, torch.zeros(2, 4))
+
+
+GOOD = {"devices": 2, "bandwidth_gbit": [[0, 1], [1, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"devices": 2, "bandwidth_gbit": [[0, -1], [1, 0]]},
+            "expected bandwidth >= 0 from device '0' to '1', got",
+        ),
+        ({"devices": 2, "bandwidth_gbit": [[0, None], [1, 0]]}, "from device '0' to '1', got bandwidth=None"),
+        (
+            {"devices": 2, "bandwidth_gbit": [[0, 1], [1]]},
+            "expected 2 values of bandwidth for device '1', got 1",
+        ),
+        ({"devices": 3, "bandwidth_gbit": [[0, 1], [1, 0]]}, "expected names of 2 devices, got 3"),
+        (
+            {"devices": 3, "bandwidth_gbit": [[0, 1, 0], [1, 0, 0], [0, 5, 0]]},
+            r"none of the links of \['2'\]",
+        ),
+        ({**GOOD, "latency_us": -1}, "expected latency_s >= 0"),
+        ({**GOOD, "devices": [{"name": "a"}, {"name": "a"}]}, "expected devices with different names"),
+        ({**GOOD, "devices": [{"speed": 0}, {}]}, "expected speed > 0"),
+        ({**GOOD, "devices": [{"sped": 1}, {}]}, "expected name, node, speed, memory_gib of a device"),
+        ({**GOOD, "devices": [{"memory_gib": "8"}, {}]}, "expected memory_bytes > 0, got memory_bytes=.'8'"),
+        ({**GOOD, "devices": 2.0}, "expected devices as a list or their number"),
+        ({**GOOD, "cards_gbit": [1]}, "cards_gbit as an object of nodes"),
+        ({**GOOD, "cards_gbit": {"a": 1}}, r"expected cards of the nodes \['0', '1'\], got cards of \['a'\]"),
+        ({"devices": 2}, "expected the keys devices, bandwidth_gbit"),
+        ({"devices": 2, "bandwidth_gbit": "fast"}, "expected a number or a matrix, got 'fast'"),
+    ],
+)
+def test_bad_clusters_are_refused(document: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_json(document)
+
+
+def test_a_cluster_is_read_and_written(tmp_path: Path) -> None:
+    document = {
+        "devices": [{"name": "a", "node": "x", "memory_gib": 2}, {"name": "b", "node": "x", "speed": 0.5},
+                    {"node": "y"}],
+        "bandwidth_gbit": 8, "latency_us": 10, "cards_gbit": {"x": 4},
+    }  # fmt: skip
+    cluster = Cluster.from_json(document)
+    assert cluster.rate(0, 1) == pytest.approx(1e9)
+    assert cluster.rate(0, 2) == pytest.approx(0.5e9)
+    assert cluster.ports(0, 2) == ("node x out", "node y in")
+    assert cluster.ports(0, 1) == ("device a out", "device b in")
+    assert cluster.memory_bytes == (2**31, math.inf, math.inf)
+    cluster.save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json") == cluster
+    json.loads((tmp_path / "c.json").read_text())
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="expected layers that fit on a device, got layer 'l0' with 401 bytes"
+    ):
+        plan_pipeline(even(2, parameters=100.0), flat(2, memory_bytes=(50.0, 60.0)), microbatches=2)
+    with pytest.raises(ValueError, match="expected stages that fit in memory, got none"):
+        plan_pipeline(even(4, parameters=10.0), flat(2, memory_bytes=(50.0, 60.0)), microbatches=2)
+    with pytest.raises(
+        ValueError, match="expected at least as many layers as stages, got max_stages=3 for 2"
+    ):
+        plan_pipeline(even(2), flat(3), microbatches=2, max_stages=3)
+    with pytest.raises(ValueError, match="expected microbatches >= 1, got microbatches=0"):
+        plan_pipeline(even(2), flat(3), microbatches=0)
+    with pytest.raises(ValueError, match="expected forward_s >= 0, got forward_s=-1"):
+        LayerProfile("x", -1, 0, 0, 0)
+
+
+def test_no_plan_uses_a_link_that_is_missing() -> None:
+    rates = ((0, 1, 0), (1, 0, 1), (0, 1, 0))
+    plan = plan_pipeline(even(6, size=0.1, parameters=1.0), Cluster(rates), microbatches=4)
+    assert plan.step_s < math.inf
+    used = [stage.devices for stage in plan.stages]
+    assert all({one[0], two[0]} != {0, 2} for one, two in itertools.pairwise(used))

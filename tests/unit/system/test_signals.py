@@ -1,0 +1,181 @@
+"""Signals wait while something is cleared up, also in a process in which torch runs threads."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from crossover_ddp._system import signals
+from crossover_ddp._system.signals import undisturbed
+
+ROOT = Path(__file__).resolve().parents[3]
+# The kernel gives a signal for the process to the main thread if that does not mask it, and to another one if it does.
+CLEARING_UP = """
+import os, signal, sys, time
+import torch
+from crossover_ddp._system.signals import undisturbed
+signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.set_num_threads(4)
+for _ in range(3):
+    torch.randn(600, 600) @ torch.randn(600, 600)
+loss = (torch.ones(3, requires_grad=True) * 2).sum()
+loss.backward()
+threads = len(os.listdir("/proc/self/task"))
+assert threads > 1, "torch runs no thread: this shows nothing"
+try:
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        with undisturbed():
+            for number in map(int, sys.argv[1:]):
+                os.kill(os.getpid(), number)
+            time.sleep(0.5)
+            print("cleared up", flush=True)
+        print("not reached" if sys.argv[1:] else "undisturbed", flush=True)
+except KeyboardInterrupt as error:
+    print("interrupted", flush=True)
+"""
+
+
+def clear_up(first: int, *meanwhile: int) -> "subprocess.CompletedProcess[str]":
+    """Interrupt a process that then clears up, in which further signals for the whole process come."""
+    command = [sys.executable, "-c", CLEARING_UP, *(str(int(number)) for number in meanwhile)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(first)
+        rest, _ = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, rest)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_further_interrupts_wait_though_torch_has_threads(times: int) -> None:
+    done = clear_up(signal.SIGINT, *[signal.SIGINT] * times)
+    assert (done.returncode, done.stdout) == (0, "cleared up\ninterrupted\n")
+
+
+def test_a_signal_that_ends_the_process_ends_it_after_the_block() -> None:
+    done = clear_up(signal.SIGINT, signal.SIGTERM)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "cleared up\n")
+
+
+def test_without_a_further_signal_nothing_is_delivered() -> None:
+    done = clear_up(signal.SIGINT)
+    assert (done.returncode, done.stdout) == (0, "cleared up\nundisturbed\ninterrupted\n")
+
+
+@pytest.fixture
+def noted() -> Iterator[list[int]]:
+    """Handlers of the three signals that note them and raise, as Ctrl-C does."""
+    numbers: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+        raise InterruptedError(number)
+
+    before = {number: signal.signal(number, handler) for number in signals._ENDINGS}
+    yield numbers
+    for number, each in before.items():
+        signal.signal(number, each)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in signals._ENDINGS]
+
+
+def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> None:
+    before = handlers()
+    with pytest.raises(InterruptedError), undisturbed():
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert noted == []
+    assert sorted(noted) == sorted(signals._ENDINGS)
+    assert handlers() == before
+
+
+def test_blocks_within_blocks_wait_for_the_outer_one(noted: list[int]) -> None:
+    with pytest.raises(InterruptedError), undisturbed():
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+        assert noted == []
+    assert noted == [signal.SIGINT]
+
+
+def test_an_error_of_the_block_is_not_lost(noted: list[int]) -> None:
+    with pytest.raises(ZeroDivisionError), undisturbed():
+        _ = 1 / 0
+    with pytest.raises(InterruptedError) as raised, undisturbed():
+        signal.raise_signal(signal.SIGINT)
+        _ = 1 / 0
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+
+
+def test_what_is_ignored_stays_ignored(noted: list[int]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with undisturbed():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_in_another_thread_nothing_is_changed(noted: list[int]) -> None:
+    before, seen = handlers(), []
+
+    def work() -> None:
+        with undisturbed():
+            seen.append(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+@pytest.mark.parametrize("number", signals._ENDINGS)
+def test_a_signal_at_any_line_of_entering_and_leaving_is_neither_lost_nor_breaks_the_block(
+    number: signal.Signals, noted: list[int]
+) -> None:
+    before, place = handlers(), 0
+    while _with_signal_at(place, number):
+        assert noted == [number], place
+        assert handlers() == before, place
+        noted.clear()
+        place += 1
+    assert place > 20
+    assert noted == []
+
+
+def _with_signal_at(place: int, number: int) -> bool:
+    """Send the signal before the so-manieth line within ``undisturbed``; tell whether there was one."""
+    lines, ran, held = 0, False, undisturbed()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != signals.__file__:
+            return None
+        # Before the attempt begins, and once handlers are back, the effect is to be at once.
+        if event == "line" and frame.f_code.co_name in ("_hold", "_restore", "_deliver", "_note"):
+            lines += 1
+            if lines == place + 1:
+                signal.raise_signal(number)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with held:
+            ran = True
+    except InterruptedError:
+        assert lines > place
+    finally:
+        sys.settrace(None)
+    assert ran, place
+    return lines > place

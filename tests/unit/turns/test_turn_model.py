@@ -1,0 +1,170 @@
+"""Every interleaving of the turn protocol, with the functions that the mutex itself runs; see `turn_model`."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from crossover_ddp._turns.rules import (
+    Blocker,
+    Forgiven,
+    Grant,
+    Lost,
+    Member,
+    Patience,
+    TurnLog,
+    blockers,
+)
+from tests.unit.turns.turn_model import Model, Rules, Violation
+
+PLAIN = (0, 1)
+TWO_ON_ONE = (0, 0, 1)
+"""Two ranks on the lead device: two slots there."""
+
+TWO = (PLAIN, PLAIN)
+SLOTS = (TWO_ON_ONE, PLAIN)
+THREE = (PLAIN, PLAIN, PLAIN)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(Rules(TWO, (3, 3)), id="two-jobs"),
+        pytest.param(Rules(TWO, (3, 3), early_draw=False), id="two-jobs-late-draw"),
+        pytest.param(Rules(TWO, (2, 2), deaths=2), id="two-deaths"),
+        pytest.param(Rules(TWO, (2, 2), stops=1, deaths=1), id="a-stop-and-a-death"),
+        pytest.param(Rules(TWO, (2, 2), hurries=2), id="two-leases-of-slow-jobs"),
+        pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1), id="joining-late-and-a-death"),
+        pytest.param(Rules(SLOTS, (2, 2), stops=1), id="two-slots-a-stop"),
+        pytest.param(Rules(SLOTS, (2, 2), deaths=1), id="two-slots-a-death"),
+        pytest.param(Rules(SLOTS, (2, 2), hurries=1), id="two-slots-a-slow-job"),
+        pytest.param(Rules(THREE, (2, 2, 2)), id="three-jobs"),
+        pytest.param(Rules(THREE, (1, 1, 1), stops=1), id="three-jobs-a-stop"),
+        pytest.param(Rules(THREE, (1, 1, 1), deaths=1), id="three-jobs-a-death"),
+        pytest.param(Rules(THREE, (1, 2, 1), late_jobs=1), id="three-jobs-a-slot-of-one-that-left"),
+        pytest.param(Rules(THREE, (1, 1, 1), late_jobs=1, deaths=1), id="three-jobs-a-slot-of-a-dead-one"),
+    ],
+)
+def test_no_interleaving_breaks_a_promise(rules: Rules) -> None:
+    assert Model(rules).explore() > 1000
+
+
+# --- one wrong decision each ------------------------------------------------------------------------------------------
+
+
+def waits_for_nobody(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
+    return []
+
+
+def waits_for_one_turn_too_few(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
+    after = tuple((job, turn - 1) for job, turn in grant.after)
+    return blockers(grant._replace(after=after), own_job, members)
+
+
+def waits_for_one_turn_too_many(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
+    after = tuple((job, turn + 1) for job, turn in grant.after)
+    return blockers(grant._replace(after=after), own_job, members)
+
+
+def waits_for_started_turns_only(grant: Grant, own_job: int, members: Sequence[Member]) -> list[Blocker]:
+    return [each for each in blockers(grant, own_job, members) if each.member.started > each.member.returned]
+
+
+class OwnersMixedUp(TurnLog):
+    """Takes a record of a slot's earlier owner for one of the present owner."""
+
+    def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
+        return super().grant(turn, own_job, [member._replace(joined_at=-1) for member in members])
+
+
+class FirstTurnMissed(TurnLog):
+    """Does not count the turn that a job drew first after it had joined."""
+
+    def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
+        late = [member._replace(joined_at=member.joined_at + 1) for member in members]
+        return super().grant(turn, own_job, late)
+
+
+class ForgivesForGood(Patience):
+    """Never waits again for a job that it has once ceased to wait for."""
+
+    def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
+        super().forgive(job, 1 << 60, members)
+
+
+class ForgivesJobsNotSlots(Patience):
+    """Passes all of a job's slots over for as long as one of them has not moved."""
+
+    def _waits_for(self, job: int, blocker: Blocker) -> bool:
+        known = self._forgiven.get(job)
+        if known and any(started > returned for _, _, started, returned in known.seen):
+            return False
+        return super()._waits_for(job, blocker)
+
+
+class ForgivesSlotsNotJobs(Patience):
+    """Waits for a lease of each slot of a job, one after the other."""
+
+    def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
+        seen = [member for member in members if member.job == lost.job]
+        known = self._forgiven.get(lost.job, Forgiven(lost.job, 0, frozenset()))
+        fresh = [each for each in seen if (each.slot, lost.turn) not in known.seen]
+        super()._lose(lost, members)
+        forgiven = known.seen | {(fresh[0].slot, lost.turn)} if fresh else known.seen
+        self._forgiven[lost.job] = Forgiven(lost.job, 0, frozenset(forgiven))
+
+    def _waits_for(self, job: int, blocker: Blocker) -> bool:
+        known = self._forgiven.get(job)
+        forgiven = known is not None and (blocker.member.slot, blocker.turn) in known.seen
+        return blocker.member.job == job and not forgiven
+
+
+class ForgivesOneTurnOnly(Patience):
+    """Waits for a lease of every turn that a stopped job has drawn."""
+
+    def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
+        super().forgive(job, turn, [])
+
+
+OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "waits for a second lease"
+STOP, SLOT_REUSED = Rules(TWO, (2, 2), stops=1), Rules(THREE, (1, 2, 1), late_jobs=1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "violation"),
+    [
+        pytest.param(Rules(TWO, (2, 2), mutex_per_device=True), DEADLOCK, id="a-mutex-per-device"),
+        pytest.param(Rules(TWO, (2, 2), waits_for=waits_for_nobody), OVERLAP, id="no-wait"),
+        pytest.param(
+            Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP, id="one-turn-too-few"
+        ),
+        pytest.param(
+            Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_many), DEADLOCK, id="one-turn-too-many"
+        ),
+        pytest.param(
+            Rules(TWO, (2, 2), waits_for=waits_for_started_turns_only), OVERLAP, id="started-turns-only"
+        ),
+        pytest.param(
+            Rules(TWO, (2, 2), draw_steps=("read", "append", "look")), OVERLAP, id="reads-before-it-appends"
+        ),
+        pytest.param(
+            Rules(TWO, (2, 2), late_jobs=1, draw_steps=("look", "append", "read")),
+            OVERLAP,
+            id="looks-before-it-appends",
+        ),
+        pytest.param(SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK, id="an-earlier-owners-turns"),
+        pytest.param(Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP, id="the-first-turn-missed"),
+        pytest.param(STOP._replace(patience=ForgivesForGood), OVERLAP, id="forgives-for-good"),
+        pytest.param(
+            Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP, id="forgives-all-slots"
+        ),
+        pytest.param(STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE, id="a-lease-for-each-turn"),
+        pytest.param(
+            Rules(SLOTS, (2, 2), stops=1, patience=ForgivesSlotsNotJobs),
+            SECOND_LEASE,
+            id="a-lease-for-each-slot",
+        ),
+    ],
+)
+def test_the_model_finds_a_wrong_decision(rules: Rules, violation: str) -> None:
+    with pytest.raises(Violation, match=violation):
+        Model(rules).explore()

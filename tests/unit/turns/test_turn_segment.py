@@ -1,0 +1,449 @@
+"""The home of turns in shared memory: slots, bells and the log, and whoever meddles with them.
+
+Two segments of one process behave as two processes do, since locks and bells belong to open files; real
+processes are used where one of them has to die.
+"""
+
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
+from crossover_ddp._turns import private_files
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.slots import SLOT_COUNT
+from crossover_ddp.errors import SegmentError
+from tests.harness.groups import files_of, new_group
+from tests.unit.turns.joined_segments import (
+    DEVICE,
+    Join,
+    Process,
+    context,
+    files,
+    home,
+    jobs,
+    join_at,
+    joining,
+    member,
+)
+
+AT_ONCE_S = 0.5  # generous: the machine may be busy
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    with joining(tmp_path) as join:
+        yield join
+
+
+def join_slot(join: Join, slot: int, *, job: int) -> TurnSegment:
+    """Join in a certain slot, whose lock the kernel may drop a moment after its owner's bell."""
+    deadline_s = time.monotonic() + 2.0
+    while (segment := join(job=job)).slot != slot and time.monotonic() < deadline_s:
+        segment.leave()
+    return segment
+
+
+def time_of(action: Callable[[], object]) -> float:
+    begin_s = time.monotonic()
+    action()
+    return time.monotonic() - begin_s
+
+
+# --- joining and leaving ------------------------------------------------------------------------------------------
+
+
+def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
+    segment = join_at(tmp_path, job=5, lease_s=2.5)
+    assert [(m.slot, m.job, m.joined_at, m.returned, m.lease_s) for m in segment.members()] == [
+        (segment.slot, 5, 0, 0, 2.5)
+    ]
+    segment.draw_turn()
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_shared_memory_is_left_as_it_was() -> None:
+    group = new_group()
+    segment = join_at(SHARED_MEMORY, group=group)
+    assert os.path.exists(segment.path)
+    segment.leave()
+    assert not files_of(group)
+
+
+def test_leaving_twice_or_without_having_joined_is_harmless(tmp_path: Path) -> None:
+    segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
+    segment.leave()
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_siblings_have_slots_of_their_own_and_see_each_other(join: Join) -> None:
+    segments = [join(job=job) for job in (1, 2, 3)]
+    assert len({segment.slot for segment in segments}) == 3
+    assert all(jobs(segment) == [1, 2, 3] for segment in segments)
+
+
+def test_files_stay_until_the_last_one_leaves(tmp_path: Path) -> None:
+    first, second = join_at(tmp_path, job=1), join_at(tmp_path, job=2)
+    first.leave()
+    assert jobs(second) == [2]
+    assert os.path.exists(second.path)
+    second.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
+    staying, leaving = join(job=1), join(job=2)
+    before = member(staying, 2)
+    leaving.publish_returned(9)
+    leaving.leave()
+    join(job=2)
+    after = member(staying, 2)
+    assert after.slot == before.slot
+    assert after.incarnation != before.incarnation
+    assert after.returned == 0, "what the earlier owner gave back is not the new owner's"
+
+
+def test_files_and_directory_are_private(join: Join, tmp_path: Path) -> None:
+    join().draw_turn()
+    assert stat.S_IMODE(home(tmp_path).stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in home(tmp_path).iterdir()} == {0o600}
+    assert [name.rsplit(".", 1)[1] for name in files(tmp_path)] == ["bell", "log", "turns"]
+
+
+def test_groups_and_devices_do_not_meet(join: Join) -> None:
+    segments = [join(), join(group="others"), join(device="dev1")]
+    assert all(len(segment.members()) == 1 for segment in segments)
+
+
+def test_the_last_one_of_a_group_leaves_the_files_of_other_groups(join: Join) -> None:
+    one = join(group="jobs")
+    stem = os.path.basename(one.path).removesuffix(".turns")
+    other = join(group=f"{stem}.more")  # as like as a name can be
+    one.leave()
+    assert os.path.exists(other.path)
+    assert len(other.members()) == 1
+    assert other.draw_turn() == 1
+
+
+def test_more_processes_than_slots_are_refused(join: Join) -> None:
+    for _ in range(SLOT_COUNT):
+        join()
+    with pytest.raises(
+        SegmentError, match=r"expected a free slot, got all 64 taken in .*; use another group"
+    ):
+        join()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a b", "a\n", "ä", "x" * 65, "a\0"])
+def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a group name of 1-64 letters"):
+        TurnSegment(name, DEVICE, base=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["a/b", "GPU " + "x" * 400, "ä" * 200])
+def test_any_text_names_a_device(device: str, join: Join) -> None:
+    assert len({join(device=device).path, join(device=device).path}) == 1
+
+
+# --- bells --------------------------------------------------------------------------------------------------------
+
+
+def test_giving_back_wakes_a_waiting_sibling(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    timer = threading.Timer(0.1, giving.publish_returned, [3])
+    timer.start()
+    elapsed_s = time_of(lambda: waiting.wait([member(waiting, 1)], 10.0))
+    timer.join()
+    assert 0.05 < elapsed_s < 5.0
+    assert member(waiting, 1).returned == 3
+
+
+def test_a_bell_rung_before_the_wait_is_not_lost(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    watched = [member(waiting, 1)]
+    giving.publish_returned(1)
+    assert time_of(lambda: waiting.wait(watched, 10.0)) < 5.0
+
+
+def test_many_rings_wake_once(join: Join) -> None:
+    giving, waiting = join(job=1), join(job=2)
+    for turn in range(5000):
+        giving.publish_returned(turn)
+    waiting.wait([], 10.0)
+    assert time_of(lambda: waiting.wait([], 0.1)) >= 0.1
+
+
+def test_a_full_bell_blocks_nobody(join: Join) -> None:
+    giving, deaf = join(job=1), join(job=2)
+    bell = giving.bells._reader((deaf.slot, member(giving, 2).incarnation))
+    assert bell is not None
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(bell, b"\0" * 4096)
+    giving.publish_returned(1)
+    assert member(deaf, 1).returned == 1
+
+
+def test_own_bell_ends_the_own_wait(join: Join) -> None:
+    waiting = join()
+    timer = threading.Timer(0.1, waiting.ring_self)
+    timer.start()
+    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+    timer.join()
+
+
+def test_waiting_ends_with_the_time(join: Join) -> None:
+    waiting = join()
+    waiting.wait([], 0.0)
+    assert 0.1 <= time_of(lambda: waiting.wait([], 0.1)) < 5.0
+
+
+@pytest.mark.parametrize("timeout_s", [1e12, float("inf")])
+def test_a_wait_of_any_length_is_allowed(timeout_s: float, join: Join) -> None:
+    waiting = join()
+    waiting.ring_self()
+    waiting.wait([], timeout_s)
+
+
+def test_leaving_wakes_a_waiting_sibling(join: Join) -> None:
+    leaving, waiting = join(job=1), join(job=2)
+    timer = threading.Timer(0.1, leaving.leave)
+    timer.start()
+    assert time_of(lambda: waiting.wait([member(waiting, 1)], 10.0)) < 5.0
+    timer.join()
+    assert jobs(waiting) == [2]
+
+
+def test_joining_wakes_a_waiting_sibling(join: Join) -> None:
+    """It may have taken the new owner of a slot for the old one, whom it waits for."""
+    waiting = join(job=1)
+    join(job=2)
+    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+
+
+# --- death --------------------------------------------------------------------------------------------------------
+
+
+def test_death_of_a_sibling_ends_the_wait_at_once(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        waiting.wait([], 0.0)  # its joining rang
+        timer = threading.Timer(0.2, sibling.kill)
+        timer.start()
+        assert 0.1 < time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        timer.join()
+        assert jobs(waiting) == [1]
+
+
+def test_a_sibling_that_is_dead_already_is_not_waited_for(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        seen = member(waiting, 2)
+        waiting.wait([], 0.0)
+        sibling.kill()
+    assert time_of(lambda: waiting.wait([seen], 10.0)) < AT_ONCE_S
+
+
+def test_the_slot_of_a_dead_process_is_used_again(join: Join, tmp_path: Path) -> None:
+    staying = join(job=1)
+    with Process(tmp_path, job=2) as sibling:
+        sibling.call("publish_returned", 9)
+        sibling.kill()
+    following = join_slot(join, sibling.slot, job=3)
+    assert following.slot == sibling.slot
+    assert jobs(staying) == [1, 3]
+    assert member(staying, 3).returned == 0
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_last_one(tmp_path: Path) -> None:
+    with Process(tmp_path, job=2) as sibling:
+        sibling.call("draw_turn")
+        sibling.kill()
+    assert files(tmp_path), "nobody was there to remove it"
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
+    segment = join_at(base, job=2)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60.0)  # as a DataLoader's worker that waits for work
+        os._exit(0)
+    orders.send((segment.slot, child))
+    orders.recv()
+
+
+def test_a_forked_child_does_not_keep_the_slot_of_its_dead_parent(join: Join, tmp_path: Path) -> None:
+    waiting = join(job=1)
+    orders, theirs = context.Pipe()
+    parent = context.Process(target=_fork_and_wait, args=(theirs, str(tmp_path)))
+    parent.start()
+    slot, child = orders.recv()
+    try:
+        assert jobs(waiting) == [1, 2]
+        waiting.wait([], 0.0)
+        timer = threading.Timer(0.2, parent.kill)
+        timer.start()
+        assert time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        timer.join()
+        assert jobs(waiting) == [1]
+        assert join_slot(join, slot, job=3).slot == slot
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.join()
+
+
+def test_a_forked_child_leaves_the_slot_of_its_living_parent_alone(join: Join) -> None:
+    segment = join(job=1)
+    watching = join(job=2)
+    child = os.fork()
+    if child == 0:
+        segment.leave()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert jobs(watching) == [1, 2]
+    segment.publish_returned(4)
+    assert member(watching, 1).returned == 4
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_places_in_the_log_number_the_turns(join: Join) -> None:
+    first, second = join(job=1), join(job=2)
+    assert [first.draw_turn(), second.draw_turn(), second.draw_turn(), first.draw_turn()] == [1, 2, 3, 4]
+    assert first.read_log(0, 4) == bytes([first.slot, second.slot, second.slot, first.slot])
+    assert first.read_log(1, 3) == bytes([second.slot] * 2)
+    assert member(join(job=3), 3).joined_at == 4
+
+
+def _draw(orders: "Connection[Any, Any]", base: str, job: int, count: int) -> None:
+    segment = join_at(base, job=job)
+    orders.send(segment.slot)
+    orders.recv()
+    orders.send([segment.draw_turn() for _ in range(count)])
+    orders.recv()
+    segment.leave()
+
+
+def test_turn_numbers_of_several_processes_are_unique_and_without_gaps(join: Join, tmp_path: Path) -> None:
+    watching, count = join(job=9), 500
+    pipes = [context.Pipe() for _ in range(3)]
+    processes = [
+        context.Process(target=_draw, args=(theirs, str(tmp_path), job, count))
+        for job, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    slots = [orders.recv() for orders, _ in pipes]
+    for orders, _ in pipes:
+        orders.send(None)
+    drawn = [orders.recv() for orders, _ in pipes]
+    for orders, _ in pipes:
+        orders.send(None)
+    for process in processes:
+        process.join(10.0)
+    assert sorted(turn for turns in drawn for turn in turns) == list(range(1, 3 * count + 1))
+    last = watching.draw_turn()
+    log = watching.read_log(0, last - 1)
+    assert all(log[turn - 1] == slot for slot, turns in zip(slots, drawn, strict=True) for turn in turns)
+
+
+# --- joining races with leaving -----------------------------------------------------------------------------------
+
+
+def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: int) -> None:
+    try:
+        for _ in range(rounds):
+            segment = join_at(base, job=job)
+            turn = segment.draw_turn()
+            # A log that another one has removed and made anew would not hold what was drawn.
+            assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
+            assert segment.log.numel() >= turn
+            assert job in jobs(segment)
+            assert segment.table.is_current()
+            segment.leave()
+        orders.send("")
+    except BaseException as error:
+        orders.send(f"{type(error).__name__}: {error}")
+
+
+def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
+    pipes = [context.Pipe() for _ in range(4)]
+    processes = [
+        context.Process(target=_come_and_go, args=(theirs, str(tmp_path), job, 150))
+        for job, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    problems = [orders.recv() for orders, _ in pipes]
+    for process in processes:
+        process.join(10.0)
+    assert problems == [""] * len(pipes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_may_go_between_looking_and_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = private_files.open_or_make_directory
+    losses = iter(range(3))
+
+    def lose(base: str) -> tuple[int, str]:
+        found = opened(base)
+        if next(losses, None) is not None:
+            os.rmdir(found[1])
+        return found
+
+    monkeypatch.setattr(private_files, "open_or_make_directory", lose)
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_file_taken_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, losses = os.link, iter(range(3))
+
+    def lose(aside: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if next(losses, None) is not None:
+            os.unlink(aside, dir_fd=src_dir_fd)
+        link(aside, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "link", lose)
+    segment = join_at(tmp_path)
+    assert jobs(segment) == [1]
+    segment.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("user", "uid_map", "outside"),
+    [
+        (0, "         0          0 4294967295\n", 0),
+        (0, "0 1000 1\n", 1000),
+        (0, "0 1000 1\n1 100000 65536\n", 1000),
+        (33, "0 1000 1\n1 100000 65536\n", 100032),
+        (65534, "0 1000 1\n", 65534),
+        (5, "", 5),
+    ],
+)
+def test_users_of_containers_are_known_by_their_number_outside(user: int, uid_map: str, outside: int) -> None:
+    assert outer_user(user, uid_map) == outside

@@ -1,0 +1,173 @@
+"""A child that is forked at the worst moment holds no lock and no bell of its parent."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossover_ddp._turns import private_files
+from crossover_ddp._turns.descriptors import no_fork
+from crossover_ddp._turns.private_files import PrivateFiles
+from crossover_ddp._turns.segment import TurnSegment
+from tests.unit.turns.joined_segments import Join, jobs, join_at, joining
+
+# How long the gap is held open: far longer than a fork takes, also on a busy machine.
+GAP_S = 1.0
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    with joining(tmp_path) as join:
+        yield join
+
+
+class Gap:
+    """A moment of another thread's work, made long; whoever forks in it can be sure to be there."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self) -> None:
+        if threading.current_thread() is self._thread and not self.entered.is_set():
+            self.entered.set()
+            time.sleep(GAP_S)
+
+    def held_by_fork_of(self, work: Callable[[], object], below: Path) -> list[str]:
+        """Run ``work`` in a thread, fork in its gap, and return which files of a directory the child has open."""
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+        assert self.entered.wait(10.0)
+        try:
+            return _held_by_fork(below)
+        finally:
+            self._thread.join()
+
+
+def _held_by_fork(below: Path) -> list[str]:
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            links = [_target(fd) for fd in os.listdir("/proc/self/fd")]
+            os.write(writable, json.dumps([link for link in links if link.startswith(str(below))]).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        found: list[str] = json.load(pipe)
+    os.waitpid(child, 0)
+    return found
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # of the listing itself
+        return ""
+
+
+@pytest.fixture
+def gap_after_opening(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gap]:
+    def install(suffix: str) -> Gap:
+        gap, original = Gap(), PrivateFiles.open
+
+        def slow(self: PrivateFiles, name: str, flags: int, **options: Any) -> int:
+            fd = original(self, name, flags, **options)
+            if name.endswith(suffix):
+                gap.hold()
+            return fd
+
+        monkeypatch.setattr(PrivateFiles, "open", slow)
+        return gap
+
+    return install
+
+
+@pytest.mark.parametrize("suffix", [".turns", ".bell", ".new"])
+def test_a_fork_while_a_segment_is_joined_holds_nothing(
+    suffix: str, gap_after_opening: Callable[[str], Gap], tmp_path: Path
+) -> None:
+    joined: list[TurnSegment] = []
+    gap = gap_after_opening(suffix)
+    assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
+    assert jobs(joined[0]) == [1]
+    joined[0].leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_while_the_directory_is_opened_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gap, original = Gap(), private_files.open_or_make_directory
+
+    def slow(base: str) -> tuple[int, str]:
+        opened = original(base)
+        gap.hold()
+        return opened
+
+    monkeypatch.setattr(private_files, "open_or_make_directory", slow)
+    joined: list[TurnSegment] = []
+    assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
+    joined[0].leave()
+
+
+def test_a_fork_while_a_siblings_bell_is_opened_holds_nothing(
+    gap_after_opening: Callable[[str], Gap], join: Join, tmp_path: Path
+) -> None:
+    first = join(job=1)
+    join(job=2)
+    gap = gap_after_opening(".bell")
+    assert gap.held_by_fork_of(first.ring_others, tmp_path) == []
+    assert jobs(first) == [1, 2]
+
+
+def test_a_fork_while_the_log_is_opened_holds_nothing(
+    gap_after_opening: Callable[[str], Gap], join: Join, tmp_path: Path
+) -> None:
+    segment = join(job=1)
+    gap = gap_after_opening(".log")
+    assert gap.held_by_fork_of(segment.draw_turn, tmp_path) == []
+    assert segment.draw_turn() == 2
+
+
+@pytest.mark.parametrize("way", ["leave", "forget"])
+def test_a_fork_while_a_segment_is_closed_holds_nothing(
+    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    segment = join_at(tmp_path)
+    gap, original = Gap(), os.close
+
+    def slow(fd: int) -> None:
+        gap.hold()
+        original(fd)
+
+    monkeypatch.setattr(os, "close", slow)
+    assert gap.held_by_fork_of(getattr(segment, way), tmp_path) == []
+
+
+def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join, tmp_path: Path) -> None:
+    """As in a signal's handler, or in a finalizer."""
+    segment = join(job=1)
+    with no_fork:
+        assert _held_by_fork(tmp_path) == []
+    assert not no_fork._is_owned()  # type: ignore[attr-defined]
+    assert jobs(segment) == [1]
+
+
+def test_a_child_may_join_in_its_own_right(join: Join, tmp_path: Path) -> None:
+    segment = join(job=1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = int(jobs(join_at(tmp_path, job=2)) != [1, 2])
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert jobs(segment) == [1]
