@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,16 +12,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ._preloaded import START_TIMEOUT_S, context
 from ._worker import CleanUp, Report, Task, serve
 
-START_TIMEOUT_S = 120.0
 # From SIGABRT until the stack of every thread is written, even on a busy machine.
 DUMP_TIMEOUT_S = 5.0
 OUTPUT_LIMIT_BYTES = 20_000
-
-_context = multiprocessing.get_context("forkserver")
-# Not torch._dynamo: a server that has loaded it was seen to hang. Ranks import it when they need it.
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", f"{__package__}._worker"])
 
 
 class Worker:
@@ -30,8 +25,8 @@ class Worker:
 
     def __init__(self, directory: Path) -> None:
         self.output = directory / f"output-{time.monotonic_ns()}"
-        self.orders, theirs = _context.Pipe()
-        self.process = _context.Process(target=serve, args=(theirs, str(self.output)))
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(self.output)))
         self.process.start()
         theirs.close()
 

@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from crossover_ddp._system.children import Child, end, wait_any
 
+from ._preloaded import ForkedScript
 from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,23 +32,32 @@ class ScriptError(AssertionError):
 class ScriptRanks:
     """The running processes of a script, a context manager that lets none of them survive its block."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, *, forked: bool
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
-        self.command = list(command)
+        self.words = list(words)
         self.processes: list[Child] = []
+        start = self._fork if forked else self._start
         for rank, environment in enumerate(environments):
-            with self._path(rank).open("wb") as output:
-                self.processes.append(
-                    Child(
-                        self.command,
-                        environment,
-                        death_signal=signal.SIGKILL,
-                        cwd=cwd,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            # A forked script is no Child, but has all of it that is used here and in `end`.
+            self.processes.append(cast(Child, start(rank, environment, cwd)))
+
+    def _fork(self, rank: int, environment: Mapping[str, str], cwd: Path) -> ForkedScript:
+        self._path(rank).touch()
+        return ForkedScript(self.words, environment, cwd, self._path(rank))
+
+    def _start(self, rank: int, environment: Mapping[str, str], cwd: Path) -> Child:
+        with self._path(rank).open("wb") as output:
+            return Child(
+                [sys.executable, "-X", "faulthandler", *self.words],
+                environment,
+                death_signal=signal.SIGKILL,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def __enter__(self) -> "ScriptRanks":
         return self
@@ -79,7 +90,7 @@ class ScriptRanks:
         aftermath = "did not end either" if failed else f"hung for {timeout_s:.0f} s"
         failed += [f"rank {rank} {aftermath}" for rank in hung]
         if failed:
-            raise ScriptError(f"{', '.join(failed)}: {' '.join(self.command)}\n{self._all_output()}")
+            raise ScriptError(f"{', '.join(failed)}: {' '.join(self.words)}\n{self._all_output()}")
         return [self.output(rank) for rank in range(len(self.processes))]
 
     def output(self, rank: int) -> str:
@@ -144,6 +155,7 @@ def spawn_script(
     args: Sequence[str] = (),
     environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: Path = ROOT,
+    forked: bool = False,
 ) -> ScriptRanks:
     """Start a Python script in that many processes, with the variables that torchrun sets.
 
@@ -153,8 +165,10 @@ def spawn_script(
         args: The script's arguments.
         environment: Further variables, the same for all ranks or one mapping per rank.
         cwd: The working directory, the root of the repository by default.
+        forked: Fork the ranks from a process that has imported torch, which saves six seconds of
+            processor time for each, instead of starting an interpreter. Not for tests of how a process
+            ends, of its memory, or of how others find it by its variables.
     """
-    command = [sys.executable, "-X", "faulthandler", os.fspath(script), *args]
     port = free_port()
     own = environment or {}
     environments = [
@@ -168,7 +182,7 @@ def spawn_script(
         }
         for rank in range(world_size)
     ]
-    return ScriptRanks(command, environments, cwd)
+    return ScriptRanks([os.fspath(script), *args], environments, cwd, forked=forked)
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -14,6 +14,11 @@ from tests.harness import ScriptError, spawn_script
 Writer = Callable[[str], Path]
 
 
+@pytest.fixture(params=[False, True], ids=["started", "forked"])
+def forked(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Writer:
     def write(source: str) -> Path:
@@ -26,7 +31,7 @@ def script(tmp_path: Path) -> Writer:
     return write
 
 
-def test_ranks_meet_by_the_variables_of_torchrun(script: Writer) -> None:
+def test_ranks_meet_by_the_variables_of_torchrun(script: Writer, forked: bool) -> None:
     path = script("""
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -35,51 +40,53 @@ def test_ranks_meet_by_the_variables_of_torchrun(script: Writer) -> None:
         print(f"rank {rank} of {os.environ['MINE']} sees {total.item():.0f} {sys.argv[1]}")
         dist.destroy_process_group()
     """)
-    with spawn_script(path, 2, args=["ranks"], environment=[{"MINE": "a"}, {"MINE": "b"}]) as ranks:
+    with spawn_script(
+        path, 2, args=["ranks"], environment=[{"MINE": "a"}, {"MINE": "b"}], forked=forked
+    ) as ranks:
         outputs = ranks.wait(60.0)
     assert outputs == ["rank 0 of a sees 2 ranks\n", "rank 1 of b sees 2 ranks\n"]
 
 
-def test_failing_rank_shows_its_traceback(script: Writer) -> None:
+def test_failing_rank_shows_its_traceback(script: Writer, forked: bool) -> None:
     path = script("if rank == 1: raise ValueError('words of rank one')")
     with (
-        spawn_script(path, 2) as ranks,
+        spawn_script(path, 2, forked=forked) as ranks,
         pytest.raises(ScriptError, match="rank 1 exited with status 1:") as caught,
     ):
         ranks.wait(20.0)
     assert "ValueError: words of rank one" in str(caught.value)
 
 
-def test_hanging_rank_shows_its_stack(script: Writer) -> None:
+def test_hanging_rank_shows_its_stack(script: Writer, forked: bool) -> None:
     path = script("""
         def hang_here():
             print("hanging")
             time.sleep(600)
         if rank == 1: hang_here()
     """)
-    with spawn_script(path, 2) as ranks:
+    with spawn_script(path, 2, forked=forked) as ranks:
         ranks.wait_for_output(1, "hanging", 20.0)
         with pytest.raises(ScriptError, match=r"^rank 1 hung for 0 s:") as caught:
             ranks.wait(0.2)
     assert "in hang_here" in str(caught.value)
 
 
-def test_killed_rank_is_named_or_expected(script: Writer) -> None:
+def test_killed_rank_is_named_or_expected(script: Writer, forked: bool) -> None:
     path = script("if rank == 1: time.sleep(600)")
-    with spawn_script(path, 2) as ranks:
+    with spawn_script(path, 2, forked=forked) as ranks:
         ranks.send_signal(1, signal.SIGKILL)
         with pytest.raises(ScriptError, match="rank 1 was killed by SIGKILL"):
             ranks.wait(20.0)
         assert ranks.wait(20.0, deaths={1: signal.SIGKILL}) == ["", ""]
 
 
-def test_nothing_survives_the_block(script: Writer) -> None:
+def test_nothing_survives_the_block(script: Writer, forked: bool) -> None:
     path = script("""
         child = subprocess.Popen(["sleep", "600"])
         print(child.pid, "started")
         time.sleep(600)
     """)
-    with spawn_script(path, 1) as ranks:
+    with spawn_script(path, 1, forked=forked) as ranks:
         child = int(ranks.wait_for_output(0, "started", 20.0).split()[0])
     assert ranks.processes[0].returncode == -signal.SIGKILL
     deadline_s = time.monotonic() + 5.0

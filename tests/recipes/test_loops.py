@@ -33,7 +33,9 @@ def run_loop(loop: str, directory: Path, **variables: str) -> tuple[Runs, Runs]:
     environment = {**ENVIRONMENT, **variables}
     arguments = [loop, str(directory)]
     before = Snapshot.take()
-    with spawn_script(WORKER, 2, args=arguments, environment=environment, cwd=directory) as ranks:
+    with spawn_script(
+        WORKER, 2, args=arguments, environment=environment, cwd=directory, forked=True
+    ) as ranks:
         ranks.wait(TIMEOUT_S)
     assert before.leaks() == []
     first, second = (torch.load(directory / f"{rank}.pt") for rank in range(2))

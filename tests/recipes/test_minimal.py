@@ -22,7 +22,9 @@ def losses(output: str) -> list[str]:
 def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
     """Return what rank 0 of two has printed."""
     given = ["--epochs", "1", *args]
-    with spawn_script(RECIPES / f"minimal_{name}.py", 2, args=given, environment=environment) as ranks:
+    with spawn_script(
+        RECIPES / f"minimal_{name}.py", 2, args=given, environment=environment, forked=True
+    ) as ranks:
         first, second = ranks.wait(TIMEOUT_S)
     assert losses(second) == []
     return first
@@ -66,8 +68,10 @@ def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:
     script, group = RECIPES / "minimal_crossover.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     # The sibling trains longer, so that the other one is never alone.
     with (
-        spawn_script(script, 2, args=["--epochs", "2", "--lr", "0.05"], environment=group) as other,
-        spawn_script(script, 2, args=["--epochs", "1"], environment=group) as one,
+        spawn_script(
+            script, 2, args=["--epochs", "2", "--lr", "0.05"], environment=group, forked=True
+        ) as other,
+        spawn_script(script, 2, args=["--epochs", "1"], environment=group, forked=True) as one,
     ):
         found = losses(one.wait(TIMEOUT_S)[0])
         assert len(losses(other.wait(TIMEOUT_S)[0])) == 2
@@ -108,7 +112,7 @@ def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: P
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_pipeline_learns(replicas: int) -> None:
     arguments = ["--epochs", "2", "--max-replicas", str(replicas)]
-    with spawn_script(RECIPES / "minimal_pipeline.py", 2, args=arguments) as ranks:
+    with spawn_script(RECIPES / "minimal_pipeline.py", 2, args=arguments, forked=True) as ranks:
         outputs = ranks.wait(TIMEOUT_S)
     assert "micro-batches" in outputs[0]
     found = [each for each in map(losses, outputs) if each]
@@ -119,8 +123,8 @@ def test_a_pipeline_learns(replicas: int) -> None:
 def test_two_programs_take_turns() -> None:
     script, group = RECIPES / "minimal_mutex.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     with (
-        spawn_script(script, 1, args=["a"], environment=group) as one,
-        spawn_script(script, 1, args=["b"], environment=group) as other,
+        spawn_script(script, 1, args=["a"], environment=group, forked=True) as one,
+        spawn_script(script, 1, args=["b"], environment=group, forked=True) as other,
     ):
         outputs = one.wait(TIMEOUT_S) + other.wait(TIMEOUT_S)
     for output in outputs:

@@ -261,7 +261,9 @@ def test_script_runs_as_torchrun_would_start_it(tmp_path: Path) -> None:
     log = tmp_path / "lab"
     arguments = [*GPT, "--steps", "12", "--log-every", "5", "--deterministic", "--device", "cpu"]
     environment = {"CROSSOVER_LAB_DIR": str(log)}
-    with spawn_script(RECIPES / "train.py", WORLD, args=arguments, environment=environment) as ranks:
+    with spawn_script(
+        RECIPES / "train.py", WORLD, args=arguments, environment=environment, forked=True
+    ) as ranks:
         first, second = ranks.wait(timeout_s=60)
     assert [line.split(":")[0] for line in first.splitlines()[:3]] == [
         "step 0 of 12",
