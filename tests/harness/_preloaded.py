@@ -21,7 +21,10 @@ from typing import Any, Final, NamedTuple
 
 context: Final = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "torchvision", "timm", "pytest", f"{__package__}._worker"]
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm", "pytest"),
+        *(f"{__package__}._worker", f"{__package__}._server"),
+    ]
 )
 START_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG: Final = 1
