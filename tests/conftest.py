@@ -18,7 +18,6 @@ ALONE = (
     "tests/faults/",
     "tests/recipes/test_advice",
     "tests/recipes/test_lab",
-    "tests/recipes/test_demo",
 )
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
 hypothesis.settings.register_profile(

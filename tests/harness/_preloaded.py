@@ -22,7 +22,8 @@ from typing import Any, Final, NamedTuple
 context: Final = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
-        *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm", "pytest"),
+        *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
+        *("sklearn.datasets", "pytest", "crossover_ddp"),
         *(f"{__package__}._worker", f"{__package__}._server"),
     ]
 )
