@@ -22,11 +22,11 @@ LEAKS = {
     ),
 }
 
-TEST = """
+HEAD = """
 import os, shutil, subprocess, threading, torch.distributed as dist, pytest
 from pathlib import Path
 EVER, CHILDREN = threading.Event(), []
-SEGMENT = Path(f"/dev/shm/crossover-leaked-{{os.getpid()}}", f"{{os.environ['CROSSOVER_GROUP']}}-0.turns")
+SEGMENT = Path(f"/dev/shm/crossover-leaked-{os.getpid()}", f"{os.environ['CROSSOVER_GROUP']}-0.turns")
 
 @pytest.fixture(scope="module", autouse=True)
 def end_what_has_leaked():
@@ -36,11 +36,13 @@ def end_what_has_leaked():
         child.kill()
         child.wait()
     shutil.rmtree(SEGMENT.parent, ignore_errors=True)
+"""
 
-def test_that_leaks():
+TESTS = """
+def test_that_leaks_a_{kind}():
     {statement}
 
-def test_after_it():
+def test_after_{kind}():
     assert "LEAKED" not in os.environ
     assert not dist.is_initialized()
 """
@@ -50,15 +52,17 @@ CONFTEST = (
 )
 
 
-@pytest.mark.parametrize("kind", LEAKS)
-def test_leak_fails_its_test_and_no_other(pytester: pytest.Pytester, kind: str) -> None:
-    statement, message = LEAKS[kind]
+def test_each_leak_fails_its_test_and_no_other(pytester: pytest.Pytester) -> None:
     pytester.makepyprojecttoml(f"[tool.pytest.ini_options]\npythonpath = [{str(ROOT)!r}]")
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(TEST.format(statement=statement))
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines([f"*the test left behind: *{message}*"])
+    tests = (TESTS.format(kind=kind, statement=statement) for kind, (statement, _) in LEAKS.items())
+    pytester.makepyfile(HEAD + "".join(tests))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rE")
+    result.assert_outcomes(passed=2 * len(LEAKS), errors=len(LEAKS))
+    for kind, (_, message) in LEAKS.items():
+        result.stdout.fnmatch_lines_random(
+            [f"*the test left behind: *{message}*", f"ERROR *::test_that_leaks_a_{kind}*"]
+        )
 
 
 def test_group_of_one_lives_as_long_as_its_block() -> None:
