@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import close_pools, single_process_group
+from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
 from tests.harness.turnstile import Turnstile
 
@@ -75,6 +76,16 @@ def _nothing_left_behind() -> Iterator[None]:
         leaks.append("default process group")
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the lab's ranks from a process that has imported torch.
+
+    For tests of what the ranks do, not of the lab or of times: half of such a test was imports.
+    """
+    if os.environ.get("CROSSOVER_BENCH", "smoke") == "smoke":
+        monkeypatch.setattr("lab.nodes.Child", forked_if_script)
 
 
 @pytest.fixture

@@ -119,11 +119,10 @@ class LabRun:
         while self._start_due() or self._note_ends():
             if watch:
                 watch()
-            wait_any(
-                [rank.process for rank in self.ranks if rank.running()],
-                min(deadline_s, self._next_start_s(), time.monotonic() + (_WATCH_S if watch else timeout_s))
-                - time.monotonic(),
-            )
+            running = [rank.process for rank in self.ranks if rank.running()]
+            if running or self._to_start:  # the last one may have ended since it was looked at
+                wake_s = time.monotonic() + (_WATCH_S if watch else timeout_s)
+                wait_any(running, min(deadline_s, self._next_start_s(), wake_s) - time.monotonic())
             self._raise_for_failed()
             if time.monotonic() >= deadline_s and self._note_ends():
                 raise RunTimeoutError(self._late(timeout_s))

@@ -20,6 +20,7 @@ _REASON = why_not_shaped()
 
 
 @pytest.mark.root
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
 @pytest.mark.parametrize(("world_size", "rate_mbit"), LINKS, ids=[f"{w}x{r:g}mbit" for w, r in LINKS])
 def test_the_pair_takes_no_longer_than_an_all_reduce(

@@ -22,6 +22,7 @@ SMOKE += ["--warm-up", "5"]
 FULL = ["--preset", "convnet", "deep_vit", "convnext", "--ratio", "0.75", "1.0", "1.25", "1.5", "2.0"]
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.timeout(7200)
 def test_decoupled_against_the_others(tmp_path: Path, bench_form: BenchForm, benchmark: Any) -> None:
     arguments = [*(FULL if bench_form == "full" else SMOKE), "--out", str(tmp_path)]

@@ -59,6 +59,7 @@ def test_split_hook_against_plain_ddp(
     assert found["time_ratio"] <= SPLIT_LIMIT
 
 
+@pytest.mark.usefixtures("forked_lab")
 def test_lone_job_with_crossover_hook_against_split_hook(
     cluster: Cluster, tmp_path: Path, bench_form: BenchForm, benchmark: Any
 ) -> None:
@@ -70,6 +71,7 @@ def test_lone_job_with_crossover_hook_against_split_hook(
         assert found["time_ratio"] <= LONE_LIMIT
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.parametrize("preset", ["convnet", "vit", "gpt", "tiny"])
 @pytest.mark.timeout(1800)
 def test_two_siblings_against_one_after_the_other(

@@ -12,12 +12,16 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from crossover_ddp._system.children import Child
 
 context: Final = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -29,6 +33,7 @@ context.set_forkserver_preload(
 )
 START_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG: Final = 1
+_CLONE_NEWNET: Final = 0x40000000
 
 
 class _Order(NamedTuple):
@@ -37,21 +42,78 @@ class _Order(NamedTuple):
     words: Sequence[str]
     environment: Mapping[str, str]
     cwd: str
-    output: str
+    core: int | None
+    namespace: str  # of the network; empty for the server's own
+    streams: "Sequence[_Stream]"
 
 
-class ForkedScript:
-    """A script in a forked process; what `Child` offers of a command, as far as tests use it.
+class _Stream:
+    """A file descriptor that is passed on with the order."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+
+def _received(passed: Any) -> _Stream:
+    return _Stream(passed.detach())
+
+
+class ForkedScript(Child):
+    """A `Child` that is forked, not started, for a command that runs a Python script.
 
     Args:
-        words: the script and its arguments, without an interpreter.
-        environment: all its variables.
-        cwd: its working directory.
-        output: the file that its standard output and error go to.
+        words: ``[ip netns exec NAMESPACE] python script.py [argument …]``, see `is_script`.
+        environment: all its variables, which show in ``/proc`` as the server's, however.
+        core: the only core that it may run on; None leaves it free.
+        death_signal: always SIGKILL, when the tests end.
+        cwd, stdin, stdout, stderr, text: as `subprocess.Popen` has them, as far as tests need it.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, output: Path) -> None:
-        order = _Order(list(words), dict(environment), str(cwd), str(output))
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        death_signal: int = signal.SIGKILL,
+        core: int | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: Any = None,
+        stderr: Any = subprocess.STDOUT,
+        text: bool = False,
+    ) -> None:
+        assert is_script(words)
+        assert death_signal == signal.SIGKILL
+        self._child_created = False  # for the parent's own end: nothing of it is to be waited for
+        self.args, self.returncode = words, None
+        self.stdin, self.stdout, self.stderr = None, None, None
+        with contextlib.ExitStack() as theirs:
+            given = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else None
+            if given is None:
+                given, mine = os.pipe()
+                self.stdin = os.fdopen(mine, "w" if text else "wb")
+            theirs.callback(os.close, given)
+            if stdout == subprocess.PIPE:
+                mine, written = os.pipe()
+                self.stdout = os.fdopen(mine, "r" if text else "rb")
+                theirs.callback(os.close, written)
+            else:
+                written = stdout.fileno()
+            errors = written if stderr == subprocess.STDOUT else stderr.fileno()
+            order = _Order(
+                list(words[words.index(sys.executable) + 1 :]),
+                dict(environment),
+                str(cwd or os.getcwd()),
+                core,
+                words[words.index("exec") + 1] if words[0] != sys.executable else "",
+                [_Stream(given), _Stream(written), _Stream(errors)],
+            )
+            self._begin(order)
+
+    def _begin(self, order: _Order) -> None:
         begun, tell = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(order, tell))
         self._process.start()
@@ -61,26 +123,37 @@ class ForkedScript:
                 raise TimeoutError(f"a forked script did not begin within {START_TIMEOUT_S:.0f} s")
             begun.recv_bytes()  # from now on signals to its session reach it
         assert self._process.pid is not None
-        self.pid: int = self._process.pid
-        self.returncode: int | None = None
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         """Return the exit code, -n for signal n; None while it runs."""
         return self._process.exitcode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code."""
-        self._process.join()
-        self.returncode = self._process.exitcode
-        assert self.returncode is not None
-        return self.returncode
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.returncode = code
+        for stream in (self.stdin, self.stdout):
+            if stream is not None:
+                stream.close()
+        return code
 
-    def signal_session(self, *numbers: int) -> None:
-        """Send signals to it and to all in its session; nothing after `wait`."""
-        if self.returncode is None:
-            for number in numbers:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, number)
+
+def is_script(words: Sequence[str]) -> bool:
+    """Say whether a command runs a Python script, by itself or in a network name space."""
+    if sys.executable not in words:
+        return False
+    place = list(words).index(sys.executable)
+    before, after = list(words[:place]), words[place + 1 :]
+    return bool(after) and after[0].endswith(".py") and (not before or before[1:3] == ["netns", "exec"])
+
+
+def forked_if_script(words: Sequence[str], environment: Mapping[str, str], **options: Any) -> Child:
+    """Fork what `is_script`, start anything else."""
+    return (ForkedScript if is_script(words) else Child)(words, environment, **options)
 
 
 def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
@@ -88,17 +161,25 @@ def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
     os.setsid()
     begun.send_bytes(b"")
     begun.close()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the server dies with the tests
-    descriptor = os.open(order.output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the server dies with the tests
+    for number, stream in enumerate(order.streams):
+        os.dup2(stream.descriptor, number)
+    for descriptor in {stream.descriptor for stream in order.streams}:
+        os.close(descriptor)
+    if order.namespace:
+        with open(f"/run/netns/{order.namespace}") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"could not enter name space {order.namespace}")
+    if order.core is not None:
+        os.sched_setaffinity(0, {order.core})
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.cwd)
-    for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(write_through=True)
+    sys.stdin = open(0)  # noqa: SIM115
+    for output in (sys.stdout, sys.stderr):
+        assert isinstance(output, io.TextIOWrapper)
+        output.reconfigure(write_through=True)
     faulthandler.enable(all_threads=True)
     _take_variables(order.environment)
     sys.argv[:] = order.words

@@ -1,5 +1,6 @@
 """Run a script in several processes as torchrun would, with a handle on each of them."""
 
+import functools
 import os
 import shutil
 import signal
@@ -10,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import cast
 
 from crossover_ddp._system.children import Child, end, wait_any
 
@@ -38,26 +38,19 @@ class ScriptRanks:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
         self.words = list(words)
         self.processes: list[Child] = []
-        start = self._fork if forked else self._start
         for rank, environment in enumerate(environments):
-            # A forked script is no Child, but has all of it that is used here and in `end`.
-            self.processes.append(cast(Child, start(rank, environment, cwd)))
-
-    def _fork(self, rank: int, environment: Mapping[str, str], cwd: Path) -> ForkedScript:
-        self._path(rank).touch()
-        return ForkedScript(self.words, environment, cwd, self._path(rank))
-
-    def _start(self, rank: int, environment: Mapping[str, str], cwd: Path) -> Child:
-        with self._path(rank).open("wb") as output:
-            return Child(
-                [sys.executable, "-X", "faulthandler", *self.words],
-                environment,
-                death_signal=signal.SIGKILL,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            with self._path(rank).open("wb") as output:
+                start = functools.partial(
+                    ForkedScript if forked else Child,
+                    environment=environment,
+                    death_signal=signal.SIGKILL,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                options = [] if forked else ["-X", "faulthandler"]  # on in what is forked
+                self.processes.append(start([sys.executable, *options, *self.words]))
 
     def __enter__(self) -> "ScriptRanks":
         return self
@@ -167,7 +160,8 @@ def spawn_script(
         cwd: The working directory, the root of the repository by default.
         forked: Fork the ranks from a process that has imported torch, which saves six seconds of
             processor time for each, instead of starting an interpreter. Not for tests of how a process
-            ends, of its memory, or of how others find it by its variables.
+            ends, of how others find it by its variables, or of variables that libraries read as they
+            are loaded.
     """
     port = free_port()
     own = environment or {}

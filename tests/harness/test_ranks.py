@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import Job, RankError, run_jobs, run_ranks
+from tests.harness.waiting import eventually
 
 
 class _Unpicklable(Exception):
@@ -174,7 +175,7 @@ def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
         RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
     ):
         run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
-    assert not _is_running(int(where.read_text()))
+    assert eventually(lambda: not _is_running(int(where.read_text())), 10.0), "it is killed, not waited for"
 
 
 def test_leaked_thread_is_a_failure() -> None:

@@ -10,6 +10,7 @@ _REASON = why_not_shaped()
 SIZE_BYTES = 8 * 2**20
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.root
 @pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -266,6 +266,7 @@ def run_demo(out: Path, *arguments: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.root
 @pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
 def test_demo_on_an_emulated_network(
@@ -281,6 +282,7 @@ def test_demo_on_an_emulated_network(
     assert str(tmp_path / "timeline.png") in printed
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.skipif(_REASON is None, reason="the same runs on an emulated network here; runs without root")
 def test_demo_without_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_demo(tmp_path, "--unshaped", *SMALL)
@@ -302,6 +304,7 @@ def test_who_has_no_network_is_told_what_to_expect(reason: str | None) -> None:
     assert ("no speed-up" in said) == (reason is not None)
 
 
+@pytest.mark.usefixtures("forked_lab")
 def test_a_failing_job_is_reported_in_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
