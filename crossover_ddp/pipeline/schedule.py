@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from .model import BACKWARD, FORWARD, Action, Hop, Orders, StagedChain
+from .model import BACKWARD, FORWARD, Action, Orders, StagedChain
 from .simulate import SimulatedStep, StepSpan, begins_s, list_schedule
 
 _DONE: Final = 1 + 1e-9
@@ -71,21 +71,6 @@ def depths(chain: StagedChain) -> list[int]:
     return [max(len(counts) - k, -(-sum(counts[k:]) // counts[k])) for k in range(len(counts))]
 
 
-class _Backwards(StagedChain):
-    """The chain in reversed time: backward of the first stage comes first; without gradient exchanges."""
-
-    def __init__(self, chain: StagedChain) -> None:
-        vars(self).update(vars(chain))
-        self._chain = chain
-        self.exchanges = [None] * len(chain.stages)
-
-    def seconds(self, stage: int, kind: str, micro: int) -> float:
-        return self._chain.seconds(stage, BACKWARD if kind == FORWARD else FORWARD, micro)
-
-    def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
-        return self._chain.hop(stage, micro, back=not back)
-
-
 def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
     """Return the fastest order found that fits in memory; None if not even one micro-batch fits.
 
@@ -109,32 +94,31 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
         if is_shortest(limits, None):
             return found[-1][2]
-    dice = random.Random(_SEED)
+    dice, mirrored = random.Random(_SEED), chain.mirrored()
     for number in range(tries):
         _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]
         if number >= len(found) or number % 3 == 0:
             stage = dice.randrange(len(room))
             limits = [*limits]
             limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
-        if is_shortest(limits, _justified(chain, step, limits, dice)):
+        if is_shortest(limits, _justified(chain, mirrored, step, limits, dice)):
             return found[-1][2]
     return min(found)[2]
 
 
 def _justified(
-    chain: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
+    chain: StagedChain, mirrored: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
 ) -> dict[Action, float] | None:
     """Push all actions of a step to its end, and return when they begin there, as priorities for the way back."""
     noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
     begins = {action: at_s + noise_s * dice.random() for action, at_s in begins_s(step.spans).items()}
     if chain.split:
         return begins
-    backwards = _Backwards(chain)
     ends = {_mirrored(action): -at_s - chain.seconds(*action) for action, at_s in begins.items()}
-    late = list_schedule(backwards, limits, ends)
+    late = list_schedule(mirrored, limits, ends)
     if late is None:
         return None
-    return {_mirrored(a): -at_s - backwards.seconds(*a) for a, at_s in begins_s(late.spans).items()}
+    return {_mirrored(a): -at_s - mirrored.seconds(*a) for a, at_s in begins_s(late.spans).items()}
 
 
 def _mirrored(action: Action) -> Action:
