@@ -1,6 +1,5 @@
 """A chain cut in stages on devices: what each action of a step takes, and what it occupies. Pure."""
 
-import copy
 import functools
 import math
 import re
@@ -122,8 +121,8 @@ class StagedChain:
 
     def mirrored(self) -> "StagedChain":
         """Return the step in reversed time, without gradient exchanges: its forwards are this chain's backwards."""
-        other = copy.copy(self)
-        vars(other).pop("tasks", None)
+        other = object.__new__(type(self))
+        vars(other).update({name: value for name, value in vars(self).items() if name != "tasks"})
         other._forward_s, other._backward_s = self._backward_s, self._forward_s
         other.exchanges, other._back = [None] * len(self.stages), not self._back
         return other

@@ -32,10 +32,23 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     for stage, (_, _, devices) in enumerate(chain.stages):
         for place, device in enumerate(devices):
             micros = range(place, chain.microbatches, len(devices))
-            first = min(ahead[stage], len(micros))
-            kinds = [FORWARD] * first + [FORWARD, BACKWARD] * (len(micros) - first) + [BACKWARD] * first
-            orders[device] = _numbered([(stage, kind) for kind in kinds], {stage: micros})
+            kinds = _one_by_one(
+                [(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage]
+            )
+            orders[device] = _numbered(kinds, {stage: micros})
     return orders
+
+
+def _one_by_one(
+    forward: Sequence[tuple[int, str]], backward: Sequence[tuple[int, str]], ahead: int
+) -> list[tuple[int, str]]:
+    """Take some forwards, then one backward after each forward, then the backwards that are left."""
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return [
+        *forward[:ahead],
+        *[each for pair in pairs for each in pair],
+        *backward[max(0, len(forward) - ahead) :],
+    ]
 
 
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
@@ -49,11 +62,7 @@ def interleaved(chain: StagedChain, devices: int) -> Orders | None:
     for place in range(devices):
         forward = [(chunk * devices + place, FORWARD) for chunk in turns]
         backward = [((chunks - 1 - chunk) * devices + place, BACKWARD) for chunk in turns]
-        ahead = min(len(turns), 2 * (devices - place - 1) + (chunks - 1) * devices)
-        mixed = forward[:ahead]
-        for one, two in zip(forward[ahead:], backward, strict=False):
-            mixed += [one, two]
-        mixed += backward[len(turns) - ahead :]
+        mixed = _one_by_one(forward, backward, 2 * (devices - place - 1) + (chunks - 1) * devices)
         numbers = {chunk * devices + place: range(micros) for chunk in range(chunks)}
         orders[chain.device(place, 0)] = _numbered(mixed, numbers)
     return orders
