@@ -65,7 +65,7 @@ def _checked(name: str, model: nn.Module, layers: list[NamedLayer], sample: torc
     model.eval()
     reason = "its children, called one after the other, give another output"
     with torch.no_grad():
-        expected = model(sample)
+        expected = _output(name, model, sample)
         for chain in (layers, *_flattened(layers)):
             try:
                 output = sample
@@ -85,6 +85,22 @@ def _checked(name: str, model: nn.Module, layers: list[NamedLayer], sample: torc
         f"expected a model that is a chain, got {name!r} ({reason[:200]}); write a function that returns its blocks as "
         "a list, with skip connections inside the blocks, and give it as module:function"
     )
+
+
+def _output(name: str, model: nn.Module, sample: torch.Tensor) -> torch.Tensor:
+    try:
+        output = model(sample)
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        raise ValueError(
+            f"expected the shape of an input that {name!r} takes, got {','.join(map(str, sample.shape))} ({error}); "
+            "give it with --input N,C,H,W, and keep the images as large as the model needs"
+        ) from error
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(
+            f"expected a model that returns one tensor, got {type(output).__name__} of {name!r}; write a function that "
+            "returns its blocks as a list, and give it as module:function"
+        )
+    return output
 
 
 def _flattened(layers: list[NamedLayer]) -> Iterator[list[NamedLayer]]:

@@ -7,18 +7,19 @@ transfer inside a node occupies the two devices' own ports. Cards are full duple
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from time import perf_counter
 from typing import Any
 
+import networkx
 import torch
 import torch.distributed as dist
 
 from crossover_ddp._planning import Link
 
-from .documents import read_document, write_document
+from .documents import Document
 
 Matrix = tuple[tuple[float, ...], ...]
 _GIGABIT = 1e9 / 8
@@ -27,7 +28,7 @@ _PROBE_BYTES = (1 << 10, 1 << 20)
 
 
 @dataclass(frozen=True)
-class DeviceCluster:
+class DeviceCluster(Document):
     """Devices and their links; public as ``crossover_ddp.pipeline.Cluster``.
 
     Args:
@@ -103,11 +104,13 @@ class DeviceCluster:
                     )
 
     def _check_connected(self) -> None:
-        reached, fresh = {0}, {0}
-        while fresh:
-            reached |= fresh
-            others = set(range(len(self))) - reached
-            fresh = {two for two in others for one in fresh if self.rate(one, two) and self.rate(two, one)}
+        count = len(self)
+        links = networkx.Graph()
+        links.add_nodes_from(range(count))
+        links.add_edges_from(
+            pair for pair in combinations(range(count), 2) if self.rate(*pair) and self.rate(*pair[::-1])
+        )
+        reached = networkx.node_connected_component(links, 0)
         if lost := [name for place, name in enumerate(self.names) if place not in reached]:
             raise ValueError(
                 f"expected devices that are connected, got none of the links of {lost} to the others; "
@@ -188,15 +191,6 @@ class DeviceCluster:
             "latency_us": _scaled(self.latency_s, 1e6, len(self)),
             "cards_gbit": {node: rate / _GIGABIT for node, rate in self.cards.items()},
         }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster as JSON."""
-        write_document(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "DeviceCluster":
-        """Read a JSON file; see `from_json`."""
-        return cls.from_json(read_document(path))
 
     @classmethod
     def measure(

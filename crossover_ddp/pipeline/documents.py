@@ -3,19 +3,34 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Self = TypeVar("Self", bound="Document")  # typing has it from Python 3.11 on
 
 
-def read_document(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; ``OSError`` if it cannot be read, ``ValueError`` if it is no JSON."""
-    try:
-        return json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"expected JSON in {os.fspath(path)}, got something else ({error}); mend the file"
-        ) from error
+class Document:
+    """What is kept as a JSON file."""
 
+    def to_json(self) -> Any:
+        """Return a JSON document."""
+        raise NotImplementedError
 
-def write_document(path: str | os.PathLike[str], document: Any) -> None:
-    """Write a JSON file."""
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    @classmethod
+    def from_json(cls: type[Self], document: Any) -> Self:
+        """Read what `to_json` returns; ``ValueError`` for anything else."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls: type[Self], path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote; ``OSError`` if it cannot be read, ``ValueError`` if it makes no sense."""
+        try:
+            document = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"expected JSON in {os.fspath(path)}, got something else ({error}); mend the file"
+            ) from error
+        return cls.from_json(document)

@@ -1,5 +1,6 @@
 """A chain cut in stages on devices: what each action of a step takes, and what it occupies. Pure."""
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -59,6 +60,23 @@ class Hop(NamedTuple):
     ports: tuple[str, ...]
 
 
+class Task(NamedTuple):
+    """What an action takes, and what its end sets off; other tasks by their places in `StagedChain.tasks`.
+
+    ``needs`` counts the results that it waits for, ``slot`` numbers its stage on its device. ``then`` needs its result
+    on the same device, ``target`` on the next stage or the one before, after ``hop`` (None on one device).
+    """
+
+    action: Action
+    device: int
+    slot: int
+    seconds: float
+    needs: int
+    then: int | None
+    target: int | None
+    hop: Hop | None
+
+
 class StagedChain:
     """What each action of a step costs for given stages.
 
@@ -94,11 +112,20 @@ class StagedChain:
         self._sent_bytes = [each[-1].activation_bytes for each in layers]
         self.exchanges = [self._exchange(stage) for stage in range(len(layers))]
         self._hops: dict[tuple[int, int, int], Hop | None] = {}
+        self._back = False
 
     def device(self, stage: int, micro: int) -> int:
         """Return the device that has this micro-batch on this stage."""
         devices = self.stages[stage].devices
         return devices[micro % len(devices)]
+
+    def mirrored(self) -> "StagedChain":
+        """Return the step in reversed time, without gradient exchanges: its forwards are this chain's backwards."""
+        other = object.__new__(type(self))
+        vars(other).update({name: value for name, value in vars(self).items() if name != "tasks"})
+        other._forward_s, other._backward_s = self._backward_s, self._forward_s
+        other.exchanges, other._back = [None] * len(self.stages), not self._back
+        return other
 
     def seconds(self, stage: int, kind: str, micro: int) -> float:
         """Return the compute time of an action."""
@@ -110,7 +137,7 @@ class StagedChain:
     def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
         """Return the transfer between a stage and the next (``back``: of the gradient); None on one device."""
         one, two = self.device(stage, micro), self.device(stage + 1, micro)
-        source, target = (two, one) if back else (one, two)
+        source, target = (two, one) if back != self._back else (one, two)
         key = (stage, source, target)
         if key not in self._hops:
             self._hops[key] = None if source == target else self._transfer(stage, source, target)
@@ -158,6 +185,29 @@ class StagedChain:
             for kind in self.kinds
             for micro in range(self.microbatches)
         ]
+
+    @functools.cached_property
+    def tasks(self) -> list[Task]:
+        """All actions of a step, in the order of `actions`."""
+        last, count = len(self.stages) - 1, self.microbatches
+        found = []
+        for place, action in enumerate(self.actions()):
+            stage, kind, micro = action
+            device, needs, then, target, hop = self.device(stage, micro), 1, None, None, None
+            if kind != self.kinds[-1]:
+                then = place + count
+            if kind == FORWARD and stage < last:
+                target, hop = place + len(self.kinds) * count, self.hop(stage, micro, back=False)
+            elif kind == self.kinds[1]:
+                # It needs the stage's own forward and, but for the last stage, the gradient of its output.
+                needs += stage < last
+                if stage:
+                    target, hop = place - len(self.kinds) * count, self.hop(stage - 1, micro, back=True)
+            slot = stage * len(self.cluster) + device
+            found.append(
+                Task(action, device, slot, self.seconds(stage, kind, micro), needs, then, target, hop)
+            )
+        return found
 
     def lower_bound_s(self) -> float:
         """Return a time that no order beats: a device's work between the ways there and back, or a port's load."""

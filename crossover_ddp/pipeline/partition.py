@@ -29,6 +29,8 @@ from .profile import Profile
 
 CAPS: Final = (1.0, 1.1, 1.25, 1.5, 2.0)
 _INF: Final = math.inf
+_CACHED: Final = 1 << 16
+_ALL: Final = slice(None)
 
 
 class Partitioner:
@@ -130,13 +132,14 @@ class Partitioner:
         # best[s, l]: for each place and number of devices of the next stage the best from layer l on.
         shape = (most + 1, layers, len(self._order) + 1, self._replicas + 1)
         best = torch.full(shape, _INF, dtype=torch.float64)
+        at_once = max(1, _CACHED // self._channel.numel())
         for first in reversed(range(layers)):
             counts = range(1, min(most, layers - first) + 1)
             values = self._values(first, counts, behind, cap_s).amin(1)
             best[counts.start : counts.stop, first].flatten(1)[:, self._place] = values
-            if first:
-                for s in counts:
-                    behind[s, first] = self._followed(first, best[s, first], cap_s).amin(1)
+            # Few numbers of stages at a time, so that what is compared stays in the processor's cache.
+            for some in torch.tensor(counts).split(at_once) if first else ():
+                behind[some, first] = self._followed(first, best[some, first], cap_s).amin(2)
         found = {}
         for s in range(1, most + 1):
             value, place = best[s, 0].flatten().min(0)
@@ -144,37 +147,45 @@ class Partitioner:
                 found[s] = float(value), list(self._walk(s, int(place), behind, best, cap_s))
         return found
 
-    def _stage(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _stage(self, first: int, runs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return a step's time, a micro-batch's time, and how many fit, of stages from ``first`` to any layer."""
+        speed = self._speed[runs]
         sums = {name: (prefix[first + 1 :] - prefix[first])[:, None] for name, prefix in self._prefix.items()}
-        once = (sums["forward_s"] + sums["backward_s"]) / self._speed
+        once = (sums["forward_s"] + sums["backward_s"]) / speed
         # Without parameters nothing is exchanged, even where there is no link.
-        exchange = (sums["parameter_bytes"] * self._ring).nan_to_num(nan=0.0, posinf=_INF) + self._ring_s
-        exposed = (exchange - sums["backward_s"] / self._speed).clamp(min=0)
-        room = self._memory - self._copies * sums["parameter_bytes"]
+        exchange = (sums["parameter_bytes"] * self._ring[runs]).nan_to_num(nan=0.0, posinf=_INF)
+        exposed = (exchange + self._ring_s[runs] - sums["backward_s"] / speed).clamp(min=0)
+        room = self._memory[runs] - self._copies * sums["parameter_bytes"]
         # A stage that stores nothing still must have room for its parameters.
         fits = torch.where(room < 0, 0.0, room / sums["stored_bytes"].clamp(min=1e-9)).floor()
-        return self._share * once + exposed, once, fits
+        return self._share[runs] * once + exposed, once, fits
 
-    def _values(self, first: int, counts: range, behind: torch.Tensor, cap_s: float) -> torch.Tensor:
+    def _values(
+        self, first: int, counts: range, behind: torch.Tensor, cap_s: float, runs: slice = _ALL
+    ) -> torch.Tensor:
         """Return the value with each of ``counts`` stages left, for each end of the stage and each run of devices."""
-        step, once, fits = self._stage(first)
-        behind = behind[counts.start - 1 : counts.stop - 1, first + 1 :]
+        step, once, fits = self._stage(first, runs)
+        behind = behind[counts.start - 1 : counts.stop - 1, first + 1 :, runs]
         values = torch.maximum(step, behind) if cap_s == _INF else once + behind
         if cap_s < _INF:
             values.masked_fill_(step > cap_s, _INF)
-        in_flight = torch.minimum(self._share, torch.tensor(counts)[:, None])[:, None]
+        in_flight = torch.minimum(self._share[runs], torch.tensor(counts)[:, None])[:, None]
         if bool((fits.amin(0) < in_flight).any()):
             values.masked_fill_(fits < in_flight, _INF)
         return values
 
-    def _followed(self, layer: int, best: torch.Tensor, cap_s: float) -> torch.Tensor:
-        """Return the value of what follows each run of devices from ``layer`` on, for each number of devices there."""
-        size, following = self._sent[layer - 1], best[self._next]
-        channel = (size * self._channel).nan_to_num_(nan=_INF, posinf=_INF)  # 0 bytes where there is no link
+    def _followed(self, layer: int, best: torch.Tensor, cap_s: float, runs: slice = _ALL) -> torch.Tensor:
+        """Return for each number of stages left the value of what follows each run of devices from ``layer`` on.
+
+        Its last dimension is the number of devices there.
+        """
+        size, following = self._sent[layer - 1], best[:, self._next[runs]]
+        channel = (size * self._channel[runs]).nan_to_num_(
+            nan=_INF, posinf=_INF
+        )  # 0 bytes where there is no link
         if cap_s == _INF:
             return torch.maximum(channel, following)
-        fill: torch.Tensor = size * self._hop + self._hop_s + following
+        fill: torch.Tensor = size * self._hop[runs] + self._hop_s[runs] + following
         return fill.masked_fill_(channel > cap_s, _INF)
 
     def _walk(
@@ -184,12 +195,13 @@ class Partitioner:
         first = 0
         while s:
             i, r = divmod(place, self._replicas + 1)
-            run = self._runs.index((i, r))
-            stop = first + 1 + int(self._values(first, range(s, s + 1), behind, cap_s)[0, :, run].argmin())
+            number = self._runs.index((i, r))
+            run = slice(number, number + 1)
+            stop = first + 1 + int(self._values(first, range(s, s + 1), behind, cap_s, run).argmin())
             yield Stage(first, stop, tuple(self._order[i : i + r]))
             s -= 1
             if s:
-                following = int(self._followed(stop, best[s, stop], cap_s)[run].argmin())
+                following = int(self._followed(stop, best[s : s + 1, stop], cap_s, run).argmin())
                 first, place = stop, (i + r) * (self._replicas + 1) + following
 
 

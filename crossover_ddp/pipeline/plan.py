@@ -8,14 +8,13 @@ simulated beside the other known designs, as a bound: nothing here runs it, and 
 """
 
 import math
-import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from .cluster import DeviceCluster
-from .documents import read_document, write_document
+from .documents import Document
 from .model import PARAMETER_COPIES, Action, Stage, StagedChain
 from .partition import CAPS, Partitioner, balanced, device_orders
 from .profile import Profile
@@ -27,13 +26,15 @@ _SIMULATED: Final = 12
 _FINALISTS: Final = 2
 """Before devices are exchanged and cuts are moved, and again after it: what is short at once is not always the best."""
 _SPLIT: Final = 6
+_TRIES: Final = 40
+"""Random changes of the order of actions, for each finalist."""
 _ACTIONS: Final = 60_000
 """Actions to simulate while devices are exchanged and cuts are moved, and again for orders: they bound the time."""
 _SEED: Final = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Document):
     """Which rank computes which layers, and in which order.
 
     Args:
@@ -113,15 +114,6 @@ class Plan:
             ) from error
         return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **rest)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        write_document(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read what `save` wrote."""
-        return cls.from_json(read_document(path))
-
     def __str__(self) -> str:
         count = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
         first = f"{count}, {self.microbatches} micro-batches, {self.step_s:.6g} s a step"
@@ -149,7 +141,6 @@ def plan_pipeline(
     split: bool = False,
     parameter_copies: float = PARAMETER_COPIES,
     orders: Sequence[Sequence[int]] | None = None,
-    tries: int = 40,
     moves: int | None = None,
 ) -> Plan:
     """Find the plan with the shortest simulated step; never longer than that of a known design that can run.
@@ -163,26 +154,23 @@ def plan_pipeline(
         split: try plans with a split backward as well, see [Note: split backward]; `Runner` does not run those.
         parameter_copies: how often a parameter's size counts in memory; default 4, for Adam.
         orders: device orders to try; default `device_orders`.
-        tries: random changes of the order of actions, for each finalist.
         moves: random changes of devices and cuts; default what takes some seconds.
 
     On failure: ``ValueError`` if nothing fits: a layer is larger than any memory, or no cut of the chain fits.
     """
-    for name, value in {
-        "microbatches": microbatches,
-        "max_stages": max_stages,
-        "max_replicas": max_replicas,
-    }.items():
+    limits = {"microbatches": microbatches, "max_stages": max_stages, "max_replicas": max_replicas}
+    for name, value in limits.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"expected {name} >= 1, got {name}={value!r}; give a whole number")
     _check_layers(profile, cluster, max_stages or 1, parameter_copies)
-    search = _Search(profile, cluster, microbatches, max_stages, max_replicas, parameter_copies)
+    most = min(max_replicas or microbatches, microbatches, len(cluster))
+    search = _Search(profile, cluster, microbatches, max_stages or len(profile), most, parameter_copies)
     search.partition(device_orders(cluster) if orders is None else orders)
     finalists = search.finalists()
     search.move(moves)
-    search.order([*finalists, *search.finalists()], tries)
+    search.order([*finalists, *search.finalists()])
     if split:
-        search.split_backwards(tries)
+        search.split_backwards()
     baselines = search.compare(split)
     if not search.found:
         raise ValueError(
@@ -230,36 +218,27 @@ class _Candidate(NamedTuple):
     step: SimulatedStep
 
 
+@dataclass
 class _Search:
     """Candidates of a plan, and the shortest step found for each."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        cluster: DeviceCluster,
-        microbatches: int,
-        max_stages: int | None,
-        max_replicas: int | None,
-        copies: float,
-    ) -> None:
-        self._profile, self._cluster, self._microbatches, self._copies = (
-            profile,
-            cluster,
-            microbatches,
-            copies,
-        )
-        self._max_stages = max_stages or len(profile)
-        self._max_replicas = min(max_replicas or microbatches, microbatches, len(cluster))
-        self._seen: set[tuple[Stage, ...]] = set()
-        self.found: list[_Candidate] = []
+    profile: Profile
+    cluster: DeviceCluster
+    microbatches: int
+    max_stages: int
+    max_replicas: int
+    copies: float
+    found: list[_Candidate] = field(default_factory=list)
+    _seen: set[tuple[Stage, ...]] = field(default_factory=set)
 
     def best(self) -> _Candidate:
         """Return the shortest step, and of equal ones the first."""
         return min(self.found, key=lambda each: each.step.step_s)
 
     def _chain(self, stages: Sequence[Stage], split: bool = False) -> StagedChain:
-        profile, cluster, copies = self._profile, self._cluster, self._copies
-        return StagedChain(profile, cluster, stages, self._microbatches, split=split, parameter_copies=copies)
+        return StagedChain(
+            self.profile, self.cluster, stages, self.microbatches, split=split, parameter_copies=self.copies
+        )
 
     def _try(self, chain: StagedChain, tries: int = 0) -> float:
         """Look for an order, keep what is found, and return the length of the step."""
@@ -271,25 +250,27 @@ class _Search:
 
     def partition(self, orders: Sequence[Sequence[int]]) -> None:
         """Solve for the least bottleneck on all orders, then below caps for those that gave the shortest steps."""
-        programmes = [
-            Partitioner(
-                self._profile,
-                self._cluster,
-                order,
-                self._microbatches,
-                max_stages=min(self._max_stages, 2 * self._microbatches),
-                max_replicas=self._max_replicas,
-                parameter_copies=self._copies,
+        limits = {
+            "max_stages": min(self.max_stages, 2 * self.microbatches),
+            "max_replicas": self.max_replicas,
+        }
+        programmes, least = [], []
+        for place, order in enumerate(orders):
+            programmes.append(
+                Partitioner(
+                    self.profile,
+                    self.cluster,
+                    order,
+                    self.microbatches,
+                    parameter_copies=self.copies,
+                    **limits,
+                )
             )
-            for order in orders
-        ]
-        least = []
-        for place, programme in enumerate(programmes):
-            solved = programme.solve()
+            solved = programmes[-1].solve()
             if solved:
                 best_s = self._simulated([stages for _, stages in solved.values()])
                 least.append((best_s, place, min(value for value, _ in solved.values())))
-        for _, place, bottleneck_s in sorted(least)[: max(1, 32 // len(self._cluster))]:
+        for _, place, bottleneck_s in sorted(least)[: max(1, 32 // len(self.cluster))]:
             capped = [programmes[place].solve(cap * bottleneck_s * (1 + 1e-9)) for cap in CAPS]
             self._simulated([stages for each in capped for _, stages in each.values()])
 
@@ -313,7 +294,7 @@ class _Search:
         _, chain, step = self.best()
         best_s = step.step_s
         for _ in range(self._affordable(chain, 200) if moves is None else moves):
-            stages = tuple(_moved(list(chain.stages), len(self._cluster), self._max_replicas, dice))
+            stages = tuple(_moved(list(chain.stages), len(self.cluster), self.max_replicas, dice))
             other = self._chain(stages)
             if stages not in self._seen and other.lower_bound_s() < best_s:
                 step_s = self._try(other)
@@ -322,25 +303,23 @@ class _Search:
 
     def _affordable(self, chain: StagedChain, most: int) -> int:
         """Return how many orders to look for, since large steps take long to simulate."""
-        return min(most, max(10, _ACTIONS // (4 * len(chain.stages) * self._microbatches)))
+        return min(most, max(10, _ACTIONS // (4 * len(chain.stages) * self.microbatches)))
 
     def finalists(self) -> list[StagedChain]:
         """Return the stages with the shortest steps."""
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
         return [each.chain for each in ranked[:_FINALISTS]]
 
-    def order(self, chains: Sequence[StagedChain], tries: int) -> None:
+    def order(self, chains: Iterable[StagedChain]) -> None:
         """Search longer for the order of actions."""
         for chain in {chain.stages: chain for chain in chains}.values():
-            self._try(chain, min(tries, self._affordable(chain, tries)))
+            self._try(chain, self._affordable(chain, _TRIES))
 
-    def split_backwards(self, tries: int) -> None:
+    def split_backwards(self) -> None:
         """Try the best stages on one device each with a split backward."""
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
         stages = dict.fromkeys(each.chain.stages for each in ranked if _can_split(each.chain.stages))
-        for single in list(stages)[:_SPLIT]:
-            chain = self._chain(single, split=True)
-            self._try(chain, min(tries, self._affordable(chain, tries)))
+        self.order(self._chain(single, split=True) for single in list(stages)[:_SPLIT])
 
     def compare(self, split: bool) -> dict[str, float | None]:
         """Simulate the known designs, which take the devices as they come and cut where compute is balanced.
@@ -350,7 +329,7 @@ class _Search:
         times: dict[str, float | None] = {}
         for name, chain, step in self._known_designs():
             old_s = times.setdefault(name, None)
-            if step is None or not step.fits(self._cluster.memory_bytes) or math.isinf(step.step_s):
+            if step is None or not step.fits(self.cluster.memory_bytes) or math.isinf(step.step_s):
                 continue
             times[name] = step.step_s if old_s is None else min(old_s, step.step_s)
             if not chain.split or (split and _can_split(chain.stages)):
@@ -358,13 +337,13 @@ class _Search:
         return times
 
     def _known_designs(self) -> Iterator[tuple[str, StagedChain, SimulatedStep | None]]:
-        devices, most_stages = len(self._cluster), min(len(self._profile), self._max_stages)
-        for replicas in range(1, self._max_replicas + 1):
+        devices, most_stages = len(self.cluster), min(len(self.profile), self.max_stages)
+        for replicas in range(1, self.max_replicas + 1):
             count = devices // replicas
             if devices % replicas or count > most_stages:
                 continue
             places = [tuple(range(k * replicas, (k + 1) * replicas)) for k in range(count)]
-            cuts = balanced(self._profile, count)
+            cuts = balanced(self.profile, count)
             stages = [Stage(*cut, place) for cut, place in zip(cuts, places, strict=True)]
             chain = self._chain(stages)
             if count == 1:
@@ -376,7 +355,7 @@ class _Search:
             name = "zero bubble" if replicas == 1 else "zero bubble with replicas"
             yield name, halves, list_schedule(halves, depths(halves))
         if 1 < devices <= most_stages // 2:
-            cuts = balanced(self._profile, 2 * devices)
+            cuts = balanced(self.profile, 2 * devices)
             chain = self._chain([Stage(*cut, (k % devices,)) for k, cut in enumerate(cuts)])
             order = interleaved(chain, devices)
             yield "interleaved", chain, simulate(chain, order) if order else None

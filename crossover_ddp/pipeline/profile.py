@@ -1,7 +1,6 @@
 """What each layer of a chain costs: time, bytes sent on, bytes kept. Measured on the real modules, kept as JSON."""
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from statistics import median
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .documents import read_document, write_document
+from .documents import Document
 
 _COSTS = ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "stored_bytes")
 
@@ -50,7 +49,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Document):
     """The costs of a chain of layers, first to last; see `measure`."""
 
     layers: tuple[LayerProfile, ...]
@@ -111,15 +110,6 @@ class Profile:
         return cls(
             tuple([LayerProfile(**{**each, "shape": tuple(each.get("shape", ()))}) for each in document])
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON."""
-        write_document(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Profile":
-        """Read what `save` wrote."""
-        return cls.from_json(read_document(path))
 
 
 def _named(

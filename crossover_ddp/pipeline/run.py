@@ -14,8 +14,6 @@ that has nothing to compute in a band gives the turn back at once: that is where
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
-import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -57,17 +55,6 @@ def _share_gradients(model: DistributedDataParallel, replicas: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(replicas)
-
-
-class _StageMessage(NamedTuple):
-    """A tensor that travels: the output of a stage's forward, or the gradient that its backward needs."""
-
-    stage: int
-    back: bool
-    micro: int
-
-    def tag(self, microbatches: int) -> int:
-        return (2 * self.stage + self.back) * microbatches + self.micro
 
 
 class PipelineRunner:
@@ -210,12 +197,9 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
                     f"expected parameters of one stage each, got one of stages {stages[parameter]} and {place}; "
                     "untie the layers' parameters, or make one layer of all that share them"
                 )
-    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).digest()[:7]
-    number = torch.tensor([int.from_bytes(digest, "big")])
-    ends = [number.clone(), -number]
-    for end in ends:
-        dist.all_reduce(end, op=dist.ReduceOp.MIN)
-    if not torch.equal(ends[0], -ends[1]):
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, plan.to_json())
+    if any(each != plans[0] for each in plans):
         raise ValueError(
             "expected the same plan on all ranks, got different ones; plan on one rank, save it, and load it on all"
         )
@@ -239,14 +223,16 @@ class _StepRun:
         self._inputs, self._targets = inputs, targets
         self._leaves: dict[tuple[int, int], torch.Tensor] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._local: dict[_StageMessage, torch.Tensor] = {}
-        self._posted: dict[_StageMessage, tuple[torch.Tensor, Any]] = {}
+        # A message is the result of an action, and has its name.
+        self._local: dict[Action, torch.Tensor] = {}
+        self._posted: dict[Action, tuple[torch.Tensor, Any]] = {}
         self._sending: list[tuple[torch.Tensor, Any]] = []
-        self._sent: set[_StageMessage] = set()
+        self._sent: set[Action] = set()
         self.losses: list[torch.Tensor] = []
         """Of this rank's micro-batches on the last stage, each divided by M."""
         actions = self._plan.orders.get(runner._rank, ())
-        self._awaited = deque(each for each in map(self._needed, actions) if each and self._is_remote(each))
+        needs = [(need, action) for action in actions if (need := self._needed(action))]
+        self._awaited = deque(need for need, action in needs if self._device(need) != self._device(action))
         self._post()
 
     def compute(self, actions: Sequence[Action]) -> None:
@@ -269,11 +255,10 @@ class _StepRun:
         leaf = self._inputs[micro] if needed is None else self._receive(needed)
         if needed is not None and leaf.is_floating_point():
             leaf.requires_grad_()
-            gradient = _StageMessage(stage - 1, True, micro)
 
             def send(tensor: torch.Tensor) -> None:  # see [Note: gradients leave early]
                 assert tensor.grad is not None
-                self._send(gradient, tensor.grad)
+                self._send(Action(stage, BACKWARD, micro), stage - 1, tensor.grad)
 
             leaf.register_post_accumulate_grad_hook(send)
         model = self._runner._models[stage]
@@ -286,7 +271,7 @@ class _StepRun:
             self.losses.append(output.detach())
         else:
             self._check_output(stage, output)
-            self._send(_StageMessage(stage, False, micro), output.detach())
+            self._send(action, stage + 1, output.detach())
         self._outputs[stage, micro] = output
 
     def _check_output(self, stage: int, output: torch.Tensor) -> None:
@@ -311,41 +296,34 @@ class _StepRun:
                 model.reducer.prepare_for_backward([output])
             with contextlib.nullcontext() if final else _unsynchronized(model):
                 output.backward(gradient)
-        message = _StageMessage(stage - 1, True, micro)
-        if stage and message not in self._sent:  # nothing in this stage depends on its input
-            self._send(message, torch.zeros_like(leaf))
+        if stage and action not in self._sent:  # nothing in this stage depends on its input
+            self._send(action, stage - 1, torch.zeros_like(leaf))
         leaf.grad = None
 
     # --- messages ------------------------------------------------------------------------------------------
 
-    def _needed(self, action: Action) -> _StageMessage | None:
-        """Return what an action needs of another stage."""
-        if action.kind == FORWARD:
-            return _StageMessage(action.stage - 1, False, action.micro) if action.stage else None
-        return _StageMessage(action.stage, True, action.micro) if action.stage < self._runner._last else None
+    def _needed(self, action: Action) -> Action | None:
+        """Return the action of another stage whose result an action needs."""
+        stage = action.stage + (-1 if action.kind == FORWARD else 1)
+        return action._replace(stage=stage) if 0 <= stage <= self._runner._last else None
 
-    def _device(self, stage: int, micro: int) -> int:
-        devices = self._plan.stages[stage].devices
-        return devices[micro % len(devices)]
+    def _device(self, action: Action) -> int:
+        devices = self._plan.stages[action.stage].devices
+        return devices[action.micro % len(devices)]
 
-    def _ends(self, message: _StageMessage) -> tuple[int, int]:
-        """Return the ranks that send and receive a message."""
-        one, two = (self._device(message.stage + side, message.micro) for side in (0, 1))
-        return (two, one) if message.back else (one, two)
-
-    def _is_remote(self, message: _StageMessage) -> bool:
-        source, target = self._ends(message)
-        return source != target
+    def _tag(self, action: Action) -> int:
+        return (2 * action.stage + (action.kind == BACKWARD)) * self._plan.microbatches + action.micro
 
     def _post(self) -> None:
         while self._awaited and len(self._posted) < _POSTED_AHEAD:
             message = self._awaited.popleft()
-            shape, dtype = self._plan.outputs[message.stage]
+            # The gradient of a stage's input has the shape of the output of the stage before.
+            shape, dtype = self._plan.outputs[message.stage - (message.kind == BACKWARD)]
             buffer = torch.empty(shape, dtype=getattr(torch, dtype))
-            work = dist.irecv(buffer, self._ends(message)[0], tag=message.tag(self._plan.microbatches))
+            work = dist.irecv(buffer, self._device(message), tag=self._tag(message))
             self._posted[message] = buffer, work
 
-    def _receive(self, message: _StageMessage) -> torch.Tensor:
+    def _receive(self, message: Action) -> torch.Tensor:
         if message in self._local:
             return self._local.pop(message)
         buffer, work = self._posted.pop(message)
@@ -353,14 +331,16 @@ class _StepRun:
         work.wait()
         return buffer
 
-    def _send(self, message: _StageMessage, tensor: torch.Tensor) -> None:
+    def _send(self, message: Action, stage: int, tensor: torch.Tensor) -> None:
+        """Send the result of an action to the device that has its micro-batch on ``stage``."""
+        target = self._device(message._replace(stage=stage))
         self._sent.add(message)
-        if not self._is_remote(message):
+        if target == self._device(message):
             self._local[message] = tensor.detach().clone()
             return
         self._sending = [each for each in self._sending if not each[1].is_completed()]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._ends(message)[1], tag=message.tag(self._plan.microbatches))
+        work = dist.isend(tensor, target, tag=self._tag(message))
         self._sending.append((tensor, work))
 
 

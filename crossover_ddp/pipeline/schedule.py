@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from .model import BACKWARD, FORWARD, Action, Hop, Orders, StagedChain
+from .model import BACKWARD, FORWARD, Action, Orders, StagedChain
 from .simulate import SimulatedStep, StepSpan, begins_s, list_schedule
 
 _DONE: Final = 1 + 1e-9
@@ -32,10 +32,23 @@ def _alternating(chain: StagedChain, ahead: Sequence[int]) -> Orders:
     for stage, (_, _, devices) in enumerate(chain.stages):
         for place, device in enumerate(devices):
             micros = range(place, chain.microbatches, len(devices))
-            first = min(ahead[stage], len(micros))
-            kinds = [FORWARD] * first + [FORWARD, BACKWARD] * (len(micros) - first) + [BACKWARD] * first
-            orders[device] = _numbered([(stage, kind) for kind in kinds], {stage: micros})
+            kinds = _one_by_one(
+                [(stage, FORWARD)] * len(micros), [(stage, BACKWARD)] * len(micros), ahead[stage]
+            )
+            orders[device] = _numbered(kinds, {stage: micros})
     return orders
+
+
+def _one_by_one(
+    forward: Sequence[tuple[int, str]], backward: Sequence[tuple[int, str]], ahead: int
+) -> list[tuple[int, str]]:
+    """Take some forwards, then one backward after each forward, then the backwards that are left."""
+    pairs = zip(forward[ahead:], backward, strict=False)
+    return [
+        *forward[:ahead],
+        *[each for pair in pairs for each in pair],
+        *backward[max(0, len(forward) - ahead) :],
+    ]
 
 
 def interleaved(chain: StagedChain, devices: int) -> Orders | None:
@@ -49,11 +62,7 @@ def interleaved(chain: StagedChain, devices: int) -> Orders | None:
     for place in range(devices):
         forward = [(chunk * devices + place, FORWARD) for chunk in turns]
         backward = [((chunks - 1 - chunk) * devices + place, BACKWARD) for chunk in turns]
-        ahead = min(len(turns), 2 * (devices - place - 1) + (chunks - 1) * devices)
-        mixed = forward[:ahead]
-        for one, two in zip(forward[ahead:], backward, strict=False):
-            mixed += [one, two]
-        mixed += backward[len(turns) - ahead :]
+        mixed = _one_by_one(forward, backward, 2 * (devices - place - 1) + (chunks - 1) * devices)
         numbers = {chunk * devices + place: range(micros) for chunk in range(chunks)}
         orders[chain.device(place, 0)] = _numbered(mixed, numbers)
     return orders
@@ -69,21 +78,6 @@ def depths(chain: StagedChain) -> list[int]:
     """Return the micro-batches that each stage's devices must have in flight to keep all stages behind it busy."""
     counts = [len(stage.devices) for stage in chain.stages]
     return [max(len(counts) - k, -(-sum(counts[k:]) // counts[k])) for k in range(len(counts))]
-
-
-class _Backwards(StagedChain):
-    """The chain in reversed time: backward of the first stage comes first; without gradient exchanges."""
-
-    def __init__(self, chain: StagedChain) -> None:
-        vars(self).update(vars(chain))
-        self._chain = chain
-        self.exchanges = [None] * len(chain.stages)
-
-    def seconds(self, stage: int, kind: str, micro: int) -> float:
-        return self._chain.seconds(stage, BACKWARD if kind == FORWARD else FORWARD, micro)
-
-    def hop(self, stage: int, micro: int, *, back: bool) -> Hop | None:
-        return self._chain.hop(stage, micro, back=not back)
 
 
 def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
@@ -109,32 +103,31 @@ def best_order(chain: StagedChain, *, tries: int = 0) -> SimulatedStep | None:
         limits = [min(factor * depth + extra, most) for depth, most in zip(depths(chain), room, strict=True)]
         if is_shortest(limits, None):
             return found[-1][2]
-    dice = random.Random(_SEED)
+    dice, mirrored = random.Random(_SEED), chain.mirrored()
     for number in range(tries):
         _, _, step, limits = min(found) if number >= len(found) else sorted(found)[number]
         if number >= len(found) or number % 3 == 0:
             stage = dice.randrange(len(room))
             limits = [*limits]
             limits[stage] = min(room[stage], max(1, limits[stage] + dice.choice((-1, 1))))
-        if is_shortest(limits, _justified(chain, step, limits, dice)):
+        if is_shortest(limits, _justified(chain, mirrored, step, limits, dice)):
             return found[-1][2]
     return min(found)[2]
 
 
 def _justified(
-    chain: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
+    chain: StagedChain, mirrored: StagedChain, step: SimulatedStep, limits: Sequence[int], dice: random.Random
 ) -> dict[Action, float] | None:
     """Push all actions of a step to its end, and return when they begin there, as priorities for the way back."""
     noise_s = dice.choice((0.0, 0.01, 0.05)) * step.step_s
     begins = {action: at_s + noise_s * dice.random() for action, at_s in begins_s(step.spans).items()}
     if chain.split:
         return begins
-    backwards = _Backwards(chain)
     ends = {_mirrored(action): -at_s - chain.seconds(*action) for action, at_s in begins.items()}
-    late = list_schedule(backwards, limits, ends)
+    late = list_schedule(mirrored, limits, ends)
     if late is None:
         return None
-    return {_mirrored(a): -at_s - backwards.seconds(*a) for a, at_s in begins_s(late.spans).items()}
+    return {_mirrored(a): -at_s - mirrored.seconds(*a) for a, at_s in begins_s(late.spans).items()}
 
 
 def _mirrored(action: Action) -> Action:

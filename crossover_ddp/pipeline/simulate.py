@@ -6,10 +6,11 @@ given, or chosen from what is ready under limits of the micro-batches in flight.
 """
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from .model import (
     BACKWARD,
@@ -68,14 +69,15 @@ def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
     On failure: ``ValueError`` if they do not hold each action once, on its device, or wait for each other for ever.
     """
     placed = sorted((action, device) for device, actions in orders.items() for action in actions)
-    expected = sorted((action, chain.device(action.stage, action.micro)) for action in chain.actions())
+    expected = sorted((task.action, task.device) for task in chain.tasks)
     if placed != expected:
         wrong = sorted(set(placed) ^ set(expected))[:3]
         raise ValueError(
             f"expected each action once, on its own device, got differences such as {wrong}; make the orders of the "
             "plan's own stages"
         )
-    step = _Play(chain, given=orders).run()
+    numbers = {action: float(number) for actions in orders.values() for number, action in enumerate(actions)}
+    step = _Play(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
     if step is None:
         raise ValueError(
             "expected orders that can run, got devices that wait for each other for ever; let each micro-batch's "
@@ -96,34 +98,49 @@ def list_schedule(
 
     Returns None if the limits let nothing go on.
     """
-    return _Play(chain, limits=limits, priority=priority).run()
+    return _Play(chain, limits, priority).run()
 
 
 class _Play:
-    """One step being played; times on one clock that begins at 0."""
+    """One step being played; times on one clock that begins at 0, tasks by their places in ``chain.tasks``.
+
+    With ``given`` the priorities are the numbers in each device's order, which waits for the next one.
+    """
 
     def __init__(
         self,
         chain: StagedChain,
+        limits: Sequence[int],
+        priority: Mapping[Action, float] | None,
         *,
-        limits: Sequence[int] = (),
-        given: Orders | None = None,
-        priority: Mapping[Action, float] | None = None,
+        given: bool = False,
     ) -> None:
-        self._chain, self._limits, self._given, self._priority = chain, limits, given, priority
-        self._arrived: dict[Action, int] = defaultdict(int)
-        self._ready: dict[int, list[Action]] = defaultdict(list)
-        self._left = len(chain.stages) * len(chain.kinds) * chain.microbatches
+        self._chain, self._given, self._tasks = chain, given, chain.tasks
+        self._left = len(self._tasks)
+        self._needs = [task.needs for task in self._tasks]
+        # What is smallest is taken first.
+        self._keys = [
+            (
+                _URGENCY[task.action.kind] if priority is None else priority[task.action],
+                task.action.micro,
+                place,
+            )
+            for place, task in enumerate(self._tasks)
+        ]
+        self._limits = [
+            limits[task.action.stage] if task.action.kind == FORWARD else math.inf for task in self._tasks
+        ]
+        self._ready: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
         self._busy: set[int] = set()
         self._woken: set[int] = set()
-        self._in_flight: dict[tuple[int, int], int] = defaultdict(int)
+        self._in_flight = [0] * (len(chain.stages) * len(chain.cluster))
         self._held: dict[int, float] = defaultdict(float)
         for stage, state_bytes in zip(chain.stages, chain.state_bytes, strict=True):
             for device in stage.devices:
                 self._held[device] += state_bytes
         self._peaks = dict(self._held)
         self._now_s = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[tuple[float, int, Callable[[int], None], int]] = []
         self._serial = 0
         self._free_s: dict[str, float] = defaultdict(float)
         # For each stage the micro-batches whose last action has not begun, and when the exchange may begin.
@@ -134,98 +151,77 @@ class _Play:
 
     def run(self) -> SimulatedStep | None:
         """Return the step, or None if it came to a halt."""
-        for micro in range(self._chain.microbatches):
-            self._arrive(Action(0, FORWARD, micro))
+        for place in range(self._chain.microbatches):  # the first stage's forwards
+            self._arrive(place)
         self._wake()
-        while self._events:
-            self._now_s = self._events[0][0]
+        events = self._events
+        while events:
+            self._now_s = now_s = events[0][0]
             # Whoever chooses sees all that is ready at this time.
-            while self._events and self._events[0][0] == self._now_s:
-                _, _, event, arguments = heapq.heappop(self._events)
-                event(*arguments)
+            while events and events[0][0] == now_s:
+                _, _, event, number = heapq.heappop(events)
+                event(number)
             self._wake()
         if self._left:
             return None
         return SimulatedStep(self._now_s, self._orders, tuple(self._spans), self._peaks)
 
-    def _at(self, time_s: float, event: Callable[..., None], *arguments: Any) -> None:
+    def _at(self, time_s: float, event: Callable[[int], None], number: int) -> None:
         self._serial += 1
-        heapq.heappush(self._events, (time_s, self._serial, event, arguments))
+        heapq.heappush(self._events, (time_s, self._serial, event, number))
 
     # --- compute -------------------------------------------------------------------------------------------
 
-    def _arrive(self, action: Action) -> None:
+    def _arrive(self, place: int) -> None:
         """Note that one thing which the action needs is there."""
-        stage, kind, micro = action
-        self._arrived[action] += 1
-        # Backward needs the stage's own forward and, but for the last stage, the gradient of its output.
-        needs_two = kind in (BACKWARD, INPUT_GRADIENT) and stage + 1 < len(self._chain.stages)
-        if self._arrived[action] == 1 + needs_two:
-            device = self._chain.device(stage, micro)
-            self._ready[device].append(action)
+        self._needs[place] -= 1
+        if not self._needs[place]:
+            device = self._tasks[place].device
+            self._ready[device].append(self._keys[place])
             self._woken.add(device)
 
     def _wake(self) -> None:
         for device in sorted(self._woken - self._busy):
-            action = self._chosen(device)
-            if action is not None:
-                self._begin(device, action)
+            ready, tasks, in_flight, limits = self._ready[device], self._tasks, self._in_flight, self._limits
+            allowed = [key for key in ready if in_flight[tasks[key[2]].slot] < limits[key[2]]]
+            if allowed:
+                key = min(allowed)
+                if not self._given or key[0] == len(self._orders[device]):
+                    ready.remove(key)
+                    self._begin(key[2])
         self._woken.clear()
 
-    def _chosen(self, device: int) -> Action | None:
-        ready = self._ready[device]
-        if self._given is not None:
-            order, done = self._given[device], len(self._orders[device])
-            return order[done] if done < len(order) and order[done] in ready else None
-        allowed = [
-            (self._priority[action] if self._priority else _URGENCY[action.kind], action.micro, action)
-            for action in ready
-            if action.kind != FORWARD or self._in_flight[action.stage, device] < self._limits[action.stage]
-        ]
-        return min(allowed)[2] if allowed else None
-
-    def _begin(self, device: int, action: Action) -> None:
-        stage, kind, micro = action
-        end_s = self._now_s + self._chain.seconds(stage, kind, micro)
-        self._ready[device].remove(action)
+    def _begin(self, place: int) -> None:
+        action, device, slot, seconds, *_ = self._tasks[place]
+        end_s = self._now_s + seconds
         self._busy.add(device)
         self._orders[device].append(action)
         self._spans.append(StepSpan(device, False, self._now_s, end_s, action))
-        if kind == FORWARD:
-            self._in_flight[stage, device] += 1
-            self._held[device] += self._chain.stored_bytes[stage]
+        if action.kind == FORWARD:
+            self._in_flight[slot] += 1
+            self._held[device] += self._chain.stored_bytes[action.stage]
             self._peaks[device] = max(self._peaks[device], self._held[device])
-        elif kind == self._chain.kinds[-1]:
-            self._note_exchange(stage, end_s)
-        self._at(end_s, self._finish, device, action)
+        elif action.kind == self._chain.kinds[-1]:
+            self._note_exchange(action.stage, end_s)
+        self._at(end_s, self._finish, place)
 
-    def _finish(self, device: int, action: Action) -> None:
-        stage, kind, micro = action
-        chain = self._chain
+    def _finish(self, place: int) -> None:
+        action, device, slot, _, _, then, target, hop = self._tasks[place]
         self._left -= 1
         self._busy.discard(device)
         self._woken.add(device)
-        if kind == FORWARD:
-            self._arrive(Action(stage, chain.kinds[1], micro))
-            if stage + 1 < len(chain.stages):
-                self._send(device, action, chain.hop(stage, micro, back=False), stage + 1)
-        elif kind == chain.kinds[1]:
-            if chain.split:
-                self._arrive(Action(stage, WEIGHT_GRADIENT, micro))
-            if stage:
-                self._send(device, action, chain.hop(stage - 1, micro, back=True), stage - 1)
-        if kind == chain.kinds[-1]:
-            self._in_flight[stage, device] -= 1
-            self._held[device] -= chain.stored_bytes[stage]
+        if then is not None:
+            self._arrive(then)
+        else:
+            self._in_flight[slot] -= 1
+            self._held[device] -= self._chain.stored_bytes[action.stage]
+        if target is not None:
+            if hop is None:
+                self._arrive(target)
+            else:
+                self._at(self._transmitted_s(hop, (device,), action), self._arrive, target)
 
     # --- network -------------------------------------------------------------------------------------------
-
-    def _send(self, device: int, action: Action, hop: Hop | None, stage: int) -> None:
-        needed_by = action._replace(stage=stage)
-        if hop is None:
-            self._arrive(needed_by)
-        else:
-            self._at(self._transmitted_s(hop, (device,), action), self._arrive, needed_by)
 
     def _note_exchange(self, stage: int, end_s: float) -> None:
         """Let the stage's exchange begin when its last action has, on all replicas, come far enough."""
@@ -234,16 +230,22 @@ class _Play:
         if exchange is not None:
             self._exchange_s[stage] = max(self._exchange_s[stage], end_s - exchange[1])
             if not self._unbegun[stage]:
-                self._at(max(self._now_s, self._exchange_s[stage]), self._exchange, stage, exchange[0])
+                self._at(max(self._now_s, self._exchange_s[stage]), self._exchange, stage)
 
-    def _exchange(self, stage: int, hop: Hop) -> None:
+    def _exchange(self, stage: int) -> None:
+        exchange = self._chain.exchanges[stage]
+        assert exchange is not None
         action = Action(stage, EXCHANGE, 0)
-        self._at(self._transmitted_s(hop, self._chain.stages[stage].devices, action), lambda: None)
+        end_s = self._transmitted_s(exchange[0], self._chain.stages[stage].devices, action)
+        self._at(end_s, lambda _: None, stage)
 
     def _transmitted_s(self, hop: Hop, devices: Sequence[int], action: Action) -> float:
         """Return when the last byte will have arrived; the ports serve first what was asked before."""
-        begin_s = max(self._now_s, *(self._free_s[port] for port in hop.ports))
-        end_s = begin_s + hop.wire_s
-        self._free_s.update(dict.fromkeys(hop.ports, end_s))
-        self._spans += [StepSpan(device, True, begin_s, end_s, action) for device in devices]
-        return end_s + hop.latency_s
+        wire_s, latency_s, ports = hop
+        begin_s = max(self._now_s, *[self._free_s[port] for port in ports])
+        end_s = begin_s + wire_s
+        for port in ports:
+            self._free_s[port] = end_s
+        for device in devices:
+            self._spans.append(StepSpan(device, True, begin_s, end_s, action))
+        return end_s + latency_s

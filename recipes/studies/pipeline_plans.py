@@ -250,8 +250,10 @@ def clusters(count: int, path: Path, seconds: float) -> None:
     end_s = time.monotonic() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        small_first = sorted(range(count), key=lambda seed: SIZES[seed // 4 % len(SIZES)])
-        for seed, name in itertools.product(small_first, profiles):
+        # In this order any part of the pairs is a fair sample of all kinds, sizes and models.
+        pairs = list(itertools.product(range(count), profiles))
+        random.Random(0).shuffle(pairs)
+        for seed, name in pairs:
             if (seed, name) not in seen and time.monotonic() < end_s:
                 rows.append({"seed": seed, "model": name, **compared(seed, profiles[name])})
                 print(json.dumps(rows[-1]), file=file, flush=True)

@@ -28,6 +28,11 @@ class Skipping(nn.Module):
         return x + self.two(self.one(x))
 
 
+class Pair(Skipping):
+    def forward(self, x: Any) -> Any:
+        return x, self.one(x)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     Profile(tuple(LayerProfile(f"l{k}", 1.0, 2.0, 1e6, 1e6) for k in range(4))).save(
@@ -84,6 +89,8 @@ def test_the_function_of_the_document_makes_a_chain_of_a_transformer(
     ("model", "more", "code", "message"),
     [
         (f"{__name__}:Skipping", ["--input", "2,8"], 1, "expected a model that is a chain, got"),
+        (f"{__name__}:Skipping", ["--input", "2,9"], 1, "expected the shape of an input that"),
+        (f"{__name__}:Pair", ["--input", "2,8"], 1, "expected a model that returns one tensor, got tuple of"),
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
         ("missing.json", [], 2, "expected files that can be read and written"),
