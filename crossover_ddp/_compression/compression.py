@@ -26,6 +26,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec
 from .cut import cut
+from .scratch import Scratch
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _NEEDED: Final = ("room", "encode", "add_decoded")
@@ -48,6 +49,7 @@ class Compression:
         self._state = state
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
+        self._scratch = Scratch()
         # Of parameters whose bucket is not known yet, or is not there any more.
         self._pool: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
@@ -113,7 +115,7 @@ class Compression:
         layout = Layout.equal(flat.numel(), group.size())
         numels = [content.span.numel for content in contents_of(bucket, flat)]
         parts = cut(numels, [parameter.dim() for parameter in parameters], layout)
-        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank())
+        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank(), scratch=self._scratch)
         for number, parameter in enumerate(parameters):
             residual = self._taken(parameter)
             if residual is not None:

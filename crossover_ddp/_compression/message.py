@@ -20,14 +20,13 @@ class CodedMessage:
     Args:
         part: what it is about.
         room: bytes of the codec.
-        memory: to hold it; None: new memory.
+        memory: to hold it, of `total` bytes.
     """
 
-    def __init__(self, part: Part, room: int, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, part: Part, room: int, memory: torch.Tensor) -> None:
         self._part = part
         self._shape = Shape.of(part, room)
-        # Not empty: what padding holds should not be what the process had there before.
-        self.bytes = torch.zeros(self._shape.stop, dtype=torch.uint8) if memory is None else memory
+        self.bytes = memory
 
     @property
     def used(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec
 from .compression import check_coded, codecs_of
 from .cut import OwnedSpan, Part
+from .scratch import Scratch
 
 _EXACT_STEPS: Final = 2
 
@@ -40,6 +41,7 @@ class PayloadCompression:
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
+        self._scratch = Scratch()
         self._exact_left = _EXACT_STEPS
         self._is_whole, self._is_new_step = False, True
         self._sent_bytes = self._exact_bytes = 0
@@ -89,7 +91,9 @@ class PayloadCompression:
         if known is not None and _shape(known.parameters, known.parts) == _shape(parameters, parts):
             return known
         numels = [parameter.numel() for parameter in parameters]
-        made = CodedBucket(self.codecs, parameters, numels, parts, rank, gives_mean=False)
+        made = CodedBucket(
+            self.codecs, parameters, numels, parts, rank, gives_mean=False, scratch=self._scratch
+        )
         kept = {id(p): residual for each in self._buckets.values() for p, residual in each.kept()}
         for number, parameter in enumerate(parameters):
             if id(parameter) in kept:
