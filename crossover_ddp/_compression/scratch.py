@@ -1,7 +1,7 @@
 """Memory that is used again.
 
-[Note: used again] A fresh tensor of megabytes is mapped by the kernel page by page, which takes longer than to write it.
-So messages stay where they were in the last step, and what is needed only for a moment lies in one memory per thread.
+[Note: used again] The kernel maps a fresh tensor of megabytes page by page, which takes longer than to write it. So
+messages stay where they were in the last step, and what is needed only for a moment lies in one memory per thread.
 """
 
 import threading
