@@ -38,7 +38,8 @@ class Compression:
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
-        state: that the hook is registered with; tells apart models that wrap one module.
+        state: that the hook is registered with; tells apart models that wrap one module. Its ``mutex``, if it has one,
+            shows others the rate achieved.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Compression:
             return None
         coded = self._bucket(bucket, flat, group)
         self._count(coded, flat, group.size())
+        if bucket.is_last():
+            publish_rate(getattr(self._state, "mutex", None), self._sent_bytes, self._exact_bytes)
         # With a version counter of its own: decoded values are no change that somebody has made.
         own = flat.data
         coded.encode(Buffers(own, coded.parts, own, coded.parts))
@@ -186,6 +189,12 @@ class Compression:
         if coded.outgoing:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
+
+
+def publish_rate(mutex: Any, sent_bytes: int, exact_bytes: int) -> None:
+    """Let ``crossover-ddp status`` show the rate achieved; nothing without a mutex or before the first coded bytes."""
+    if mutex is not None and exact_bytes:
+        mutex._publish_rate(sent_bytes, exact_bytes)
 
 
 def state_of(compression: Compression | None) -> dict[str, Any]:
