@@ -10,6 +10,7 @@ import torch
 
 from .codec import Encoded
 from .message import views
+from .scratch import Scratch
 
 _LARGEST: Final = 127
 # Elements that one operation works on, so that they stay in the core's cache from operation to operation.
@@ -17,6 +18,8 @@ _TILE_NUMEL: Final = 1 << 17
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
+# Of the size of a tile; no caller sees it. See [Note: used again].
+_scratch: Final = Scratch()
 
 
 def _rounded_down(scale: float) -> float:
@@ -161,8 +164,9 @@ class _Tiling(NamedTuple):
         return self.blocks(of_blocks[:, None])
 
     def scratch(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the elements of any tile."""
-        return torch.empty(max((tile.stop - tile.start for tile in self.tiles), default=0), dtype=dtype)
+        """Return this thread's memory for the elements of any tile."""
+        numel = max((tile.stop - tile.start for tile in self.tiles), default=0)
+        return _scratch.take(numel) if dtype == torch.float32 else torch.empty(numel, dtype=dtype)
 
 
 def _shaped(scratch: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class JobReport:
     share: float | None
     """Part of the device's turns in the interval."""
     rate: float | None = None
-    """Bytes that its codec has sent over those of an exact exchange; None without a codec, or before its second step."""
+    """Bytes that its codec has sent over those of an exact exchange; None without a codec, or before there are any."""
 
 
 @dataclass(frozen=True)
