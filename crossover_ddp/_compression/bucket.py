@@ -106,7 +106,9 @@ class _Stream:
             if not whole:
                 self._memory = encoded.memory
                 next_room = self.codec.room(part.lengths, encoded.wanted) if finite else self.room
-            message.used.copy_(torch.tensor(used, dtype=torch.uint8))
+            message.used.fill_(1)
+            for number in [number for number, use in enumerate(used) if not use]:
+                message.used[number] = 0
         message.seal(finite=finite, next_room=next_room)
         self.room = next_room
 

@@ -77,11 +77,12 @@ class Int8:
             torch.amax(rows, dim=1, out=most)
             torch.amin(rows, dim=1, out=least)
         torch.maximum(largest, smallest.neg_(), out=largest)
-        if not bool(torch.isfinite(largest).all()):
+        # Of finite float32 the sum may overflow, so a second look decides.
+        if not math.isfinite(largest.sum()) and not bool(torch.isfinite(largest).all()):
             return Encoded(False, values.numel(), None)
         scales.copy_(_rounded_up(largest.float() / _LARGEST))
         exact = scales.to(values.dtype)
-        inverse = torch.where(exact > 0, 1 / exact, exact)
+        inverse = exact.reciprocal().masked_fill_(exact.eq(0), 0)
         for rows, code, left, by, scale in zip(
             rows_of,
             tiling.rows(codes),
@@ -237,4 +238,4 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     mask = (1 << _DROPPED_BITS) - 1
     bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
     rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
-    return torch.where(scales > _SMALLEST_SCALE, rounded, torch.zeros_like(rounded))
+    return rounded.masked_fill_(scales.le(_SMALLEST_SCALE), 0)
