@@ -142,6 +142,8 @@ class CodedBucket:
         self.rank = rank
         self._codecs = codecs
         self._gives_mean = gives_mean
+        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
+        self._writer = codecs.pull if isinstance(codecs.pull, PieceWriter) else None
         self._others = [other for other in range(len(parts)) if other != rank]
         self._numels = list(numels)
         self._own = self.parts[rank]
@@ -283,14 +285,14 @@ class CodedBucket:
         message = CodedMessage(part, self._sent_rooms[owner], self._piece(owner))
         finite, self._pull_rooms[owner] = message.opened()
         _spread(message.exact, part.exact, flat)
-        codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
         pieces = [flat[segment.span.start : segment.span.stop] for segment in part.coded]
         if not finite:
             for piece in pieces:
                 piece.fill_(torch.nan)
-        elif isinstance(codec, PieceWriter):
-            codec.write_decoded(message.coded, part.lengths, pieces)
+        elif self._writer is not None and not self._is_whole:
+            self._writer.write_decoded(message.coded, part.lengths, pieces)
         elif pieces:
+            codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
             values = self._scratch.take(part.coded_numel).zero_()
             codec.add_decoded(message.coded, part.lengths, values)
             _spread(values, part.coded, flat)
