@@ -20,7 +20,7 @@ from crossover_ddp._exchange.transfer import Sharded
 from .codec import Codec, PieceWriter
 from .cut import OwnedSpan, Part
 from .message import CodedMessage, total, views
-from .scratch import Kept, Scratch
+from .scratch import MessageMemory, Scratch
 from .whole import Whole
 
 _WHOLE = Whole()
@@ -154,8 +154,8 @@ class CodedBucket:
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
         self._is_own_kept = self._is_whole = False
         self._scratch = Scratch() if scratch is None else scratch
-        self._to, self._from = ([Kept() for _ in parts] for _ in range(2))
-        self._gathered, self._addend = Kept(), torch.empty(self._own.coded_numel)
+        self._to, self._from = ([MessageMemory() for _ in parts] for _ in range(2))
+        self._gathered, self._addend = MessageMemory(), torch.empty(self._own.coded_numel)
         self.outgoing: dict[int, torch.Tensor] = {}
         self.incoming: dict[int, torch.Tensor] = {}
         self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, len(parts)))
@@ -199,11 +199,11 @@ class CodedBucket:
         layout = Layout.of_lengths(sizes)
         self.gather = Sharded(self._bytes(layout.numel, self._gathered), layout)
 
-    def _message(self, part: Part, room: int, kept: Kept) -> CodedMessage:
+    def _message(self, part: Part, room: int, kept: MessageMemory) -> CodedMessage:
         room = self._room(room, part)
         return CodedMessage(part, room, self._bytes(total(part, room), kept))
 
-    def _bytes(self, size: int, kept: Kept) -> torch.Tensor:
+    def _bytes(self, size: int, kept: MessageMemory) -> torch.Tensor:
         """Return memory for a message, see [Note: used again]; the large ones of a whole step are not kept."""
         return torch.zeros(size, dtype=torch.uint8) if self._is_whole else kept.take(size)
 

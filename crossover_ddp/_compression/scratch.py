@@ -25,7 +25,7 @@ class Scratch(threading.local):
         return self._floats[:numel]
 
 
-class Kept:
+class MessageMemory:
     """Bytes that hold a message of each step in turn.
 
     Zeros at first, not empty: what padding holds should not be what the process had there before.
