@@ -175,7 +175,9 @@ class KFACState(Pausable):
         self, model: nn.Module, placement: Placement, codec: Codec | tuple[Codec, Codec] | None
     ) -> None:
         self.codec = codec
-        self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
+        self._compression = (
+            None if codec is None else PayloadCompression(codec, self._setup.loss_scale, self.mutex)
+        )
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)

@@ -10,19 +10,22 @@ above holds for each half by itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
-from .codec import Codec
+from .codec import Codec, PieceWriter
 from .cut import OwnedSpan, Part
 from .message import CodedMessage, total, views
+from .scratch import MessageMemory, Scratch
 from .whole import Whole
 
 _WHOLE = Whole()
+# Elements of a segment, on average, from which one operation for each costs less than another pass over memory.
+_LARGE: Final = 1 << 14
 
 
 class Codecs(NamedTuple):
@@ -60,22 +63,32 @@ class _Stream:
         self.room = codec.room(part.lengths)
         self._memory: Any = None
 
+    def sum(self, flat: torch.Tensor, segments: Sequence[OwnedSpan], out: torch.Tensor) -> torch.Tensor:
+        """Return segments of ``flat`` plus the residual, in ``out``."""
+        if out.numel() < _LARGE * len(segments):
+            return _collect(flat, segments, out).add_(self.residual)
+        pieces = zip(
+            segments, views(out, self.part.lengths), views(self.residual, self.part.lengths), strict=True
+        )
+        for segment, piece, kept in pieces:
+            torch.add(flat[segment.span.start : segment.span.stop], kept, out=piece)
+        return out
+
     def encode(
         self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage, *, whole: bool
     ) -> None:
-        """Write values plus residual, and keep the rest; what is not used waits with its residual. Changes ``values``.
+        """Write the values, and keep the rest; what is not used waits with its residual. Changes ``values``.
 
         A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
 
         Args:
-            values: of the coded segments.
+            values: of the coded segments, plus the residual.
             used: for each of them, whether its parameter is in use.
             message: to be written and sealed.
             whole: write all of it, in float32.
         """
         part, next_room, finite = self.part, self.room, True
         if part.coded:
-            values.add_(self.residual)
             idle = [
                 (piece, kept, kept.clone())
                 for use, piece, kept in zip(
@@ -93,7 +106,9 @@ class _Stream:
             if not whole:
                 self._memory = encoded.memory
                 next_room = self.codec.room(part.lengths, encoded.wanted) if finite else self.room
-            message.used.copy_(torch.tensor(used, dtype=torch.uint8))
+            message.used.fill_(1)
+            for number in [number for number, use in enumerate(used) if not use]:
+                message.used[number] = 0
         message.seal(finite=finite, next_room=next_room)
         self.room = next_room
 
@@ -108,6 +123,7 @@ class CodedBucket:
         parts: what is coded, by owner; exact parts may be others in each step.
         rank: of this process.
         gives_mean: whether owners send the mean, and not what they make of it.
+        scratch: memory for a moment, of all buckets; default: the bucket's own.
     """
 
     def __init__(
@@ -119,12 +135,15 @@ class CodedBucket:
         rank: int,
         *,
         gives_mean: bool = True,
+        scratch: Scratch | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.parts = tuple(parts)
         self.rank = rank
         self._codecs = codecs
         self._gives_mean = gives_mean
+        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
+        self._writer = codecs.pull if isinstance(codecs.pull, PieceWriter) else None
         self._others = [other for other in range(len(parts)) if other != rank]
         self._numels = list(numels)
         self._own = self.parts[rank]
@@ -134,6 +153,9 @@ class CodedBucket:
         self._incoming_rooms = dict.fromkeys(self._others, codecs.push.room(self._own.lengths))
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
         self._is_own_kept = self._is_whole = False
+        self._scratch = Scratch() if scratch is None else scratch
+        self._to, self._from = ([MessageMemory() for _ in parts] for _ in range(2))
+        self._gathered, self._addend = MessageMemory(), torch.empty(self._own.coded_numel)
         self.outgoing: dict[int, torch.Tensor] = {}
         self.incoming: dict[int, torch.Tensor] = {}
         self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, len(parts)))
@@ -156,17 +178,18 @@ class CodedBucket:
         self._messages = {}
         for owner in self._others:
             part, stream = buffers.push[owner], self._push[owner]
-            message = self._messages[owner] = CodedMessage(part, self._room(stream.room, part))
+            message = self._messages[owner] = self._message(part, stream.room, self._to[owner])
             _collect(flat, part.exact, message.exact)
-            values = _collect(flat, part.coded, torch.empty(part.coded_numel))
+            values = stream.sum(flat, part.coded, self._scratch.take(part.coded_numel))
             stream.encode(values, [used[segment.parameter] for segment in part.coded], message, whole=whole)
         self.outgoing = {owner: message.bytes for owner, message in self._messages.items()}
         own = buffers.push[self.rank]
         self._own_used = [used[segment.parameter] for segment in own.coded]
-        self._addend = self._own_addend(flat)
+        self._collect_addend(flat)
         self._exact_addend = _collect(flat, own.exact, torch.empty(own.exact_numel))
         self._received = {
-            source: CodedMessage(own, self._room(room, own)) for source, room in self._incoming_rooms.items()
+            source: self._message(own, room, self._from[source])
+            for source, room in self._incoming_rooms.items()
         }
         self.incoming = {source: message.bytes for source, message in self._received.items()}
         self._sent_rooms = [
@@ -174,22 +197,29 @@ class CodedBucket:
         ]
         sizes = [total(part, room) for part, room in zip(buffers.pull, self._sent_rooms, strict=True)]
         layout = Layout.of_lengths(sizes)
-        self.gather = Sharded(torch.empty(layout.numel, dtype=torch.uint8), layout)
+        self.gather = Sharded(self._bytes(layout.numel, self._gathered), layout)
+
+    def _message(self, part: Part, room: int, kept: MessageMemory) -> CodedMessage:
+        room = self._room(room, part)
+        return CodedMessage(part, room, self._bytes(total(part, room), kept))
+
+    def _bytes(self, size: int, kept: MessageMemory) -> torch.Tensor:
+        """Return memory for a message, see [Note: used again]; the large ones of a whole step are not kept."""
+        return torch.zeros(size, dtype=torch.uint8) if self._is_whole else kept.take(size)
 
     def _room(self, room: int, part: Part) -> int:
         return _WHOLE.room(part.lengths) if self._is_whole else room
 
-    def _own_addend(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to its own part; it has a residual there only after a change of buckets."""
+    def _collect_addend(self, flat: torch.Tensor) -> None:
+        """Take what this rank adds to its own part; it has a residual there only after a change of buckets."""
         own, part = self._push[self.rank].residual, self._buffers.push[self.rank]
-        addend = _collect(flat, part.coded, torch.empty(own.numel()))
+        addend = _collect(flat, part.coded, self._addend)
         if self._is_own_kept:
             pieces = zip(self._own_used, views(addend, part.lengths), views(own, part.lengths), strict=True)
             for piece, kept in [(piece, kept) for use, piece, kept in pieces if use]:
                 piece.add_(kept)
                 kept.zero_()
             self._is_own_kept = bool(own.any())
-        return addend
 
     def step(self) -> None:
         """Add what came in the order of ranks, and write the message to all. On a worker."""
@@ -208,6 +238,7 @@ class CodedBucket:
         out = CodedMessage(gathered, self._sent_rooms[self.rank], self._piece(self.rank))
         out.exact.copy_(exact)
         if is_finite:
+            values.add_(self._pull.residual)
             self._pull.encode(values, used, out, whole=self._is_whole)
         else:
             out.seal(finite=False, next_room=self._pull.room)
@@ -216,12 +247,16 @@ class CodedBucket:
         """Return the sums of what is coded and of what is exact, which parameters are in use, and if all is finite."""
         part = self._buffers.push[self.rank]
         codec: Codec = _WHOLE if self._is_whole else self._codecs.push
-        values, exact = torch.zeros(part.coded_numel), torch.zeros(part.exact_numel)
+        # Two addends may change places, so the first two ranks add to their own.
+        is_begun = self.rank <= 1
+        values = self._addend if is_begun else self._scratch.take(part.coded_numel).zero_()
+        exact = torch.zeros(part.exact_numel)
         used, is_finite = list(self._own_used), True
         for rank in range(len(self.parts)):
             if rank == self.rank:
-                values.add_(self._addend)
                 exact.add_(self._exact_addend)
+                if not is_begun:
+                    values.add_(self._addend)
                 continue
             message = self._received[rank]
             finite, self._incoming_rooms[rank] = message.opened()
@@ -249,12 +284,18 @@ class CodedBucket:
         part, flat = self._buffers.pull[owner], self._buffers.gather
         message = CodedMessage(part, self._sent_rooms[owner], self._piece(owner))
         finite, self._pull_rooms[owner] = message.opened()
-        values = torch.zeros(part.coded_numel) if finite else torch.full((part.coded_numel,), torch.nan)
-        if finite and part.coded:
-            codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
-            codec.add_decoded(message.coded, part.lengths, values)
-        _spread(values, part.coded, flat)
         _spread(message.exact, part.exact, flat)
+        pieces = [flat[segment.span.start : segment.span.stop] for segment in part.coded]
+        if not finite:
+            for piece in pieces:
+                piece.fill_(torch.nan)
+        elif self._writer is not None and not self._is_whole:
+            self._writer.write_decoded(message.coded, part.lengths, pieces)
+        elif pieces:
+            codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
+            values = self._scratch.take(part.coded_numel).zero_()
+            codec.add_decoded(message.coded, part.lengths, values)
+            _spread(values, part.coded, flat)
 
     def _piece(self, owner: int) -> torch.Tensor:
         span = self.gather.layout.part(owner)

@@ -6,7 +6,7 @@ float32, whatever the values are, so all ranks that decode the same bytes have t
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -47,3 +47,16 @@ class Codec(Protocol):
 
     def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
         """Add what ``message`` holds to ``out``, a flat tensor of all lengths."""
+
+
+@runtime_checkable
+class PieceWriter(Protocol):
+    """A codec that also decodes straight to where values belong, which saves two passes over memory."""
+
+    def write_decoded(
+        self, message: torch.Tensor, lengths: Sequence[int], pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Write what ``message`` holds to ``pieces``, one flat tensor for each of ``lengths``, of any dtype.
+
+        The same numbers as `Codec.add_decoded` makes of zeros.
+        """

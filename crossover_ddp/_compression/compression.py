@@ -26,6 +26,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec
 from .cut import cut
+from .scratch import Scratch
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _NEEDED: Final = ("room", "encode", "add_decoded")
@@ -37,7 +38,8 @@ class Compression:
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
-        state: that the hook is registered with; tells apart models that wrap one module.
+        state: that the hook is registered with; tells apart models that wrap one module. Its ``mutex``, if it has one,
+            shows others the rate achieved.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Compression:
         self._state = state
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
+        self._scratch = Scratch()
         # Of parameters whose bucket is not known yet, or is not there any more.
         self._pool: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
@@ -76,6 +79,8 @@ class Compression:
             return None
         coded = self._bucket(bucket, flat, group)
         self._count(coded, flat, group.size())
+        if bucket.is_last():
+            publish_rate(getattr(self._state, "mutex", None), self._sent_bytes, self._exact_bytes)
         # With a version counter of its own: decoded values are no change that somebody has made.
         own = flat.data
         coded.encode(Buffers(own, coded.parts, own, coded.parts))
@@ -113,7 +118,7 @@ class Compression:
         layout = Layout.equal(flat.numel(), group.size())
         numels = [content.span.numel for content in contents_of(bucket, flat)]
         parts = cut(numels, [parameter.dim() for parameter in parameters], layout)
-        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank())
+        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank(), scratch=self._scratch)
         for number, parameter in enumerate(parameters):
             residual = self._taken(parameter)
             if residual is not None:
@@ -184,6 +189,12 @@ class Compression:
         if coded.outgoing:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
+
+
+def publish_rate(mutex: Any, sent_bytes: int, exact_bytes: int) -> None:
+    """Let ``crossover-ddp status`` show the rate achieved; nothing without a mutex or before the first coded bytes."""
+    if mutex is not None and exact_bytes:
+        mutex._publish_rate(sent_bytes, exact_bytes)
 
 
 def state_of(compression: Compression | None) -> dict[str, Any]:

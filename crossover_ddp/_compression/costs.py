@@ -18,16 +18,18 @@ _ROUNDS: Final = 5
 _WARM_UP: Final = 2
 
 
-def measure_codec(codec: Codec | tuple[Codec, Codec] | None, world_size: int) -> CodecCost:
+def measure_codec(
+    codec: Codec | tuple[Codec, Codec] | None, world_size: int, numel: int = _NUMEL
+) -> CodecCost:
     """Return the cost of ``codec`` for a rank of ``world_size``, in processor time of this thread.
 
-    Two megabytes of one parameter, whose elements have a Laplace distribution, go through all that a bucket goes
-    through but the wire. Takes some ten milliseconds. Not collective.
+    One parameter of ``numel`` elements (default: two megabytes), which have a Laplace distribution, goes through all
+    that a bucket goes through but the wire. Takes some ten milliseconds. Not collective.
     """
     if codec is None or world_size < 2:
         return EXACT
     push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-    trial = _CodecTrial(Codecs(push, pull), world_size)
+    trial = _CodecTrial(Codecs(push, pull), world_size, numel)
     taken = [trial.round() for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
     hook_s, worker_s = (min(each) for each in zip(*taken, strict=True))
     nbytes = trial.values.nbytes
@@ -37,8 +39,8 @@ def measure_codec(codec: Codec | tuple[Codec, Codec] | None, world_size: int) ->
 class _CodecTrial:
     """A rank whose gradient is the same for all owners, so that its own messages stand for those of the others."""
 
-    def __init__(self, codecs: Codecs, world_size: int) -> None:
-        share = _NUMEL // world_size
+    def __init__(self, codecs: Codecs, world_size: int, numel: int) -> None:
+        share = numel // world_size
         numel = share * world_size
         parts = cut([numel], [_MATRIX], Layout.equal(numel, world_size))
         generator = torch.Generator().manual_seed(0)

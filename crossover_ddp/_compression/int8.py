@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from .codec import Encoded
+from .message import views
+from .scratch import Scratch
 
 _LARGEST: Final = 127
 # Elements that one operation works on, so that they stay in the core's cache from operation to operation.
@@ -16,6 +18,8 @@ _TILE_NUMEL: Final = 1 << 17
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
+# Of the size of a tile; no caller sees it. See [Note: used again].
+_scratch: Final = Scratch()
 
 
 def _rounded_down(scale: float) -> float:
@@ -65,32 +69,55 @@ class Int8:
     ) -> Encoded:
         """Write scales and codes; see `Codec.encode`."""
         scales, codes = self._views(message, lengths)
-        tiles = _tiles(tuple(lengths), self.block)
-        scratch = values.new_empty(max((tile.numel for tile in tiles), default=0))
-        largest = values.new_empty(scales.numel())
-        for tile in tiles:  # torch.linalg.vector_norm(ord=inf) takes fifteen times as long
-            magnitudes = torch.abs(tile.rows(values), out=tile.shaped(scratch))
-            torch.amax(magnitudes, dim=1, out=largest[tile.first : tile.last])
-        if not bool(torch.isfinite(largest).all()):
+        tiling = _tiling(tuple(lengths), self.block)
+        rows_of, scratch = tiling.rows(values), tiling.scratch(values.dtype)
+        largest, smallest = values.new_empty(2, scales.numel())
+        # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
+        for rows, most, least in zip(rows_of, tiling.blocks(largest), tiling.blocks(smallest), strict=True):
+            torch.amax(rows, dim=1, out=most)
+            torch.amin(rows, dim=1, out=least)
+        torch.maximum(largest, smallest.neg_(), out=largest)
+        # Of finite float32 the sum may overflow, so a second look decides.
+        if not math.isfinite(largest.sum()) and not bool(torch.isfinite(largest).all()):
             return Encoded(False, values.numel(), None)
         scales.copy_(_rounded_up(largest.float() / _LARGEST))
         exact = scales.to(values.dtype)
-        inverse = torch.where(exact > 0, 1 / exact, exact)
-        for tile in tiles:
-            rows, blocks = tile.rows(values), slice(tile.first, tile.last)
-            rounded = tile.shaped(scratch)
-            torch.mul(rows, inverse[blocks, None], out=rounded).round_()
-            tile.rows(codes).copy_(rounded)
-            torch.addcmul(rows, rounded, exact[blocks, None], value=-1, out=tile.rows(residual))
+        inverse = exact.reciprocal().masked_fill_(exact.eq(0), 0)
+        for rows, code, left, by, scale in zip(
+            rows_of,
+            tiling.rows(codes),
+            tiling.rows(residual),
+            tiling.columns(inverse),
+            tiling.columns(exact),
+            strict=True,
+        ):
+            rounded = torch.mul(rows, by, out=_shaped(scratch, rows)).round_()
+            code.copy_(rounded)
+            torch.addcmul(rows, rounded, scale, value=-1, out=left)
         return Encoded(True, values.numel(), None)
 
     def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
         """Add codes times scales; see `Codec.add_decoded`."""
         scales, codes = self._views(message, lengths)
-        scales = scales.to(out.dtype)
-        for tile in _tiles(tuple(lengths), self.block):
-            rows = tile.rows(codes).to(out.dtype)
-            tile.rows(out).addcmul_(rows, scales[tile.first : tile.last, None])
+        tiling = _tiling(tuple(lengths), self.block)
+        columns, scratch = tiling.columns(scales.to(out.dtype)), tiling.scratch(out.dtype)
+        for rows, code, scale in zip(tiling.rows(out), tiling.rows(codes), columns, strict=True):
+            rows.addcmul_(_shaped(scratch, rows).copy_(code), scale)
+
+    def write_decoded(
+        self, message: torch.Tensor, lengths: Sequence[int], pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Write codes times scales to ``pieces``; see `PieceWriter.write_decoded`."""
+        scales, codes = self._views(message, lengths)
+        tiling = _tiling(tuple(lengths), self.block)
+        scratch = tiling.scratch(scales.dtype)
+        for parts, code, scale in zip(tiling.parts, tiling.rows(codes), tiling.columns(scales), strict=True):
+            places = [pieces[part.tensor][part.start : part.stop] for part in parts]
+            is_direct = len(places) == 1 and places[0].dtype == scales.dtype
+            rows = places[0].view_as(code) if is_direct else _shaped(scratch, code)
+            rows.copy_(code).mul_(scale)
+            if not is_direct:
+                torch._foreach_copy_(places, views(rows.view(-1), [place.numel() for place in places]))
 
     def _views(self, message: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         head = 4 * _blocks(tuple(lengths), self.block)
@@ -106,17 +133,51 @@ class _Tile(NamedTuple):
     first: int
     last: int
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the elements, a row for each block."""
-        return flat[self.start : self.stop].view(self.last - self.first, -1)
+class _TilePart(NamedTuple):
+    """Elements ``start`` to ``stop`` of one of the tensors."""
 
-    def shaped(self, scratch: torch.Tensor) -> torch.Tensor:
-        """Return as many elements of ``scratch``, in the same rows."""
-        return scratch[: self.numel].view(self.last - self.first, -1)
+    tensor: int
+    start: int
+    stop: int
+
+
+class _Tiling(NamedTuple):
+    """All tiles of a message, and for each of them which elements of which tensors it holds."""
+
+    tiles: tuple[_Tile, ...]
+    parts: tuple[tuple[_TilePart, ...], ...]
+
+    def rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the elements of each tile, a row for each block."""
+        # All at once: many slices would take as long as what is done with them.
+        pieces = views(flat, [tile.stop - tile.start for tile in self.tiles])
+        return [
+            piece.view(tile.last - tile.first, -1) for piece, tile in zip(pieces, self.tiles, strict=True)
+        ]
+
+    def blocks(self, of_blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Return what belongs to the blocks of each tile."""
+        return views(of_blocks, [tile.last - tile.first for tile in self.tiles])
+
+    def columns(self, of_blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Return the same as columns."""
+        return self.blocks(of_blocks[:, None])
+
+    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return this thread's memory for the elements of any tile."""
+        numel = max((tile.stop - tile.start for tile in self.tiles), default=0)
+        return _scratch.take(numel) if dtype == torch.float32 else torch.empty(numel, dtype=dtype)
+
+
+def _shaped(scratch: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return scratch[: like.numel()].view_as(like)
+
+
+@lru_cache(maxsize=1024)
+def _tiling(lengths: tuple[int, ...], block: int) -> _Tiling:
+    tiles = _tiles(lengths, block)
+    return _Tiling(tiles, tuple(_parts(tiles, lengths)))
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +185,6 @@ def _blocks(lengths: tuple[int, ...], block: int) -> int:
     return sum(-(-length // block) for length in lengths)
 
 
-@lru_cache(maxsize=1024)
 def _tiles(lengths: tuple[int, ...], block: int) -> tuple[_Tile, ...]:
     """Cut into tiles of whole blocks, and tiles of what is left at the end of a tensor.
 
@@ -132,6 +192,20 @@ def _tiles(lengths: tuple[int, ...], block: int) -> tuple[_Tile, ...]:
     the same.
     """
     return tuple(_cut(_runs(lengths, block), block))
+
+
+def _parts(tiles: Sequence[_Tile], lengths: Sequence[int]) -> Iterator[tuple[_TilePart, ...]]:
+    tensor = begin = 0  # where ``tensor`` begins
+    for tile in tiles:
+        parts, start = [], tile.start
+        while start < tile.stop:
+            stop = min(tile.stop, begin + lengths[tensor])
+            if start < stop:
+                parts.append(_TilePart(tensor, start - begin, stop - begin))
+            start = stop
+            if stop == begin + lengths[tensor]:
+                begin, tensor = stop, tensor + 1
+        yield tuple(parts)
 
 
 def _runs(lengths: tuple[int, ...], block: int) -> Iterator[int]:
@@ -164,4 +238,4 @@ def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
     mask = (1 << _DROPPED_BITS) - 1
     bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
     rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
-    return torch.where(scales > _SMALLEST_SCALE, rounded, torch.zeros_like(rounded))
+    return rounded.masked_fill_(scales.le(_SMALLEST_SCALE), 0)

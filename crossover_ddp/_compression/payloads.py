@@ -10,7 +10,7 @@ step after `drain` travels as messages that hold everything, in both halves.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec
-from .compression import check_coded, codecs_of
+from .compression import check_coded, codecs_of, publish_rate
 from .cut import OwnedSpan, Part
+from .scratch import Scratch
 
 _EXACT_STEPS: Final = 2
 
@@ -33,13 +34,21 @@ class PayloadCompression:
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
+        mutex: shows others the rate achieved.
     """
 
-    def __init__(self, codec: Codec | tuple[Codec, Codec], loss_scale: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        codec: Codec | tuple[Codec, Codec],
+        loss_scale: Callable[[], float],
+        mutex: Any = None,
+    ) -> None:
         self.codecs: Codecs = codecs_of(codec)
         self._loss_scale = loss_scale
+        self._mutex = mutex
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
+        self._scratch = Scratch()
         self._exact_left = _EXACT_STEPS
         self._is_whole, self._is_new_step = False, True
         self._sent_bytes = self._exact_bytes = 0
@@ -71,6 +80,7 @@ class PayloadCompression:
         pull = parts_of(payload.gather.layout, runs, there=False)
         coded = self._bucket(bucket.index(), runs, push, group.rank())
         self._count(coded, payload)
+        publish_rate(self._mutex, self._sent_bytes, self._exact_bytes)
         step = functools.partial(_step, payload, group.rank())
         coded.encode(Buffers(scatter, push, payload.gather.tensor, pull, step), whole=whole)
         return coded
@@ -89,7 +99,9 @@ class PayloadCompression:
         if known is not None and _shape(known.parameters, known.parts) == _shape(parameters, parts):
             return known
         numels = [parameter.numel() for parameter in parameters]
-        made = CodedBucket(self.codecs, parameters, numels, parts, rank, gives_mean=False)
+        made = CodedBucket(
+            self.codecs, parameters, numels, parts, rank, gives_mean=False, scratch=self._scratch
+        )
         kept = {id(p): residual for each in self._buckets.values() for p, residual in each.kept()}
         for number, parameter in enumerate(parameters):
             if id(parameter) in kept:

@@ -204,6 +204,10 @@ class TurnSegment:
         """Ask siblings to publish a turn only after its kernels have finished."""
         self.table.write_fields(self.slot, waits_on_host=1)
 
+    def publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
+        """Publish what this process's codec has sent, and what an exact exchange would have."""
+        self.table.write_fields(self.slot, sent_bytes=sent_bytes, exact_bytes=exact_bytes)
+
     def publish_lease(self, lease_s: float) -> None:
         """Publish how long siblings should wait for this process's turns."""
         self.table.write_lease(self.slot, lease_s)

@@ -18,7 +18,7 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 3
+LAYOUT = 4
 FREE, JOINED = 0, 1
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -47,6 +47,8 @@ class Slot(ctypes.Structure):
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
         ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
+        ("sent_bytes", ctypes.c_uint64),  # in coded steps so far; 0 without a codec
+        ("exact_bytes", ctypes.c_uint64),  # what the same steps would have sent without one
         ("lease_s", ctypes.c_double),
         ("lease_mirror_s", ctypes.c_double),  # -lease_s, or somebody has overwritten the lease
         ("rank", ctypes.c_uint32),

@@ -137,7 +137,7 @@ def _device(group: str, device: DeviceReport) -> list[Any]:
 
     table = new_table(
         ("job", "state"),
-        ("turn", "ranks", "PIDs", "turns/s", "share", "lease"),
+        ("turn", "ranks", "PIDs", "turns/s", "share", "lease", "codec"),
         f"group {group} on {device.device}",
     )
     for job in device.jobs:
@@ -160,6 +160,7 @@ def _cells(job: JobReport) -> list[str]:
         _number(job.turns_per_s, ".1f"),
         "?" if job.share is None else f"{job.share:.0%}",
         "?" if job.lease_s is None else f"{job.lease_s:.3g} s",
+        "" if job.rate is None else f"{job.rate:.3f}",
     ]
 
 

@@ -6,7 +6,8 @@
 Without torchrun: CPU time of each codec, in ms per MiB of float32, for a message of one matrix, beside torch.topk. With
 it: best accuracy on a tenth of the digits, which nobody trains on, and the steps until it first reaches 97 %, evaluated
 every ten steps. "forgetful" is without error feedback. With ``--gradients``: what SIDCo sends over its target, on
-made-up gradients and on those of a training, and its CPU time over that of torch.topk.
+made-up gradients and on those of a training, and its CPU time over that of torch.topk. With ``--buckets``: CPU time of
+all that a bucket goes through but the wire.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._compression.costs import measure_codec
 from crossover_ddp.codecs import (
     Codec,
     CompressedState,
@@ -77,6 +79,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--convergence", action="store_true", help="train, in the ranks that torchrun starts")
+    parser.add_argument("--buckets", action="store_true", help="CPU time of all that buckets go through")
     parser.add_argument("--gradients", action="store_true", help="what SIDCo sends over its target")
     parser.add_argument("--model", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"])
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds [5]")
@@ -88,6 +91,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         converge([make for make in (mlp, cnn) if make.__name__ in args.model], args.seeds, args.steps)
         dist.destroy_process_group()
+    elif args.buckets:
+        print_buckets()
     elif args.gradients:
         print_achieved()
     else:
@@ -107,6 +112,16 @@ def print_costs(mib: int) -> None:
         print(f"{codec!r:40.40}{encode / mib:8.3f}{decode / mib:8.3f}")
     top = cpu_ms(lambda: torch.topk(values.abs(), numel // 100))
     print(f"{'torch.topk of 1 %':40}{top / mib:8.3f}")
+
+
+def print_buckets() -> None:
+    """Print the CPU time of all that a bucket goes through but the wire: the fastest of five rounds."""
+    print(f"{'codec':18}{'ranks':>6}{'MiB':>5}{'hook':>8}{'workers':>9}   ms of CPU per MiB")
+    for codec in (Int8(), Half(), SIDCo(0.01), Threshold(0.01)):
+        for ranks, mib in ((2, 25), (2, 4), (2, 2), (4, 25)):
+            cost = measure_codec(codec, ranks, mib * MIB // 4)
+            hook, workers = (1e3 * MIB * each for each in (cost.hook_s, cost.worker_s))
+            print(f"{type(codec).__name__:18}{ranks:6}{mib:5}{hook:8.3f}{workers:9.3f}", flush=True)
 
 
 def costs(codec: Codec, values: torch.Tensor) -> tuple[float, float]:

@@ -64,6 +64,7 @@ TOOLS_MAY = {*PUBLIC, "_timeline", "_system"}
 STUDIES_MAY = {
     "studies.scaling_model": {"_kfac.placement"},
     "studies.advice": {"cli.advise"},
+    "studies.codecs": {"_compression.costs"},
 }  # of these functions
 
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.

@@ -103,6 +103,17 @@ def decoupled_and_flushed(
 
 
 @contextlib.contextmanager
+def decoupled_identity_codec(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """What is gathered late are messages, whose values are as they were."""
+    state = DecoupledState(optimizer, codec=Identity(), defer="always")
+    model.register_comm_hook(state, decoupled_hook)
+    yield None
+    state.close()
+
+
+@contextlib.contextmanager
 def kfac_of_nothing(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[Callable[[], None]]:
@@ -167,6 +178,9 @@ HOOKS: dict[str, Row] = {
     "decoupled_and_flushed": Row(attach=decoupled_and_flushed, options=VIEWS),
     "compressed_by_nothing": Row(compressed_by_nothing),
     "identity_codec": Row(identity_codec, bitwise_world_sizes=(1,), skip=IN_DOUBLE),
+    "decoupled_identity_codec": Row(
+        attach=decoupled_identity_codec, options=VIEWS, bitwise_world_sizes=(1,), skip=IN_DOUBLE
+    ),
     "kfac_of_nothing": Row(attach=kfac_of_nothing),
     "muon_of_nothing": Row(muon_of_nothing),
 }

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._compression.int8 import _tiles
+from crossover_ddp._compression.int8 import _tiling
 from crossover_ddp._compression.sidco import pareto_threshold
 from crossover_ddp.codecs import Codec, Encoded, Half, Int8, SIDCo, Threshold
 
@@ -73,6 +73,20 @@ def test_values_are_read_only_and_decoding_adds(codec: Codec, lengths: list[int]
 
 
 @settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), LENGTHS, SEEDS, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_int8_writes_to_pieces_what_it_adds_to_zeros(
+    block: int, lengths: list[int], seed: int, dtype: torch.dtype
+) -> None:
+    codec, values = Int8(block), normal(lengths, seed)
+    message, added = message_of(codec, lengths), torch.zeros_like(values)
+    codec.encode(values, lengths, message, torch.empty_like(values))
+    codec.add_decoded(message, lengths, added)
+    pieces = [torch.full((length,), torch.nan, dtype=dtype) for length in lengths]
+    codec.write_decoded(message, lengths, pieces)
+    assert torch.equal(torch.cat(pieces), added.to(dtype))
+
+
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), LENGTHS, SEEDS)
 def test_int8_errs_by_half_a_code_of_its_own_block(block: int, lengths: list[int], seed: int) -> None:
     values = normal(lengths, seed)
@@ -87,8 +101,12 @@ def test_int8_errs_by_half_a_code_of_its_own_block(block: int, lengths: list[int
 @given(st.integers(1, 300), LENGTHS)
 def test_tiles_hold_all_elements_once_and_no_block_of_two_tensors(block: int, lengths: list[int]) -> None:
     owner = [number for number, length in enumerate(lengths) for _ in range(length)]
-    tiles = _tiles(tuple(lengths), block)
+    tiles, parts = _tiling(tuple(lengths), block)
     assert [place for tile in tiles for place in range(tile.start, tile.stop)] == list(range(sum(lengths)))
+    begins = [sum(lengths[:number]) for number in range(len(lengths))]
+    for tile, of_tile in zip(tiles, parts, strict=True):
+        places = [begins[part.tensor] + place for part in of_tile for place in range(part.start, part.stop)]
+        assert places == list(range(tile.start, tile.stop))
     blocks = 0
     for tile in tiles:
         size = (tile.stop - tile.start) // (tile.last - tile.first)

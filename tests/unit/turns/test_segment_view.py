@@ -385,7 +385,17 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
     """Write slots that say they are in use, with numbers that no job writes."""
     for index, numbers, lease_s in slots:
         slot = Slot(
-            1, *numbers[1:8], numbers[7], lease_s, -lease_s, 0xFFFFFFFF, 0, numbers[0] & 0xFFFFFFFF, 7
+            1,
+            *numbers[1:8],
+            numbers[7],
+            numbers[0],
+            numbers[1],
+            lease_s,
+            -lease_s,
+            0xFFFFFFFF,
+            0,
+            numbers[0] & 0xFFFFFFFF,
+            7,
         )
         start = HEADER_BYTES + index * SLOT_BYTES
         contents[start : start + SLOT_BYTES] = bytes(slot)
