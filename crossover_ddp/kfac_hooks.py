@@ -95,6 +95,9 @@ class KFACState(Pausable):
             for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
             spread then, and the first two steps travel exact. Default: none.
 
+    `DecoupledState` takes a KFACState, too: ``DecoupledState(optimizer, kfac=KFACState(model, optimizer))``. Then the
+    preconditioned gradient arrives, and is applied, while the next forward runs.
+
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
     step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
 
@@ -176,6 +179,7 @@ class KFACState(Pausable):
     ) -> None:
         self.codec = codec
         self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
+        self._flush: Callable[[], None] | None = None
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)
@@ -239,8 +243,15 @@ class KFACState(Pausable):
         On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
         where the host's clock does not tell when kernels run, and before rank 0 has recorded a factor step.
 
+        With a `DecoupledState`, too: there the wire is busy in forward.
+
         **Collective**: all ranks of the job, between two steps.
         """
+        if self._flush is not None:
+            raise UnsupportedConfigurationError(
+                "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where gradients "
+                "travel during forward; leave the plan out: factors ride in the buckets, or behind them"
+            )
         plan = self._preconditioner.traffic.plan(early)
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
@@ -272,6 +283,7 @@ class KFACState(Pausable):
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
         after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
         """
+        self._finish()
         if self._compression is not None and not self._compression.is_drained:
             logger.warning(
                 "a codec's residuals are not saved; call drain() before the step before state_dict()"
@@ -286,6 +298,7 @@ class KFACState(Pausable):
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
+        self._finish()
         setup = self._setup
         expected, got = [layer.name for layer in setup.layers], list(state["layers"])
         if sorted(expected) != sorted(got) or state["solver"] != setup.solver:
@@ -305,6 +318,7 @@ class KFACState(Pausable):
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
+        self._finish()
         self._preconditioner.close()
         if self._setup.inverter is not None:
             self._setup.inverter.stop()
@@ -322,6 +336,26 @@ class KFACState(Pausable):
         )
 
     # --- for the hook ----------------------------------------------------------------------------------------
+
+    def defer(self, state: object, flush: Callable[[], None]) -> Rounds:
+        """Become part of ``state``, a `DecoupledState`; return what makes payloads.
+
+        Args:
+            state: that the model's hook is registered with.
+            flush: finishes what is under way.
+        """
+        if self._flush is not None or self.codec is not None or self._preconditioner.traffic.early.groups:
+            raise UnsupportedConfigurationError(
+                "expected a new KFACState without a codec for each DecoupledState, got one with a codec or a plan for "
+                "its factors, or one that is part of another; make a KFACState(model, optimizer) for it"
+            )
+        self._flush = flush
+        self._rounds.defer(state)
+        return self._rounds
+
+    def _finish(self) -> None:
+        if self._flush is not None:
+            self._flush()
 
     def exchange(
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
@@ -374,6 +408,11 @@ def _check_state(state: object) -> None:
         raise UnsupportedConfigurationError(
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
+        )
+    if state._flush is not None:
+        raise UnsupportedConfigurationError(
+            "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
+            "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
         )
 
 

@@ -39,6 +39,7 @@ from .compiled import called_by_compiled_code, uncompiled
 from .guards import Guards
 from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
+from .payloads import Payloads
 from .round import parameters_of
 from .shares import CHANGED, Share, gradient_norm, views_of
 from .trial import Trial
@@ -67,6 +68,8 @@ class DecoupledTraining:
         always: bool = False,
         updates: Updates | None = None,
     ) -> None:
+        self.payloads: Payloads | None = None
+        """What travels in the place of buckets; None: they do."""
         self.optimizer = optimizer
         self.coding = coding
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
@@ -98,7 +101,9 @@ class DecoupledTraining:
         round_ = self.updates.round
         round_.collect(self.optimizer, self._known)
         parameters = parameters_of(self.optimizer)
-        norm = gradient_norm(round_.shares, float(norm_type), group, parameters[0].device)
+        # What a payload brings back is whole nowhere before it is everywhere.
+        shares = round_.shares if self.payloads is None else []
+        norm = gradient_norm(shares, float(norm_type), group, parameters[0].device)
         if norm is None:
             self.updates.make_round_whole()
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -143,10 +148,12 @@ class DecoupledTraining:
         exchange = self.exchange = Exchange.of(process_group)
         messages = self.coding.messages(bucket, process_group)
         if self._closed:
-            return exchange.submit(bucket, messages=messages, state=state)
+            return self._submit(exchange, bucket, messages, state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             self.coding.await_former(round_.shares)
+            for former in round_.shares if self.payloads is not None else ():
+                former.await_mean()  # its memory is lent to the next
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
@@ -164,9 +171,32 @@ class DecoupledTraining:
             times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
             self._buffers = share.deferred.buffers
         if bucket.is_last():
+            self._end_payloads(share)
             self._end_round()
             self._end_trial_step(bucket)
         return future
+
+    def _submit(
+        self, exchange: Exchange, bucket: dist.GradBucket, messages: MakeMessages | None, state: object
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Exchange a bucket that backward waits for, after `close`."""
+        if self.payloads is None:
+            return exchange.submit(bucket, messages=messages, state=state)
+        payload = functools.partial(self.payloads.payload, bucket)
+        future = exchange.submit(bucket, payload=payload, state=state)
+        if bucket.is_last():
+            self.payloads.end()
+        return future
+
+    def _end_payloads(self, last: Share | None) -> None:
+        """Note which shares need later buckets than their own."""
+        if self.payloads is None:
+            return
+        needs = self.payloads.end(None if last is None else last.deferred.wait)
+        shares = {share.place: share for share in self.updates.round.shares}
+        for place, share in shares.items():
+            later = sorted(needs.get(place, ()), reverse=True)
+            share.needs = [shares[each].deferred for each in later if each in shares]
 
     def _defer(
         self,
@@ -176,15 +206,19 @@ class DecoupledTraining:
         messages: MakeMessages | None,
         state: object,
     ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
-        urgency = self.updates.urgency(bucket.index(), parameters)
+        urgency, payload = self.updates.urgency(bucket.index(), parameters), None
+        if self.payloads is not None:
+            payload = functools.partial(self.payloads.payload, bucket)
+            if bucket.is_last():
+                urgency = -bucket.index()  # before all others, which may need it
         future, deferred = exchange.defer(
-            bucket, turn=self._turn, urgency=urgency, messages=messages, state=state
+            bucket, turn=self._turn, urgency=urgency, messages=messages, payload=payload, state=state
         )
         if deferred is None:
             return future, None
         model, place = self.model(), len(self.updates.round.shares)
         separate = model is not None and not model.gradient_as_bucket_view
-        views = views_of(deferred.tensor, parameters) if separate else None
+        views = views_of(deferred.bucket, parameters) if separate else None
         return future, Share(deferred, parameters, bucket.buffer(), urgency, place, views)
 
     def _average_now(

@@ -182,6 +182,7 @@ class Exchange:
         urgency: int = 0,
         messages: MakeMessages | None = None,
         scatter: Callable[[], Sharded] | None = None,
+        payload: Callable[[], Payload] | None = None,
         state: object = None,
     ) -> tuple[GradientFuture, Deferred | None]:
         """Begin to average ``bucket`` in the background; backward does not wait for it.
@@ -192,6 +193,8 @@ class Exchange:
             urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
             messages: see `submit`; its ``unload`` must leave the version counter of the bucket's buffer alone.
             scatter: returns what is summed into its owners instead of the buffer. It is not gathered: see `spread`.
+            payload: see `submit`; each is unloaded when it is gathered, in the order of urgency, after the owners' steps
+                of all. ``unload`` must leave the version counter alone, too.
             state: that the hook was registered with; see `ModuleBuffers`.
 
         Returns:
@@ -207,6 +210,9 @@ class Exchange:
             transfer.tensor, transfer.urgency = transfer.tensor.data, urgency
             if scatter is not None:
                 transfer.only_reduce(scatter())
+            if payload is not None:
+                transfer.carry(payload())
+                step.keeps_turn = step.keeps_turn or transfer.keeps_turn
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
