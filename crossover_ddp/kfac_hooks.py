@@ -40,6 +40,8 @@ from crossover_ddp._kfac.settings import (
     check_choices,
     check_held,
     check_max_dim,
+    check_new,
+    check_on_its_own,
     check_parameters,
     check_together,
     learning_rates,
@@ -179,7 +181,7 @@ class KFACState(Pausable):
     ) -> None:
         self.codec = codec
         self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
-        self._flush: Callable[[], None] | None = None
+        self._flush: Callable[[], None] = _nothing
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)
@@ -243,15 +245,11 @@ class KFACState(Pausable):
         On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
         where the host's clock does not tell when kernels run, and before rank 0 has recorded a factor step.
 
-        With a `DecoupledState`, too: there the wire is busy in forward.
+        As part of a `DecoupledState`, too: there the wire is busy in forward.
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if self._flush is not None:
-            raise UnsupportedConfigurationError(
-                "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where gradients "
-                "travel during forward; leave the plan out: factors ride in the buckets, or behind them"
-            )
+        check_on_its_own(deferred=self._rounds.is_deferred)
         plan = self._preconditioner.traffic.plan(early)
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
@@ -283,7 +281,7 @@ class KFACState(Pausable):
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
         after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
         """
-        self._finish()
+        self._flush()
         if self._compression is not None and not self._compression.is_drained:
             logger.warning(
                 "a codec's residuals are not saved; call drain() before the step before state_dict()"
@@ -298,7 +296,7 @@ class KFACState(Pausable):
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
-        self._finish()
+        self._flush()
         setup = self._setup
         expected, got = [layer.name for layer in setup.layers], list(state["layers"])
         if sorted(expected) != sorted(got) or state["solver"] != setup.solver:
@@ -318,7 +316,7 @@ class KFACState(Pausable):
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
-        self._finish()
+        self._flush()
         self._preconditioner.close()
         if self._setup.inverter is not None:
             self._setup.inverter.stop()
@@ -338,24 +336,12 @@ class KFACState(Pausable):
     # --- for the hook ----------------------------------------------------------------------------------------
 
     def defer(self, state: object, flush: Callable[[], None]) -> Rounds:
-        """Become part of ``state``, a `DecoupledState`; return what makes payloads.
-
-        Args:
-            state: that the model's hook is registered with.
-            flush: finishes what is under way.
-        """
-        if self._flush is not None or self.codec is not None or self._preconditioner.traffic.early.groups:
-            raise UnsupportedConfigurationError(
-                "expected a new KFACState without a codec for each DecoupledState, got one with a codec or a plan for "
-                "its factors, or one that is part of another; make a KFACState(model, optimizer) for it"
-            )
+        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way; return its payloads."""
+        is_planned = bool(self._preconditioner.traffic.early.groups)
+        check_new(deferred=self._rounds.is_deferred, codec=self.codec, planned=is_planned)
         self._flush = flush
         self._rounds.defer(state)
         return self._rounds
-
-    def _finish(self) -> None:
-        if self._flush is not None:
-            self._flush()
 
     def exchange(
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
@@ -409,11 +395,15 @@ def _check_state(state: object) -> None:
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
         )
-    if state._flush is not None:
+    if state._rounds.is_deferred:
         raise UnsupportedConfigurationError(
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
             "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
         )
+
+
+def _nothing() -> None:
+    """For a state of its own, of which nothing is under way between steps."""
 
 
 def _curvatures(

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from crossover_ddp._exchange.ddp_checks import resolve_group
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -40,6 +41,16 @@ class Deferrable(Protocol):
 
     def defer(self, state: object, flush: Callable[[], None]) -> Payloads:
         """Become part of ``state``; ``flush`` finishes what is under way."""
+
+
+def check_group(kfac: Deferrable, group: dist.ProcessGroup) -> None:
+    """Refuse a state of other ranks."""
+    own = resolve_group(kfac.process_group)
+    if own is not group:
+        raise ValueError(
+            f"expected one process group, got a KFACState of another, of {own.size()} ranks; pass process_group= to "
+            "both states"
+        )
 
 
 def check_deferrable(

@@ -83,7 +83,8 @@ class Share:
         views: of ``deferred.bucket``, one for each parameter, if gradients are not views of the buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
-    ``needs``: what else must have come before its gradients are whole. ``pending``: its update is still to come; ``unseen``: it is not known that forward reads all of it through guards.
+    ``needs``: what else must have come before its gradients are whole. ``pending``: its update is still to come.
+    ``unseen``: it is not known that forward reads all of it through guards.
     """
 
     deferred: Deferred

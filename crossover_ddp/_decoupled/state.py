@@ -25,7 +25,8 @@ from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
 from .optimizers import as_one, checked_optimizers
 from .owned_training import OwnedTraining
-from .payloads import Deferrable, check_deferrable
+from .payload_training import PayloadTraining
+from .payloads import Deferrable, check_deferrable, check_group
 from .planning import plan_from
 from .training import DecoupledTraining
 
@@ -113,21 +114,17 @@ class DecoupledState(Pausable):
         self.codec = codec
         self._training: DecoupledTraining
         if owners is None or turns_disabled():
-            coding, always = Coding(codec, loss_scale, self), defer == "always" or kfac is not None
-            self._training = DecoupledTraining(optimizers[0], mutex, coding, always=always)
-            if kfac is not None and not turns_disabled():
-                self._precondition(kfac)
+            coding = Coding(codec, loss_scale, self)
+            if kfac is None or turns_disabled():
+                self._training = DecoupledTraining(optimizers[0], mutex, coding, always=defer == "always")
+            else:
+                check_group(kfac, resolve_group(process_group))
+                self._training = PayloadTraining(optimizers[0], mutex, coding, kfac, self)
             if len(optimizers) > 1:
                 self._training.optimizer = as_one(optimizers)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
         self._stale = self._training.updates.stale
-
-    def _precondition(self, kfac: Deferrable) -> None:
-        """Let the layers' owners of ``kfac`` precondition between the halves."""
-        if resolve_group(kfac.process_group) is not resolve_group(self.process_group):
-            raise ValueError("expected one process group, got a KFACState of another; pass it to both")
-        self._training.payloads = kfac.defer(self, self._training.flush)
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -206,7 +203,7 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if self.owners is not None or self._training.payloads is not None:
+        if isinstance(self._training, (OwnedTraining, PayloadTraining)):
             raise UnsupportedConfigurationError(
                 "expected a state without owners or kfac to plan for, got owners that do more between the halves than "
                 "the plan's model knows; choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
@@ -226,7 +223,7 @@ class DecoupledState(Pausable):
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac``. **Collective**."""
-        if self._training.payloads is not None:
+        if isinstance(self._training, PayloadTraining):
             raise UnsupportedConfigurationError(
                 "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
             )

@@ -31,7 +31,7 @@ from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.module_buffers import BufferCopy
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
-from crossover_ddp._exchange.transfer import MakeMessages, Turn
+from crossover_ddp._exchange.transfer import MakeMessages, Payload, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .coded import Coding
@@ -39,7 +39,6 @@ from .compiled import called_by_compiled_code, uncompiled
 from .guards import Guards
 from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
-from .payloads import Payloads
 from .round import parameters_of
 from .shares import CHANGED, Share, gradient_norm, views_of
 from .trial import Trial
@@ -68,8 +67,6 @@ class DecoupledTraining:
         always: bool = False,
         updates: Updates | None = None,
     ) -> None:
-        self.payloads: Payloads | None = None
-        """What travels in the place of buckets; None: they do."""
         self.optimizer = optimizer
         self.coding = coding
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
@@ -101,9 +98,7 @@ class DecoupledTraining:
         round_ = self.updates.round
         round_.collect(self.optimizer, self._known)
         parameters = parameters_of(self.optimizer)
-        # What a payload brings back is whole nowhere before it is everywhere.
-        shares = round_.shares if self.payloads is None else []
-        norm = gradient_norm(shares, float(norm_type), group, parameters[0].device)
+        norm = gradient_norm(round_.shares, float(norm_type), group, parameters[0].device)
         if norm is None:
             self.updates.make_round_whole()
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -148,12 +143,10 @@ class DecoupledTraining:
         exchange = self.exchange = Exchange.of(process_group)
         messages = self.coding.messages(bucket, process_group)
         if self._closed:
-            return self._submit(exchange, bucket, messages, state)
+            return exchange.submit(bucket, messages=messages, payload=self._payload_of(bucket), state=state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             self.coding.await_former(round_.shares)
-            for former in round_.shares if self.payloads is not None else ():
-                former.await_mean()  # its memory is lent to the next
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
@@ -171,32 +164,9 @@ class DecoupledTraining:
             times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
             self._buffers = share.deferred.buffers
         if bucket.is_last():
-            self._end_payloads(share)
             self._end_round()
             self._end_trial_step(bucket)
         return future
-
-    def _submit(
-        self, exchange: Exchange, bucket: dist.GradBucket, messages: MakeMessages | None, state: object
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Exchange a bucket that backward waits for, after `close`."""
-        if self.payloads is None:
-            return exchange.submit(bucket, messages=messages, state=state)
-        payload = functools.partial(self.payloads.payload, bucket)
-        future = exchange.submit(bucket, payload=payload, state=state)
-        if bucket.is_last():
-            self.payloads.end()
-        return future
-
-    def _end_payloads(self, last: Share | None) -> None:
-        """Note which shares need later buckets than their own."""
-        if self.payloads is None:
-            return
-        needs = self.payloads.end(None if last is None else last.deferred.wait)
-        shares = {share.place: share for share in self.updates.round.shares}
-        for place, share in shares.items():
-            later = sorted(needs.get(place, ()), reverse=True)
-            share.needs = [shares[each].deferred for each in later if each in shares]
 
     def _defer(
         self,
@@ -206,20 +176,20 @@ class DecoupledTraining:
         messages: MakeMessages | None,
         state: object,
     ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
-        urgency, payload = self.updates.urgency(bucket.index(), parameters), None
-        if self.payloads is not None:
-            payload = functools.partial(self.payloads.payload, bucket)
-            if bucket.is_last():
-                urgency = -bucket.index()  # before all others, which may need it
+        urgency, payload = self._urgency(bucket, parameters), self._payload_of(bucket)
         future, deferred = exchange.defer(
             bucket, turn=self._turn, urgency=urgency, messages=messages, payload=payload, state=state
         )
         if deferred is None:
             return future, None
-        model, place = self.model(), len(self.updates.round.shares)
-        separate = model is not None and not model.gradient_as_bucket_view
-        views = views_of(deferred.bucket, parameters) if separate else None
+        place, views = len(self.updates.round.shares), _views(self.model(), deferred.bucket, parameters)
         return future, Share(deferred, parameters, bucket.buffer(), urgency, place, views)
+
+    def _urgency(self, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> int:
+        return self.updates.urgency(bucket.index(), parameters)
+
+    def _payload_of(self, bucket: dist.GradBucket) -> Callable[[], Payload] | None:
+        """Return what makes the payload that travels in the bucket's place; None: the bucket does."""
 
     def _average_now(
         self,
@@ -295,8 +265,7 @@ class DecoupledTraining:
     # --- around forward --------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        updates = self.updates
-        compiled = called_by_compiled_code()
+        updates, compiled = self.updates, called_by_compiled_code()
         updates.check_stepped()
         updates.in_forward = True
         if compiled or not updates.round.is_settled:
@@ -388,6 +357,14 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
             "call gc.freeze() after the first backward(), not before"
         )
     return model
+
+
+def _views(
+    model: DistributedDataParallel | None, buffer: torch.Tensor, parameters: list[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return where the means of gradients come that are no views of their bucket; None for views."""
+    separate = model is not None and not model.gradient_as_bucket_view
+    return views_of(buffer, parameters) if separate else None
 
 
 def _check_finite(norm: torch.Tensor, norm_type: float) -> None:

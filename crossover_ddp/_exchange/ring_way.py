@@ -12,9 +12,9 @@ its own on the gatherer of this rank, and so of all ranks. It runs on a third th
 bucket takes its place in the gatherer's order all the same, and waits there for the step: the order of gathers must
 not depend on how long steps take.
 
-[Note: deferred steps] The step of a deferred bucket runs on the stepper, too, as soon as the bucket is reduced: all of a
-backward's steps are done before its last bucket is gathered, which may carry what they have found. Only then may rank 0
-choose the bucket, so no gather waits for a step. What arrives of it meanwhile is reported there as well.
+[Note: deferred steps] The step of a deferred bucket runs on the stepper, too, as soon as the bucket is reduced. The
+bucket may be chosen for its gather when that is done. All of a backward's steps are done before its last bucket is
+gathered, so that it can carry what they have found. What arrives of a bucket is reported on the stepper, too.
 """
 
 import contextlib

@@ -197,6 +197,7 @@ class Transfer:
         """Let ``payload`` travel, and the Future hold the bucket's buffer all the same."""
         self.payload, self.result = payload, self.tensor
         self.tensor, self.layout = payload.scatter
+        self.step.keeps_turn = self.step.keeps_turn or payload.keeps_turn
         self.take_owner_step(no_report)
 
     def only_reduce(self, scatter: Sharded) -> None:

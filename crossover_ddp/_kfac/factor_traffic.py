@@ -166,7 +166,7 @@ class FactorTraffic:
         return sent.to(device, non_blocking=True)
 
     def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
-        """Note that the step's last bucket is on its way; the ranks' messages arrive with it, ``wait`` waits for them."""
+        """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
         self._ended, self._await_ended, self._rooms = round, wait, None
         self.early.begin_step()
 

@@ -11,8 +11,8 @@ had of each factor, so that all ranks know what can be sent as columns the next 
 
 A layer that is spread goes its own way, see [Note: spread layers].
 
-[Note: brought back late] In decoupled training buckets are gathered in another order than backward's, some of them while
-the next forward runs. The last bucket comes before all that are still to be gathered, since it has the messages.
+[Note: brought back late] In decoupled training buckets are gathered in another order than backward's, some of them
+while the next forward runs. The last bucket comes before all that are still to be gathered, since it has the messages.
 What came before waits for them in its payload; what comes later is scaled when it comes.
 """
 

@@ -53,14 +53,14 @@ class Rounds:
         ]
         self._layer_of = {id(parameter): index for index, parameter in parts if parameter is not None}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
-        self._deferred = False
+        self.is_deferred = False
         self.steps = 0
 
     def use(self, preconditioner: Preconditioner) -> None:
         """Work with ``preconditioner`` from now on, between two steps."""
         self._preconditioner = preconditioner
         self._traffic = preconditioner.traffic
-        self._traffic.steps_apart = self._deferred
+        self._traffic.steps_apart = self.is_deferred
         self._round: KFACRound | None = None
         self._late: list[TravellingFactors] = []
         self._lrs: dict[int, float] = {}
@@ -68,7 +68,7 @@ class Rounds:
 
     def defer(self, state: object) -> None:
         """Let buckets come back late, for ``state``, with which the model's hook is registered."""
-        self._deferred, self._state = True, weakref.ref(state)
+        self.is_deferred, self._state = True, weakref.ref(state)
         self._traffic.steps_apart = True
 
     @property
@@ -130,7 +130,7 @@ class Rounds:
         if plan.takes_factors:
             self._traffic.early.send_rest()
         lacks_solver = any(each.lacks_any_solver for each in preconditioner.curvatures.values())
-        if self._deferred and (plan.takes_factors or plan.inverts or lacks_solver):
+        if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
             # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
             self._traffic.late.arrive()
         return KFACRound(
@@ -145,6 +145,8 @@ class Rounds:
         # Its own version counter: the user's changes show in the gradients', ours do not.
         buffer = flat_gradients(bucket).data
         if self._round is None or bucket.index() == 0:
+            if self._round is not None:  # a backward that did not end: its buckets may still travel
+                self._buffers.clear()
             self._round = self._begin()
         contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)

@@ -47,7 +47,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
         self.state = KFACState(self.model, self.optimizer, mutex=mutex, **options)
         if decoupled:
-            self.outer = DecoupledState(self.optimizer, mutex=mutex, kfac=self.state)
+            group = self.state.process_group
+            self.outer = DecoupledState(self.optimizer, group, mutex=mutex, kfac=self.state)
             self.model.register_comm_hook(self.outer, decoupled_hook)
         else:
             self.model.register_comm_hook(self.state, kfac_hook)

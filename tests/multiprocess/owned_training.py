@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+from crossover_ddp import GPUMutex
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
 
@@ -133,10 +134,16 @@ MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 
 
 class OwnedRun:
-    """A model with its optimizers and schedulers; ``owners``: with our hook."""
+    """A model with its optimizers and schedulers; ``owners``: with our hook, which may take turns."""
 
     def __init__(
-        self, module: Mixture, kind: str, *, owners: bool, options: dict[str, Any] | None = None
+        self,
+        module: Mixture,
+        kind: str,
+        *,
+        owners: bool,
+        options: dict[str, Any] | None = None,
+        mutex: GPUMutex | None = None,
     ) -> None:
         self.module = module
         self.model = DistributedDataParallel(
@@ -146,7 +153,8 @@ class OwnedRun:
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 100) for each in self.optimizers]
         self.state: DecoupledState | None = None
         if owners:
-            self.state = DecoupledState(self.optimizers, owners="layers")
+            group = self.model.process_group
+            self.state = DecoupledState(self.optimizers, group, mutex=mutex, owners="layers")
             self.model.register_comm_hook(self.state, decoupled_hook)
 
     def backward(self, tokens: Tensor) -> None:
