@@ -57,12 +57,17 @@ class PayloadTraining(DecoupledTraining):
     ) -> torch.futures.Future[torch.Tensor]:
         round_ = self.updates.round
         # Of a step that nobody takes: its memory is lent to the next one.
-        for former in round_.shares if not round_.is_open else ():
+        for former in round_.shares if round_.is_whole else ():
             former.await_mean()
-        future = super()._take(state, process_group, bucket)
-        if self._closed and bucket.is_last():
-            self._payloads.end()
-        return future
+        has_ended = self._closed
+        try:
+            return super()._take(state, process_group, bucket)
+        except Exception:
+            has_ended = True
+            raise
+        finally:
+            if has_ended and isinstance(bucket, dist.GradBucket) and bucket.is_last():
+                self._payloads.end()
 
     def _urgency(self, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> int:
         # The last one before all others, see [Note: K-FAC decoupled].
