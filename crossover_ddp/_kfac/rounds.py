@@ -95,6 +95,8 @@ class Rounds:
             By the number of a bucket, those of later ones that it needs, see `KFACRound`.
         """
         ended, self._round = self._round, None
+        if self.is_deferred and wait is None:  # a bucket was refused, others may still travel
+            self._buffers.clear()
         if ended is not None:
             self._traffic.end_step(ended, wait)
             if ended.plan.late_groups:
