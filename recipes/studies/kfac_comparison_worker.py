@@ -85,7 +85,7 @@ class ComparisonRun(WorkerJob):
 
     def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path, bucket_mb: float) -> None:
         network, self.batches = build(name)
-        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mb}
+        options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mb}
         if way == "decoupled":  # what is deferred must come in pieces
             options = DecoupledState.ddp_options(network)
         self.model = DistributedDataParallel(network, **options)
