@@ -122,6 +122,13 @@ def adan(module: nn.Module) -> list[Optimizer]:
     return [timm.optim.create_optimizer_v2(module.parameters(), opt="adan", lr=3e-3)]
 
 
+def timm_muon(module: nn.Module) -> list[Optimizer]:
+    """A hybrid: Muon for matrices, AdamW for the rest, in one optimizer."""
+    import timm.optim
+
+    return [timm.optim.create_optimizer_v2(module, opt="muon", lr=0.02, weight_decay=0.05)]
+
+
 MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "soap": with_adamw(Soap),
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
@@ -129,6 +136,7 @@ MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
+    "timm muon": timm_muon,
     "adagrad": lambda module: [torch.optim.Adagrad(module.parameters(), lr=3e-3)],
 }
 

@@ -15,15 +15,15 @@ from crossover_ddp.comm_hooks import _mutexes
 from tests.harness import documents
 from tests.harness.networks import mlp
 
-_DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
+_DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "loops.md").read_text()
 WIDTH = 8
 
 Report = dict[str, dict[str, Any]]
 
 
-def diffs(heading: str, *, of: str = "loops.md") -> list[str]:
+def diffs(heading: str) -> list[str]:
     """Return the diffs that the document shows under a heading."""
-    return documents.blocks(documents.section((_DOCUMENTS / of).read_text(), heading), "diff")
+    return documents.blocks(documents.section(_DOCUMENT, heading), "diff")
 
 
 def shown(source: str, names: dict[str, Any]) -> None:

@@ -224,10 +224,6 @@ def check_timm(plain: dict[str, Any], hooked: dict[str, Any], pausing: dict[str,
 def test_timms_task_takes_turns(tmp_path: Path) -> None:
     for runs in run_loop("timm_task", tmp_path):
         check_timm(runs["plain"], runs["hooked"], runs["pausing"])
-        assert_equal(runs["muon"], runs["plain muon"])
-        assert differ(runs["muon"], runs["plain"])
-        if "kept" in runs["muon"]:  # rank 0
-            assert runs["muon"]["kept"] == runs["plain muon"]["kept"] > 0
 
 
 def test_timms_train_script_takes_turns(tmp_path: Path) -> None:
