@@ -40,6 +40,8 @@ from crossover_ddp._kfac.settings import (
     check_choices,
     check_held,
     check_max_dim,
+    check_new,
+    check_on_its_own,
     check_parameters,
     check_together,
     learning_rates,
@@ -94,6 +96,9 @@ class KFACState(Pausable):
         codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
             for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
             spread then, and the first two steps travel exact. Default: none.
+
+    `DecoupledState` takes a KFACState, too: ``DecoupledState(optimizer, kfac=KFACState(model, optimizer))``. Then the
+    preconditioned gradient arrives, and is applied, while the next forward runs.
 
     ``damping``, ``factor_decay``, ``kl_clip``, ``factor_update_steps`` and ``inv_update_steps`` may be functions of the
     step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
@@ -178,6 +183,7 @@ class KFACState(Pausable):
         self._compression = (
             None if codec is None else PayloadCompression(codec, self._setup.loss_scale, self.mutex)
         )
+        self._flush: Callable[[], None] = _nothing
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)
@@ -241,8 +247,11 @@ class KFACState(Pausable):
         On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
         where the host's clock does not tell when kernels run, and before rank 0 has recorded a factor step.
 
+        As part of a `DecoupledState`, too: there the wire is busy in forward.
+
         **Collective**: all ranks of the job, between two steps.
         """
+        check_on_its_own(deferred=self._rounds.is_deferred)
         plan = self._preconditioner.traffic.plan(early)
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
@@ -274,6 +283,7 @@ class KFACState(Pausable):
         **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
         after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
         """
+        self._flush()
         if self._compression is not None and not self._compression.is_drained:
             logger.warning(
                 "a codec's residuals are not saved; call drain() before the step before state_dict()"
@@ -288,6 +298,7 @@ class KFACState(Pausable):
 
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
+        self._flush()
         setup = self._setup
         expected, got = [layer.name for layer in setup.layers], list(state["layers"])
         if sorted(expected) != sorted(got) or state["solver"] != setup.solver:
@@ -307,6 +318,7 @@ class KFACState(Pausable):
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
+        self._flush()
         self._preconditioner.close()
         if self._setup.inverter is not None:
             self._setup.inverter.stop()
@@ -324,6 +336,14 @@ class KFACState(Pausable):
         )
 
     # --- for the hook ----------------------------------------------------------------------------------------
+
+    def defer(self, state: object, flush: Callable[[], None]) -> Rounds:
+        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way; return its payloads."""
+        is_planned = bool(self._preconditioner.traffic.early.groups)
+        check_new(deferred=self._rounds.is_deferred, codec=self.codec, planned=is_planned)
+        self._flush = flush
+        self._rounds.defer(state)
+        return self._rounds
 
     def exchange(
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
@@ -377,6 +397,15 @@ def _check_state(state: object) -> None:
             f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
             "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
         )
+    if state._rounds.is_deferred:
+        raise UnsupportedConfigurationError(
+            "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
+            "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
+        )
+
+
+def _nothing() -> None:
+    """For a state of its own, of which nothing is under way between steps."""
 
 
 def _curvatures(

@@ -80,10 +80,11 @@ class Share:
         buffer: DDP's buffer, of which the gradients are views.
         urgency: when forward first needs one of them.
         place: its number in backward.
-        views: of ``deferred.tensor``, one for each parameter, if gradients are not views of the buffer themselves. The
+        views: of ``deferred.bucket``, one for each parameter, if gradients are not views of the buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
-    ``pending``: its update is still to come; ``unseen``: it is not known that forward reads all of it through guards.
+    ``needs``: what else must have come before its gradients are whole. ``pending``: its update is still to come.
+    ``unseen``: it is not known that forward reads all of it through guards.
     """
 
     deferred: Deferred
@@ -97,6 +98,7 @@ class Share:
     factor: torch.Tensor | None = None
     pending: bool = False
     unseen: bool = False
+    needs: list[Deferred] = field(default_factory=list)
     _version: int = field(init=False)
     _parameter_versions: list[int] = field(default_factory=list)
     _bits: torch.Tensor | None = None
@@ -189,6 +191,12 @@ class Share:
 
     def wait(self) -> None:
         """Wait for what the update needs of other ranks."""
+        self.await_mean()
+
+    def await_mean(self) -> None:
+        """Wait until its gradients are whole."""
+        for each in self.needs:
+            each.wait()
         self.deferred.wait()
 
     def apply(self, partial: PartialOptimizer) -> None:
@@ -205,7 +213,7 @@ class Share:
     def scale(self) -> None:
         """Scale the gradients, which are whole."""
         if self.factor is not None:
-            self.deferred.tensor.mul_(self.factor)
+            self.deferred.bucket.mul_(self.factor)
             self.factor = self._bits = None
 
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:

@@ -25,6 +25,8 @@ from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
 from .optimizers import as_one, checked_optimizers
 from .owned_training import OwnedTraining
+from .payload_training import PayloadTraining
+from .payloads import Deferrable, check_deferrable, check_group
 from .planning import plan_from
 from .training import DecoupledTraining
 
@@ -64,6 +66,10 @@ class DecoupledState(Pausable):
             optimizer on it and keeps its state; updated parameters travel instead of gradients. The bytes are the same,
             work and state are divided by the number of ranks, ``defer`` has no effect. For SOAP, Shampoo, Muon and
             other optimizers that work on whole matrices, and for AdamW with less memory; see docs/owners.md.
+        kfac: a new ``KFACState(model, optimizer)`` of the same process group and mutex: layers are preconditioned on
+            their owners when backward has reduced them, and directions are gathered in the next forward. The training
+            is that of ``kfac_hook``, to the last bit; ``defer`` has no effect. Its own methods, such as its state dict,
+            stay in use. See docs/kfac.md. Default: none.
 
     With owners, gradients are zero after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
     `flush` does not fill them. Call `consolidate` on all ranks before ``optimizer.state_dict()``.
@@ -90,6 +96,7 @@ class DecoupledState(Pausable):
         codec: AnyCodec = None,
         loss_scale: float | Callable[[], float] = 1.0,
         owners: Literal["layers"] | None = None,
+        kfac: Deferrable | None = None,
     ) -> None:
         if defer not in ("auto", "always"):
             raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
@@ -102,11 +109,17 @@ class DecoupledState(Pausable):
                 f"expected codec=None with owners={owners!r}, got codec={codec!r}: updated parameters travel, whose "
                 "rounding no residual would mend; use one of both"
             )
+        if kfac is not None:
+            check_deferrable(kfac, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
         self._training: DecoupledTraining
         if owners is None or turns_disabled():
             coding = Coding(codec, loss_scale, self)
-            self._training = DecoupledTraining(optimizers[0], mutex, coding, always=defer == "always")
+            if kfac is None or turns_disabled():
+                self._training = DecoupledTraining(optimizers[0], mutex, coding, always=defer == "always")
+            else:
+                check_group(kfac, resolve_group(process_group))
+                self._training = PayloadTraining(optimizers[0], mutex, coding, kfac, self)
             if len(optimizers) > 1:
                 self._training.optimizer = as_one(optimizers)
         else:
@@ -190,10 +203,10 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if self.owners is not None:
+        if isinstance(self._training, (OwnedTraining, PayloadTraining)):
             raise UnsupportedConfigurationError(
-                "expected owners=None to plan for, got owners='layers', whose gathers begin after step(); choose "
-                "bucket_cap_mb by hand: a sixteenth of the model is a good start"
+                "expected a state without owners or kfac to plan for, got owners that do more between the halves than "
+                "the plan's model knows; choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
             )
         self.flush()
         model = self._training.model()
@@ -209,7 +222,11 @@ class DecoupledState(Pausable):
         return self._training.coding.stats()
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose a codec; see `CompressedState.plan_codec`. **Collective**."""
+        """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac``. **Collective**."""
+        if isinstance(self._training, PayloadTraining):
+            raise UnsupportedConfigurationError(
+                "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
+            )
         self.flush()
         group = resolve_group(self.process_group)
         return self._training.coding.plan(self._training.updates.times, group, candidates)

@@ -31,7 +31,7 @@ from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.module_buffers import BufferCopy
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
-from crossover_ddp._exchange.transfer import MakeMessages, Turn
+from crossover_ddp._exchange.transfer import MakeMessages, Payload, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .coded import Coding
@@ -143,7 +143,7 @@ class DecoupledTraining:
         exchange = self.exchange = Exchange.of(process_group)
         messages = self.coding.messages(bucket, process_group)
         if self._closed:
-            return exchange.submit(bucket, messages=messages, state=state)
+            return exchange.submit(bucket, messages=messages, payload=self._payload_of(bucket), state=state)
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             self.coding.await_former(round_.shares)
@@ -176,16 +176,20 @@ class DecoupledTraining:
         messages: MakeMessages | None,
         state: object,
     ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
-        urgency = self.updates.urgency(bucket.index(), parameters)
+        urgency, payload = self._urgency(bucket, parameters), self._payload_of(bucket)
         future, deferred = exchange.defer(
-            bucket, turn=self._turn, urgency=urgency, messages=messages, state=state
+            bucket, turn=self._turn, urgency=urgency, messages=messages, payload=payload, state=state
         )
         if deferred is None:
             return future, None
-        model, place = self.model(), len(self.updates.round.shares)
-        separate = model is not None and not model.gradient_as_bucket_view
-        views = views_of(deferred.tensor, parameters) if separate else None
+        place, views = len(self.updates.round.shares), _views(self.model(), deferred.bucket, parameters)
         return future, Share(deferred, parameters, bucket.buffer(), urgency, place, views)
+
+    def _urgency(self, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> int:
+        return self.updates.urgency(bucket.index(), parameters)
+
+    def _payload_of(self, bucket: dist.GradBucket) -> Callable[[], Payload] | None:
+        """Return what makes the payload that travels in the bucket's place; None: the bucket does."""
 
     def _average_now(
         self,
@@ -261,8 +265,7 @@ class DecoupledTraining:
     # --- around forward --------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        updates = self.updates
-        compiled = called_by_compiled_code()
+        updates, compiled = self.updates, called_by_compiled_code()
         updates.check_stepped()
         updates.in_forward = True
         if compiled or not updates.round.is_settled:
@@ -354,6 +357,14 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
             "call gc.freeze() after the first backward(), not before"
         )
     return model
+
+
+def _views(
+    model: DistributedDataParallel | None, buffer: torch.Tensor, parameters: list[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return where the means of gradients come that are no views of their bucket; None for views."""
+    separate = model is not None and not model.gradient_as_bucket_view
+    return views_of(buffer, parameters) if separate else None
 
 
 def _check_finite(norm: torch.Tensor, norm_type: float) -> None:

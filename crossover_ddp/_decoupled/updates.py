@@ -162,7 +162,7 @@ class Updates:
         with self.lock:
             shares = [*self.round.shares]
             for share in shares:
-                share.deferred.wait()
+                share.await_mean()
             # Not before all are: code that catches the error may let the next backward write into any of the buckets.
             for share in shares:
                 share.check_gradients()
@@ -176,7 +176,7 @@ class Updates:
     def note_gradients(self) -> None:
         """Wait for the round and note its gradients, so that changes show; see `fingerprints`."""
         for share in self.round.shares:
-            share.deferred.wait()
+            share.await_mean()
             share.note_gradients()
 
     # --- guards ----------------------------------------------------------------------------------------------

@@ -132,7 +132,6 @@ class Exchange:
             transfer.owner_step, transfer.layout = owner_step, layout or transfer.layout
             if carried is not None:
                 transfer.carry(carried)
-            step.keeps_turn = step.keeps_turn or transfer.keeps_turn
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
             for held in step.let_go(refused=True) if _is_last(bucket) else ():
@@ -149,12 +148,11 @@ class Exchange:
     def reduce(self, payload: Payload, *, behind: bool = False) -> GradientFuture:
         """Begin to sum ``payload`` into its owners, ahead of the next backward's buckets; a failure is theirs too.
 
+        The Future completes when the owner's step is done.
+
         Args:
             payload: nothing of it comes back.
             behind: only when all buckets so far are gathered, where ranks exchange messages on a ring.
-
-        Returns:
-            A Future that completes when the owner's step is done.
         """
         transfer = self.routes.of_tensor(payload.scatter, self._step)
         transfer.carry(payload)
@@ -164,8 +162,7 @@ class Exchange:
     def average(self, payload: Payload) -> GradientFuture:
         """Begin to exchange ``payload`` outside of a backward pass, behind what is under way.
 
-        Returns:
-            A Future that completes when ``payload`` is unloaded, or with the failure: no backward pass raises it.
+        The Future completes when ``payload`` is unloaded, or with the failure: no backward pass raises it.
 
         Collective: all ranks, at the same place among their buckets.
         """
@@ -182,6 +179,7 @@ class Exchange:
         urgency: int = 0,
         messages: MakeMessages | None = None,
         scatter: Callable[[], Sharded] | None = None,
+        payload: Callable[[], Payload] | None = None,
         state: object = None,
     ) -> tuple[GradientFuture, Deferred | None]:
         """Begin to average ``bucket`` in the background; backward does not wait for it.
@@ -192,6 +190,7 @@ class Exchange:
             urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
             messages: see `submit`; its ``unload`` must leave the version counter of the bucket's buffer alone.
             scatter: returns what is summed into its owners instead of the buffer. It is not gathered: see `spread`.
+            payload: see `submit`; each completes by itself, the last one after all steps of this rank.
             state: that the hook was registered with; see `ModuleBuffers`.
 
         Returns:
@@ -207,6 +206,8 @@ class Exchange:
             transfer.tensor, transfer.urgency = transfer.tensor.data, urgency
             if scatter is not None:
                 transfer.only_reduce(scatter())
+            if payload is not None:
+                transfer.carry(payload())
         except Exception as error:  # whatever it is, it must not leave the hook
             future = _refused(bucket, step, error)
         else:
@@ -303,8 +304,7 @@ class Exchange:
         if buffers is None:
             self._begin(transfer)
             return None
-        # Rank 0 owns all of it.
-        layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))
+        layout = Layout.of_lengths([buffers.flat.numel()] + [0] * (self.world_size - 1))  # rank 0 owns it
         sharded = Sharded(buffers.flat, layout)
         if self.routes.is_on_ring(device):
             self._begin(transfer)

@@ -8,6 +8,8 @@ message, once its last bucket is reduced and nothing can come between. A rank wa
 has one to send: rank 0 names each bucket once, and each rank calls ``next`` once for every reduce-scatter that it
 has completed, or, with a codec, whose messages have come.
 
+Where the owner has a step to take in between, the bucket may be gathered after that; the wire is free before.
+
 A gather waits for reduce-scatters of its own step only. Those of a later step may need it: where rank 0 has run
 out of inputs (``Join``) it answers for steps whose forward the other ranks have not begun.
 """
@@ -52,15 +54,22 @@ class GatherOrder:
             self._under_way += 1
             self._scattering[transfer.step] += 1
 
-    def scatter_ends(self, transfer: Transfer) -> None:
-        """Note that the bucket may be gathered. Called on the reducer."""
+    def scatter_ends(self, transfer: Transfer, *, ready: bool = True) -> None:
+        """Note that the bucket wants the wire no more, and, if ``ready``, may be gathered. Called on the reducer."""
         with self._changed:
-            self._ready[transfer.sequence] = transfer
+            if ready:
+                self._ready[transfer.sequence] = transfer
             self._scattering[transfer.step] -= 1
             if not self._scattering[transfer.step]:
                 del self._scattering[transfer.step]
             elif self._ring.rank == _LEADER:
                 return  # nothing to choose yet: a thread that wakes up in vain costs more than all the rest here
+            self._changed.notify_all()
+
+    def step_ends(self, transfer: Transfer) -> None:
+        """Note that the bucket may be gathered now: its owner's step is done. Called on the stepper."""
+        with self._changed:
+            self._ready[transfer.sequence] = transfer
             self._changed.notify_all()
 
     def gathered(self) -> None:

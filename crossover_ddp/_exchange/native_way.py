@@ -76,7 +76,8 @@ class NativeWay:
         if not transfer.last:
             return
         for each in reversed(transfer.step.deferred):
-            for work in self._halves.all_gather(each.tensor, each.layout) if each.goes_back else ():
+            back = Sharded(each.tensor, each.layout) if each.payload is None else each.payload.gather
+            for work in self._halves.all_gather(*back) if back is not None else ():
                 work.wait()
             each.whole_way = each.side.mark()
             engine.complete(each)

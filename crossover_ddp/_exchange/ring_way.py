@@ -11,6 +11,10 @@ that no rank waits for a bucket that a peer will not come to.
 its own on the gatherer of this rank, and so of all ranks. It runs on a third thread, the *stepper*. The gather of the
 bucket takes its place in the gatherer's order all the same, and waits there for the step: the order of gathers must
 not depend on how long steps take.
+
+[Note: deferred steps] The step of a deferred bucket runs on the stepper, too, as soon as the bucket is reduced. The
+bucket may be chosen for its gather when that is done. All of a backward's steps are done before its last bucket is
+gathered, so that it can carry what they have found. What arrives of a bucket is reported on the stepper, too.
 """
 
 import contextlib
@@ -60,7 +64,7 @@ class RingWay:
         gather = (
             self._ring.all_gather(buffer, transfer.layout, transfer.sequence) if transfer.goes_back else None
         )
-        if gather is not None and transfer.side.copier is None:
+        if gather is not None and transfer.side.copier is None and not transfer.deferred:
             transfer.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         at_once = gather is not None and transfer.owner_step is None and not transfer.deferred
@@ -98,15 +102,16 @@ class RingWay:
         )
 
     def _reporter(self, engine: Engine, transfer: Transfer) -> Callable[[Span], None] | None:
-        """Return what reports to the owner, on the gatherer, how much of its part has arrived; None if unused."""
+        """Return what reports to the owner, where it steps, how much of its part has arrived; None if unused."""
         arriving = transfer.payload.arriving if transfer.payload is not None else None
         if arriving is None or transfer.side.copier is not None:
             return None
         start = transfer.layout.part(self._ring.rank).start
+        worker = self._stepper if transfer.deferred else self._gatherer
 
         def report(span: Span) -> None:
             arrived = functools.partial(arriving, span.stop - start)
-            engine.put(self._gatherer, transfer, "owner's step", arrived)
+            engine.put(worker, transfer, "owner's step", arrived)
 
         return report
 
@@ -133,18 +138,30 @@ class RingWay:
             halves.buffer.landed(part)
             arrive_half_way(transfer, transfer.tensor[part.start : part.stop])
         if transfer.is_gathered_later:
-            transfer.gather = functools.partial(self._gather, engine, transfer, halves)
-            self._order.scatter_ends(transfer)
+            stepped = None if transfer.owner_step is None else threading.Event()
+            transfer.gather = functools.partial(self._gather, engine, transfer, halves, stepped)
+            self._order.scatter_ends(transfer, ready=stepped is None)
+            if stepped is not None:
+                self._step_apart(engine, transfer, halves, stepped)
             following = functools.partial(gather_next, engine, self._order)
             engine.put(self._gatherer, transfer, "choice of the next gather", following)
         else:
-            stepped = self._step_apart(engine, transfer, halves) if transfer.has_long_step else None
+            stepped = self._long_step(engine, transfer, halves)
             gather = functools.partial(self._gather, engine, transfer, halves, stepped)
             engine.put(self._gatherer, transfer, "all-gather", gather)
 
-    def _step_apart(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> threading.Event:
-        """Have the owner's step run on the stepper; what is returned is set when it is over, failed or not."""
+    def _long_step(self, engine: Engine, transfer: Transfer, halves: RingHalves) -> threading.Event | None:
+        """Have a step that takes long run on the stepper; return what is set at its end, None for other steps."""
+        if not transfer.has_long_step:
+            return None
         over = threading.Event()
+        self._step_apart(engine, transfer, halves, over)
+        return over
+
+    def _step_apart(
+        self, engine: Engine, transfer: Transfer, halves: RingHalves, over: threading.Event
+    ) -> None:
+        """Have the owner's step run on the stepper; ``over`` is set when it is over, failed or not."""
 
         def run() -> None:
             try:
@@ -152,9 +169,10 @@ class RingWay:
                 engine.guarded(transfer, "owner's step", step, on_worker=True)
             finally:
                 over.set()
+                if transfer.is_gathered_later:  # see [Note: deferred steps]
+                    self._order.step_ends(transfer)
 
         self._stepper.put(run)
-        return over
 
     def _gather_and_finish(self, engine: Engine, transfer: Transfer) -> None:
         self._gather_alone(transfer, Sharded(transfer.tensor, transfer.layout))
@@ -167,7 +185,8 @@ class RingWay:
         halves.scatter.start()
         halves.scatter.wait()
         engine.spans.half("reduce_scatter", begin_s, transfer)
-        self._gather(engine, transfer, halves)
+        stepped = self._long_step(engine, transfer, halves)
+        self._gather(engine, transfer, halves, stepped)
 
     def _gather(
         self,

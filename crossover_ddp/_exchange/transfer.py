@@ -197,6 +197,7 @@ class Transfer:
         """Let ``payload`` travel, and the Future hold the bucket's buffer all the same."""
         self.payload, self.result = payload, self.tensor
         self.tensor, self.layout = payload.scatter
+        self.step.keeps_turn = self.step.keeps_turn or payload.keeps_turn
         self.take_owner_step(no_report)
 
     def only_reduce(self, scatter: Sharded) -> None:
@@ -244,7 +245,7 @@ class Transfer:
     @property
     def is_gathered_later(self) -> bool:
         """Whether its gather has a place in the order of deferred gathers; see [Note: order of gathers]."""
-        return self.deferred and self.goes_back
+        return self.deferred and (self.payload is None or self.payload.gather is not None)
 
     @property
     def last_turn(self) -> Turn | None:
@@ -267,12 +268,17 @@ class Deferred:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The bucket's buffer, with a version counter of its own."""
+        """What travels: the bucket's buffer, with a version counter of its own, or a payload."""
         return self._transfer.tensor
 
     @property
+    def bucket(self) -> torch.Tensor:
+        """DDP's own buffer; `tensor` but where something else travels in its place."""
+        return self._transfer.tensor if self._transfer.result is None else self._transfer.result
+
+    @property
     def layout(self) -> Layout:
-        """Who owns which part of the buffer."""
+        """Who owns which part of what travels."""
         return self._transfer.layout
 
     def wait_on_host(self) -> None:
@@ -290,7 +296,7 @@ class Deferred:
         return part
 
     def wait(self) -> None:
-        """Wait until the buffer holds the mean over the ranks."""
+        """Wait until the buffer holds the mean over the ranks, or what the payload is to bring is here."""
         transfer = self._transfer
         is_launched = transfer.halves is not None or transfer.messages is not None
         if not is_launched and not transfer.future.done():  # see [Note: native order]

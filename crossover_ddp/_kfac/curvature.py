@@ -69,6 +69,11 @@ class Curvature:
         """Whether there are factors and, as the first ones were not finite or came late, no solver of them."""
         return self._solver is None and self._a is not None and self._pending is None
 
+    @property
+    def lacks_any_solver(self) -> bool:
+        """Whether there is no solver yet; factors that are on their way may bring one."""
+        return self._solver is None
+
     def invert(self, damping: float, worker: Worker | None = None) -> None:
         """Make a new solver of the running factors: now, or on ``worker`` while the old one serves on."""
         self.settle()

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,7 @@ class FactorTraffic:
 
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
+        steps_apart: whether owners' steps run on a thread of their own, as those of deferred buckets do.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class FactorTraffic:
         self._counts = [0] * (2 * len(layers))
         self._rooms: list[ColumnRoom] | None = None
         self._ended: KFACRound | None = None
+        self._await_ended: Callable[[], None] | None = None
+        self.steps_apart = False
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self.trails = False
@@ -133,6 +137,9 @@ class FactorTraffic:
         Not those of the last step alone: it may have been a short batch at the end of an epoch.
         """
         ended, self._ended = self._ended, None
+        if self._await_ended is not None:
+            self._await_ended()
+            self._await_ended = None
         if ended is not None and ended.greatest_counts is not None:
             self._counts = [
                 max(pair) for pair in zip(self._counts, ended.greatest_counts.tolist(), strict=True)
@@ -158,9 +165,9 @@ class FactorTraffic:
         sent = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
         return sent.to(device, non_blocking=True)
 
-    def end_step(self, round: KFACRound) -> None:
-        """Note that the step's last bucket is on its way; the ranks' messages arrive with it."""
-        self._ended, self._rooms = round, None
+    def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
+        """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
+        self._ended, self._await_ended, self._rooms = round, wait, None
         self.early.begin_step()
 
     # --- what leaves early -----------------------------------------------------------------------------------
@@ -227,7 +234,7 @@ class FactorTraffic:
     def _reduce(self, payload: Payload, *, behind: bool) -> GradientFuture:
         if self._engine is None:
             self._engine = Exchange.of(resolve_group(self._process_group))
-        return self._engine.reduce(payload, behind=behind)
+        return self._engine.reduce(replace(payload, is_long=self.steps_apart), behind=behind)
 
     def _input_came(self, index: int) -> None:
         self.times.reach(index)

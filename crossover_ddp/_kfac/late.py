@@ -69,10 +69,14 @@ class LateFactors:
     def settle(self) -> None:
         """Send what is left, and wait until all has arrived. Collective. Raises what made it impossible."""
         self.leave(all_groups=True)
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Wait until all that has left has arrived. Not collective. Raises what made it impossible."""
         # They arrive in their order, and after a failure no later one does.
-        if self._newest is not None:
-            self._newest.wait()
-            self._newest = None
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.wait()
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,10 @@ scales by the same bits. On steps that take factors each rank sends in the same 
 had of each factor, so that all ranks know what can be sent as columns the next time (see [Note: few columns]).
 
 A layer that is spread goes its own way, see [Note: spread layers].
+
+[Note: brought back late] In decoupled training buckets are gathered in another order than backward's, some of them
+while the next forward runs. The last bucket comes before all that are still to be gathered, since it has the messages.
+What came before waits for them in its payload; what comes later is scaled when it comes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +49,7 @@ class KFACRound:
     Attributes:
         counts: how many columns this rank's factors had, int32; set before the last bucket if factors travel.
         greatest_counts: the greatest over all ranks, when the step has ended.
+        brought_by: by the number of a bucket, those of later ones that bring parts of it, or what it is scaled by.
     """
 
     plan: RoundPlan
@@ -56,26 +61,38 @@ class KFACRound:
     kl_terms: dict[int, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
     greatest_counts: Tensor | None = None
+    brought_by: dict[int, set[int]] = field(default_factory=dict)
+    bucket_of: dict[int, int] = field(default_factory=dict)
+    _scale: Tensor | None = None
 
     def kl_sum(self) -> Tensor | None:
         """Return this rank's share of the KL clip's sum; rounded alike whatever buckets the layers came in."""
         terms = [self.kl_terms[index] for index in sorted(self.kl_terms)]
         return torch.stack(terms).sum() if terms else None
 
-    def unload(self, last: "BucketPayload") -> None:
-        """Read the messages; bring the preconditioned gradients back, scaled by the KL clip, if there is one."""
+    def unload(self, payload: "BucketPayload") -> None:
+        """Bring what has come back, scaled by the KL clip, if there is one; see [Note: brought back late]."""
+        if payload.has_message:
+            self._read_messages(payload)
+        if self.plan.kl_clip is None:
+            payload.bring_back(None)
+        elif payload.has_message:
+            for each in self.payloads:
+                if each.has_arrived:
+                    each.bring_back(self._scale)
+        elif self._scale is not None:
+            payload.bring_back(self._scale)
+
+    def _read_messages(self, last: "BucketPayload") -> None:
         messages = last.messages()
         if self.counts is not None:
             self.greatest_counts = torch.stack([message.counts for message in messages]).amax(0)
         if self.plan.kl_clip is None:
-            last.bring_back(None)
             return
         # In the order of ranks, so that all get the same.
         total = torch.stack([message.kl_sum for message in messages]).sum().abs() / self.plan.scale**2
         # Nothing to scale by where all gradients are zero: min(1, inf).
-        scale = (self.plan.kl_clip / total).sqrt().clamp(max=1.0)
-        for payload in self.payloads:
-            payload.bring_back(scale)
+        self._scale = (self.plan.kl_clip / total).sqrt().clamp(max=1.0)
 
 
 class BucketPayload:
@@ -111,6 +128,7 @@ class BucketPayload:
         self._count_numel = 0 if round.counts is None else round.counts.numel()
         message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
         self._message_numel = message_bytes // buffer.itemsize
+        self.has_arrived = False
         self.layout: PayloadLayout = payload_layout(plan.world_size, sizes, passing, self._message_numel)
         self._products: dict[int, RowProduct] = {}
         self._back = take(self.layout.back.numel)
@@ -309,10 +327,13 @@ class BucketPayload:
             if layer.sends_solver:
                 start = self.layout.back.part(self._round.plan.owners[layer.index]).start + offset
                 self._spread.take_solver(layer, self._back[start:])
-        if self._message_numel:
-            self._round.unload(self)
-        elif self._round.plan.kl_clip is None:
-            self.bring_back(None)
+        self.has_arrived = True
+        self._round.unload(self)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether the ranks' messages come with it."""
+        return self._message_numel > 0
 
     def bring_back(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets; ``scale`` for the preconditioned gradients, None for 1."""

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -53,16 +53,23 @@ class Rounds:
         ]
         self._layer_of = {id(parameter): index for index, parameter in parts if parameter is not None}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self.is_deferred = False
         self.steps = 0
 
     def use(self, preconditioner: Preconditioner) -> None:
         """Work with ``preconditioner`` from now on, between two steps."""
         self._preconditioner = preconditioner
         self._traffic = preconditioner.traffic
+        self._traffic.steps_apart = self.is_deferred
         self._round: KFACRound | None = None
         self._late: list[TravellingFactors] = []
         self._lrs: dict[int, float] = {}
         self._model_seen = False
+
+    def defer(self, state: object) -> None:
+        """Let buckets come back late, for ``state``, with which the model's hook is registered."""
+        self.is_deferred, self._state = True, weakref.ref(state)
+        self._traffic.steps_apart = True
 
     @property
     def nbytes(self) -> int:
@@ -78,17 +85,27 @@ class Rounds:
         traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
         traffic.late.leave(all_groups=now.takes_factors or now.inverts)
 
-    def end(self) -> None:
-        """The step's last bucket was handed out, or refused."""
+    def end(self, wait: Callable[[], None] | None = None) -> Mapping[int, Collection[int]]:
+        """The step's last bucket was handed out, or refused.
+
+        Args:
+            wait: blocks until it has come back; None if backward does.
+
+        Returns:
+            By the number of a bucket, those of later ones that it needs, see `KFACRound`.
+        """
         ended, self._round = self._round, None
+        if self.is_deferred and wait is None:  # a bucket was refused, others may still travel
+            self._buffers.clear()
         if ended is not None:
-            self._traffic.end_step(ended)
+            self._traffic.end_step(ended, wait)
             if ended.plan.late_groups:
                 self._traffic.late.hold(self._late, ended.plan.late_groups, ended.plan.decay)
         self._late = []
         self.steps += 1
         self._preconditioner.capture.begin_step()
         self.prepare_step()
+        return {} if ended is None else ended.brought_by
 
     def _begin(self) -> KFACRound:
         now, setup, preconditioner = self._setup.hypers.at(self.steps), self._setup, self._preconditioner
@@ -114,6 +131,10 @@ class Rounds:
         )
         if plan.takes_factors:
             self._traffic.early.send_rest()
+        lacks_solver = any(each.lacks_any_solver for each in preconditioner.curvatures.values())
+        if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
+            # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
+            self._traffic.late.arrive()
         return KFACRound(
             plan, preconditioner.curvatures, self._traffic.early.arrived, preconditioner.spread.solvers
         )
@@ -123,12 +144,15 @@ class Rounds:
     @torch.no_grad()
     def payload(self, bucket: dist.GradBucket) -> Payload:
         """Return what travels in the bucket's place."""
-        buffer = flat_gradients(bucket)
+        # Its own version counter: the user's changes show in the gradients', ours do not.
+        buffer = flat_gradients(bucket).data
         if self._round is None or bucket.index() == 0:
+            if self._round is not None:  # a backward that did not end: its buckets may still travel
+                self._buffers.clear()
             self._round = self._begin()
-        contents = contents_of(bucket, buffer)
+        contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)
-        layers, passing = self._completed(self._round, contents)
+        layers, passing = self._completed(self._round, contents, bucket.index())
         if self._round.plan.takes_factors or self._round.plan.late_groups:
             if bucket.is_last():
                 self._round.counts = self._traffic.own_counts()
@@ -138,6 +162,8 @@ class Rounds:
                 self._traffic.times.end()
         take = functools.partial(self._buffer, buffer, bucket.index())
         made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
+        for earlier in range(bucket.index()) if made.has_message else ():
+            self._round.brought_by.setdefault(earlier, set()).add(bucket.index())
         weights = [self._setup.layers[layer.index].weight for layer in layers]
         where = functools.partial(matrices, made.layout, layers, weights, self._round.plan.owners, contents)
         return replace(made.payload(), matrices=where)
@@ -151,7 +177,7 @@ class Rounds:
         return lent
 
     def _completed(
-        self, round: KFACRound, contents: Sequence[Content]
+        self, round: KFACRound, contents: Sequence[Content], bucket: int
     ) -> tuple[list[BucketLayer], tuple[Span, ...]]:
         """Return the layers that this bucket completes, and the spans that pass through."""
         complete, passing = [], []
@@ -162,9 +188,12 @@ class Rounds:
                 continue
             layer = self._setup.layers[index]
             round.waiting[id(parameter)] = gradient
+            round.bucket_of[id(parameter)] = bucket
             others = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
             if all(id(other) in round.waiting for other in others):
                 complete.append(self._bucket_layer(round, index, layer))
+                for earlier in {round.bucket_of[id(other)] for other in others} - {bucket}:
+                    round.brought_by.setdefault(earlier, set()).add(bucket)
         return complete, tuple(passing)
 
     def _bucket_layer(self, round: KFACRound, index: int, layer: Layer) -> BucketLayer:

@@ -178,3 +178,28 @@ def check_together(*, kl_clip: object, optimizer: object, inversion: str, mutex:
             "expected inversion='at_once' with a mutex, got inversion='background'; solvers made in the "
             "background would compute outside of the turn"
         )
+
+
+def check_new(*, deferred: bool, codec: object, planned: bool) -> None:
+    """Refuse a state that cannot become part of a ``DecoupledState``."""
+    if deferred or planned or codec is not None:
+        raise UnsupportedConfigurationError(
+            "expected a new KFACState without a codec for each DecoupledState, got one "
+            + (
+                "that is part of another"
+                if deferred
+                else "with a plan for its factors"
+                if planned
+                else "with a codec"
+            )
+            + "; make a KFACState(model, optimizer) for it"
+        )
+
+
+def check_on_its_own(*, deferred: bool) -> None:
+    """Refuse to plan factors of a state that is part of a ``DecoupledState``."""
+    if deferred:
+        raise UnsupportedConfigurationError(
+            "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where gradients "
+            "travel during forward; leave the plan out: factors ride in the buckets, or behind them"
+        )

@@ -1,6 +1,5 @@
 """One backward pass of Muon: what each bucket sends in its place, and what the owners make of it."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -102,14 +101,18 @@ class MuonPayload:
         plan = round.plan
         sizes = tuple([MatrixSize(plan.owners[each.number], each.span.numel) for each in matrices])
         self.layout: MuonLayout = muon_layout(plan.world_size, buffer.itemsize, sizes, passing)
-        lent = lender.there(self.layout.there.numel)
-        self._there = lent[: self.layout.there.numel]
         self._back = lender.back(self.layout.back.numel)
-        self._give_back = functools.partial(lender.give_back, lent)
-        for each, place in zip(matrices, self.layout.gradients, strict=True):
-            _part(self._there, place).copy_(_part(buffer, each.span))
-        for span, place in self.layout.passing_there:
-            _part(self._there, place).copy_(_part(buffer, span))
+        moves = [*zip([each.span for each in matrices], self.layout.gradients, strict=True)]
+        moves += self.layout.passing_there
+        self._lent: Tensor | None = None
+        if all(source == target for source, target in moves):
+            self._there = buffer  # it lies as it travels: a large matrix that has a bucket of its own
+            return
+        self._lent = lender.there(self.layout.there.numel)
+        self._give_back = lender.give_back
+        self._there = self._lent[: self.layout.there.numel]
+        for source, target in moves:
+            _part(self._there, target).copy_(_part(buffer, source))
 
     def payload(self) -> Payload:
         """Return what the engine needs to know."""
@@ -160,7 +163,8 @@ class MuonPayload:
             _part(self._buffer, each.span).fill_((norm * 0).to(self._buffer.dtype))
         for span, source in self.layout.passing_back:
             _part(self._buffer, span).copy_(_part(self._back, source))
-        self._give_back()
+        if self._lent is not None:
+            self._give_back(self._lent)
 
     def _direction(self, place: int) -> Tensor:
         matrix = self._round.plan.matrices[self._matrices[place].number]

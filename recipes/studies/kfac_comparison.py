@@ -5,7 +5,8 @@
 
 Both get the same model, batches and hyper-parameters, and follow the same losses. kfac-pytorch takes its best strategy:
 inverses, triangles, one owner (MEM-OPT) where factors are renewed in every step, else all ranks (COMM-OPT). Each
-round runs all ways in random order; ratios are of one round. Needs root (see docs/lab.md).
+round runs all ways in random order; ratios are of one round. "decoupled" is K-FAC as part of a `DecoupledState`, with
+the buckets that suit it. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from studies._tables import Cells
 
 TITLE = "K-FAC beside kfac-pytorch and SGD (medians)"
 WORKER = "kfac_comparison_worker.py"
-WAYS = ("sgd", "kfac-pytorch", "kfac")
+WAYS = ("sgd", "kfac-pytorch", "kfac", "decoupled")
+OURS = ("kfac", "decoupled")
 RATES_MBIT = {"cnn": 1200.0, "convnet": 190.0, "vit": 100.0}
 LOSS_TOLERANCE = 1e-2  # the package differs from itself by 7e-3 from one of its strategies to another
 COMPARED_STEPS = 10
@@ -35,7 +37,9 @@ def measure_round(ranks: Ranks, steps: int, periods: Sequence[int], number: int)
     order = list(WAYS)
     random.Random(number).shuffle(order)
     answers = {way: ranks.run(way=way, steps=steps, periods=periods) for way in order}
-    for own, other in zip(answers["kfac"], answers["kfac-pytorch"], strict=True):
+    for own, other in (
+        (a, b) for way in OURS for a, b in zip(answers[way], answers["kfac-pytorch"], strict=True)
+    ):
         pairs = zip(own["losses"][:COMPARED_STEPS], other["losses"][:COMPARED_STEPS], strict=True)
         worst = max(abs(a - b) / abs(b) for a, b in pairs)
         if worst > LOSS_TOLERANCE:
@@ -72,6 +76,7 @@ def summarize(preset: str, periods: Sequence[int], rounds: list[dict[str, list[A
         "sgd_busy_s": statistics.median(run["sgd"][0]["core_busy_s"] for run in rounds),
         "step_s": {way: statistics.median(each[way] for each in step_s) for way in WAYS},
         "over_peer": sorted(each["kfac"] / each["kfac-pytorch"] for each in step_s),
+        "decoupled_over_peer": sorted(each["decoupled"] / each["kfac-pytorch"] for each in step_s),
         "over_sgd": statistics.median(each["kfac"] / each["sgd"] for each in step_s),
         "wire_bytes": sent,
     }
@@ -79,7 +84,7 @@ def summarize(preset: str, periods: Sequence[int], rounds: list[dict[str, list[A
 
 def cells(row: Row) -> Cells:
     """What the table says of a row."""
-    over = row["over_peer"]
+    over, decoupled = row["over_peer"], row["decoupled_over_peer"]
     sent = [row["wire_bytes"][way] / 1e6 for way in ("kfac", "kfac-pytorch", "sgd")]
     return {
         "model": row["preset"],
@@ -87,6 +92,8 @@ def cells(row: Row) -> Cells:
         "every": " / ".join(map(str, row["periods"])),
         "this / kfac-pytorch": statistics.median(over),
         "least to greatest": f"{over[0]:.2f} to {over[-1]:.2f}",
+        "decoupled / kfac-pytorch": statistics.median(decoupled),
+        "its least to greatest": f"{decoupled[0]:.2f} to {decoupled[-1]:.2f}",
         "this / SGD": row["over_sgd"],
         "MB: this, it, SGD": ", ".join(f"{megabytes:.2f}" for megabytes in sent),
     }

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _data
 import _models
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from studies._worker import Order, WorkerJob, measure, say, serve
 
@@ -80,9 +81,14 @@ def peer(path: Path) -> Any:
 class ComparisonRun(WorkerJob):
     """A fresh copy of the job, trained one way."""
 
+    kfac: KFACState | None = None
+
     def __init__(self, name: str, way: str, periods: tuple[int, int], path: Path, bucket_mb: float) -> None:
         network, self.batches = build(name)
-        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+        options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mb}
+        if way == "decoupled":  # what is deferred must come in pieces
+            options = DecoupledState.ddp_options(network)
+        self.model = DistributedDataParallel(network, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
         factor_steps, inverse_steps = periods
         shared = {**SHARED, "factor_update_steps": factor_steps, "inv_update_steps": inverse_steps}
@@ -98,9 +104,9 @@ class ComparisonRun(WorkerJob):
                 symmetry_aware=True,
                 **shared,
             ).step
-        elif way == "kfac":
+        elif way != "sgd":
             # It adds the damping to each factor, we add the square root.
-            self.state = KFACState(
+            self.kfac = self.state = KFACState(
                 self.model,
                 self.optimizer,
                 damping=DAMPING**2,
@@ -108,7 +114,16 @@ class ComparisonRun(WorkerJob):
                 pi=False,
                 **shared,
             )
-            self.model.register_comm_hook(self.state, kfac_hook)
+            if way == "decoupled":
+                self.state = DecoupledState(self.optimizer, kfac=self.kfac)
+                self.model.register_comm_hook(self.state, decoupled_hook)
+            else:
+                self.model.register_comm_hook(self.kfac, kfac_hook)
+
+    def close(self) -> None:
+        super().close()
+        if self.kfac is not None:
+            self.kfac.close()
 
 
 def run(args: argparse.Namespace, order: Order) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import GPUMutex
+from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import networks
 
@@ -26,6 +26,7 @@ class Training:
         rank: of this process.
         network: of WIDTH inputs and OUTPUTS outputs; default an MLP of four layers.
         ddp: options of DDP.
+        decoupled: whether directions are applied in the next forward.
         options: of KFACState.
     """
 
@@ -36,6 +37,7 @@ class Training:
         *,
         ddp: dict[str, Any] | None = None,
         mutex: GPUMutex | None = None,
+        decoupled: bool = False,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -44,7 +46,12 @@ class Training:
         self.model = DistributedDataParallel(network, **({"bucket_cap_mb": 0.0004} | (ddp or {})))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
         self.state = KFACState(self.model, self.optimizer, mutex=mutex, **options)
-        self.model.register_comm_hook(self.state, kfac_hook)
+        if decoupled:
+            group = self.state.process_group
+            self.outer = DecoupledState(self.optimizer, group, mutex=mutex, kfac=self.state)
+            self.model.register_comm_hook(self.outer, decoupled_hook)
+        else:
+            self.model.register_comm_hook(self.state, kfac_hook)
         self.steps = 0
 
     def backward(self, parts: int = 1) -> float:

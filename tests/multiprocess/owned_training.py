@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+from crossover_ddp import GPUMutex
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
 
@@ -121,6 +122,13 @@ def adan(module: nn.Module) -> list[Optimizer]:
     return [timm.optim.create_optimizer_v2(module.parameters(), opt="adan", lr=3e-3)]
 
 
+def timm_muon(module: nn.Module) -> list[Optimizer]:
+    """A hybrid: Muon for matrices, AdamW for the rest, in one optimizer."""
+    import timm.optim
+
+    return [timm.optim.create_optimizer_v2(module, opt="muon", lr=0.02, weight_decay=0.05)]
+
+
 MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "soap": with_adamw(Soap),
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
@@ -128,15 +136,22 @@ MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
+    "timm muon": timm_muon,
     "adagrad": lambda module: [torch.optim.Adagrad(module.parameters(), lr=3e-3)],
 }
 
 
 class OwnedRun:
-    """A model with its optimizers and schedulers; ``owners``: with our hook."""
+    """A model with its optimizers and schedulers; ``owners``: with our hook, which may take turns."""
 
     def __init__(
-        self, module: Mixture, kind: str, *, owners: bool, options: dict[str, Any] | None = None
+        self,
+        module: Mixture,
+        kind: str,
+        *,
+        owners: bool,
+        options: dict[str, Any] | None = None,
+        mutex: GPUMutex | None = None,
     ) -> None:
         self.module = module
         self.model = DistributedDataParallel(
@@ -146,7 +161,8 @@ class OwnedRun:
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 100) for each in self.optimizers]
         self.state: DecoupledState | None = None
         if owners:
-            self.state = DecoupledState(self.optimizers, owners="layers")
+            group = self.model.process_group
+            self.state = DecoupledState(self.optimizers, group, mutex=mutex, owners="layers")
             self.model.register_comm_hook(self.state, decoupled_hook)
 
     def backward(self, tokens: Tensor) -> None:

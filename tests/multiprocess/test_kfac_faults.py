@@ -43,10 +43,12 @@ def failure_of(training: Training, steps: int = 3) -> tuple[str, float]:
     return "went on", time.monotonic() - begin_s
 
 
-def lose_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
+def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tuple[str, float]:
     # Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
     group = impatient_group()
-    training = Training(rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1)
+    training = Training(
+        rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1, decoupled=decoupled
+    )
     training.step()
     training.step()
     if moment == "early":
@@ -64,11 +66,19 @@ def lose_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "moment"),
-    [(2, "between steps"), (2, "early"), (2, "in the owner's step"), (4, "in the owner's step")],
+    ("world_size", "moment", "decoupled"),
+    [
+        (2, "between steps", False),
+        (2, "early", False),
+        (2, "in the owner's step", False),
+        (4, "in the owner's step", False),
+        (2, "in the owner's step", True),
+    ],
 )
-def test_the_loss_of_a_peer_is_an_error_in_bounded_time(world_size: int, moment: str) -> None:
-    outcomes = run_ranks(lose_a_peer, world_size, args=(moment,), deaths={1: signal.SIGKILL})
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
+    world_size: int, moment: str, decoupled: bool
+) -> None:
+    outcomes = run_ranks(lose_a_peer, world_size, args=(moment, decoupled), deaths={1: signal.SIGKILL})
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             message, took_s = outcome

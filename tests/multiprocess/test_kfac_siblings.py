@@ -13,10 +13,11 @@ from tests.multiprocess.kfac_training import Training
 STEPS, INVERT_EVERY = 12, 3
 
 
-def train(rank: int, world_size: int, group: str, early: bool) -> dict[str, Any]:
+def train(rank: int, world_size: int, group: str, way: str) -> dict[str, Any]:
     """Train; without a group alone and without turns."""
     mutex = GPUMutex(group, device=f"device{rank}") if group else None
-    training = Training(rank, mutex=mutex, inv_update_steps=INVERT_EVERY)
+    decoupled = way == "decoupled"
+    training = Training(rank, mutex=mutex, decoupled=decoupled, inv_update_steps=INVERT_EVERY)
     held: dict[str, list[bool]] = {"forward": [], "solver": []}
 
     def note(what: str) -> None:
@@ -33,7 +34,7 @@ def train(rank: int, world_size: int, group: str, early: bool) -> dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DampedInverse, "compute", staticmethod(watched))
         for step in range(STEPS):
-            if early and step == 2:
+            if way == "early" and step == 2:
                 training.state.plan_factors(early=True)
             losses.append(training.step())
     stats = mutex.stats() if mutex is not None else {}
@@ -48,11 +49,11 @@ def train(rank: int, world_size: int, group: str, early: bool) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["in the buckets", "early"])
-def test_siblings_train_as_alone_and_make_solvers_in_their_turns(early: bool) -> None:
+@pytest.mark.parametrize("way", ["in the buckets", "early", "decoupled"])
+def test_siblings_train_as_alone_and_make_solvers_in_their_turns(way: str) -> None:
     group = new_group()
-    alone = run_ranks(train, 2, args=("", early))
-    jobs = [Job(train, 2, (group, early), name=name) for name in "ab"]
+    alone = run_ranks(train, 2, args=("", way))
+    jobs = [Job(train, 2, (group, way), name=name) for name in "ab"]
     for job in run_jobs(jobs, timeout_s=120):
         for rank, of_rank in enumerate(job):
             assert of_rank["losses"] == alone[rank]["losses"]

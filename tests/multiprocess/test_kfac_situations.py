@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_oracle import Oracle, Settings
@@ -175,25 +176,32 @@ def test_gradients_are_those_of_an_independent_computation(name: str) -> None:
         assert max(of_rank[name]) < situation.tolerance, of_rank[name]
 
 
-def train_unevenly(rank: int, world_size: int, early: bool) -> list[float]:
-    """Rank 1 has inputs for fewer steps; return the greatest gradient of each step."""
+def train_unevenly(rank: int, world_size: int, way: str) -> list[float]:
+    """Rank 1 has inputs for fewer steps; return the greatest gradient of each step, or its loss if deferred."""
     torch.manual_seed(3)
     model = DistributedDataParallel(Network(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     state = KFACState(model, optimizer, inv_update_steps=2)
-    model.register_comm_hook(state, kfac_hook)
+    if way == "decoupled":
+        model.register_comm_hook(DecoupledState(optimizer, kfac=state), decoupled_hook)
+    else:
+        model.register_comm_hook(state, kfac_hook)
     found: list[float] = []
 
     def train(step: int) -> None:
         inputs, targets = batch(rank, step)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        found.append(max(float(p.grad.abs().max()) for p in model.parameters()))  # type: ignore[union-attr]
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        if way == "decoupled":
+            found.append(float(loss))
+        else:
+            found.append(max(float(p.grad.abs().max()) for p in model.parameters()))  # type: ignore[union-attr]
         optimizer.step()
 
     for step in range(3):
         train(step)
-    if early:
+    if way == "early":
         state.plan_factors(early=True)
     with Join([model]):
         for step in range(3, 7 if rank == 0 else 5):
@@ -204,9 +212,9 @@ def train_unevenly(rank: int, world_size: int, early: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["in the buckets", "early"])
-def test_join_with_uneven_inputs_ends_with_the_same_model(early: bool) -> None:
-    first, second = run_ranks(train_unevenly, 2, args=(early,))
+@pytest.mark.parametrize("way", ["in the buckets", "early", "decoupled"])
+def test_join_with_uneven_inputs_ends_with_the_same_model(way: str) -> None:
+    first, second = run_ranks(train_unevenly, 2, args=(way,))
     assert (len(first), len(second)) == (8, 6)
     assert all(0 < value < float("inf") for value in first[:-1])
     assert first[-1] == second[-1]

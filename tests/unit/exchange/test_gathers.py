@@ -76,6 +76,20 @@ def test_a_gather_waits_while_a_reduce_scatter_wants_the_wire() -> None:
     assert got == [second]
 
 
+def test_a_bucket_whose_owners_step_is_not_done_keeps_no_other_from_the_wire() -> None:
+    order = order_of_one()
+    first, second, third = transfer(0, 1), transfer(1, 5), transfer(2, -2, last=True)
+    for each in (first, second, third):
+        order.scatter_begins(each)
+    for each in (first, second, third):
+        order.scatter_ends(each, ready=False)
+    order.step_ends(second)
+    assert order.next() is second
+    order.step_ends(first)
+    order.step_ends(third)
+    assert [order.next(), order.next()] == [third, first]
+
+
 def test_a_gather_does_not_wait_for_later_steps_which_may_wait_for_it() -> None:
     """A rank that has run out of inputs is ahead of the others, whose next forward needs this gather."""
     order = order_of_one()
