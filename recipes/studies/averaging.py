@@ -13,6 +13,7 @@ are replicas that exchange nothing, whose pace is each rank's own. Needs root (s
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -139,8 +140,11 @@ def measure_preset(
         runs = []
         for repeat in range(args.repeats):
             runs.append(measure_once(ranks, args, c_s, repeat))
+            # What there is, if somebody ends the study.
+            row = summarize(preset, ratio, rate_mbit, args, runs, alone)
+            (args.out / preset / f"so-far-{ratio:g}.json").write_text(json.dumps([row]))
             advance()
-        yield summarize(preset, ratio, rate_mbit, args, runs, alone)
+        yield {**row, "repeats": len(runs)}
     ranks.close()
 
 
