@@ -5,10 +5,10 @@
     python recipes/studies/averaging_target.py --task mlp --ratio 0.2 1 3 --whole --picture docs/averaging.png
 
 First each way is trained with each learning rate of the same list, from the same seed and over the same samples, on
-real ranks without the lab's link: the rate that needs the fewest steps to the target is its own (``tuned.json``). Then
-each way trains in the lab from ``--repeats`` other seeds. The clock stands still while the model is judged; there all
-ranks meet, and exchanges in flight go on. ``--slow 3`` makes the last rank three times slower, by sleeping. M/C is of
-plain DDP's step. Needs root (see docs/lab.md).
+real ranks without the lab's link: the rate that needs the fewest steps to the target is its own; ``tuned.json`` keeps
+it. Then each way trains in the lab from ``--repeats`` other seeds. The clock stands still while the model is judged;
+there all ranks meet, and exchanges in flight go on. ``--slow 3`` makes the last rank three times slower, by sleeping.
+M/C is of plain DDP's step. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WORKER = "averaging_target_worker.py"
 WAYS = ("ddp", "decoupled", "accumulation", "fp16", "powersgd", "delayed", "diloco", "wild")
 PLAIN = ("accumulation", "fp16", "powersgd")
 OURS = ("delayed", "diloco", "wild")
-TARGETS = {"mlp": 0.7, "resnet": 0.7}
-RATES = (0.01, 0.02, 0.04, 0.08, 0.16)
+TARGETS = {"mlp": 0.8, "resnet": 0.8}
+RATES = (0.02, 0.04, 0.08, 0.16)
 TUNING_SEED = 1000
 
 
@@ -68,12 +68,15 @@ def seconds_to(answers: Sequence[Answer], target: float) -> float:
     )
 
 
-def tune(args: argparse.Namespace, target: float) -> dict[str, Any]:
-    """Return each way's learning rate, and what all trials have found."""
-    trials: dict[str, dict[str, Any]] = {}
+def tune(args: argparse.Namespace, target: float, path: Path) -> dict[str, Any]:
+    """Return each way's learning rate, and what all trials have found; ``path`` keeps those of former calls."""
+    trials: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    missing = [way for way in args.way if way not in trials]
+    if not missing:
+        return trials
     with Cluster(nodes=args.nodes, shaped=False) as cluster:
-        ranks = Ranks(cluster, "tuning", WORKER, [], args.out / args.task)
-        for way in args.way:
+        ranks = Ranks(cluster, "tuning", WORKER, [], path.parent)
+        for way in missing:
             found = {}
             for rate in RATES:
                 answers = ranks.run(**order_of(way, rate, TUNING_SEED, args), target=target)
@@ -83,7 +86,8 @@ def tune(args: argparse.Namespace, target: float) -> dict[str, Any]:
                 found, key=lambda rate: tuple(x if math.isfinite(x) else math.inf for x in found[rate])
             )
             trials[way] = {"rate": best, "trials": {str(rate): list(each) for rate, each in found.items()}}
-            Console(stderr=True).print(f"{args.task}, {way}: {trials[way]}")
+            path.write_text(json.dumps(trials))
+            Console(stderr=True).print(f"{args.task}, {way}: rate {best:g}", trials[way]["trials"])
         ranks.close()
     return trials
 
@@ -227,10 +231,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     directory: Path = args.out / args.task
     directory.mkdir(parents=True, exist_ok=True)
     target = TARGETS[args.task] if args.target is None else args.target
-    tuned_at, rows = directory / "tuned.json", list[Row]()
-    if args.only_tune or not tuned_at.exists():
-        tuned_at.write_text(json.dumps(tune(args, target)))
-    tuned = json.loads(tuned_at.read_text())
+    tuned, rows = tune(args, target, directory / "tuned.json"), list[Row]()
     if args.only_tune:
         return rows
     with Cluster(nodes=args.nodes, rate_mbit=CALIBRATION_MBIT) as cluster:
