@@ -63,9 +63,8 @@ def seconds_to(answers: Sequence[Answer], target: float) -> float:
     judged = steps_to(answers[0]["losses"], target, 1)
     if math.isinf(judged):
         return math.inf
-    return sum(
-        max(times) for times in list(zip(*[a["times_s"] for a in answers], strict=True))[: int(judged)]
-    )
+    slowest_s = [max(times) for times in zip(*[answer["times_s"] for answer in answers], strict=True)]
+    return float(sum(slowest_s[: int(judged)]))
 
 
 def tune(args: argparse.Namespace, target: float, path: Path) -> dict[str, Any]:
