@@ -1,5 +1,6 @@
 """Parameters and buffers of a model as flat vectors, without moving them: they are read and written in place."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,6 +32,10 @@ class FlatEntry:
 class FlatBlock:
     """The elements of some tensors of one dtype on one device, one behind the other, as they lie in memory.
 
+    [Note: kept views] The training thread asks for the same slices again and again, and making views of a dozen small
+    tensors takes longer than copying them. So the views are kept, and made anew where a tensor has got other memory:
+    as long as a view is kept, no other tensor can lie at the same address.
+
     Args:
         parameters: come first.
         buffers: come behind them.
@@ -44,6 +49,7 @@ class FlatBlock:
         self._stops = list(accumulate(lengths))
         self.numel = self._stops[-1]
         self.parameters_numel = sum(lengths[: len(parameters)])
+        self._kept: dict[Span, tuple[list[int], list[torch.Tensor]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -51,29 +57,45 @@ class FlatBlock:
         return self.numel * self.dtype.itemsize
 
     def pieces(self, span: Span) -> list[torch.Tensor]:
-        """Return the model's own memory of ``span``, as flat pieces."""
-        found, start = [], 0
-        for entry, stop in zip(self.entries, self._stops, strict=True):
-            if start < span.stop and span.start < stop:
-                flat = _flat(entry.name, entry.get())
-                found.append(flat[max(0, span.start - start) : span.stop - start])
-            start = stop
+        """Return the model's own memory of ``span``, as flat pieces; see [Note: kept views]."""
+        first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1
+        entries = self.entries[first:last]
+        addresses = [entry.get().data_ptr() for entry in entries]
+        kept = self._kept.get(span)
+        if kept is None or kept[0] != addresses:
+            start = self._stops[first - 1] if first else 0
+            kept = self._kept[span] = addresses, self._cut(entries, start, span)
+        return kept[1]
+
+    def _cut(self, entries: Sequence[FlatEntry], start: int, span: Span) -> list[torch.Tensor]:
+        found = []
+        for entry in entries:
+            flat = _flat(entry.name, entry.get())
+            found.append(flat[max(0, span.start - start) : span.stop - start])
+            start += flat.numel()
         return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``span`` into ``values``."""
         pieces = self.pieces(span)
-        torch._foreach_copy_(_split(values, pieces), pieces)
+        if not pieces:
+            return  # nothing between two tensors
+        if values.dtype == self.dtype:
+            torch.cat(pieces, out=values)
+        else:
+            torch._foreach_copy_(_split(values, pieces), pieces)
 
     def unpack(self, span: Span, values: torch.Tensor) -> None:
         """Copy ``values`` into ``span``."""
         pieces = self.pieces(span)
-        torch._foreach_copy_(pieces, _split(values, pieces))
+        if pieces:
+            torch._foreach_copy_(pieces, _split(values, pieces))
 
     def add(self, span: Span, values: torch.Tensor) -> None:
         """Add ``values`` to ``span``."""
         pieces = self.pieces(span)
-        torch._foreach_add_(pieces, _split(values, pieces))
+        if pieces:
+            torch._foreach_add_(pieces, _split(values, pieces))
 
     def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a vector over the whole block by the tensors' names and in their shapes, on the host."""

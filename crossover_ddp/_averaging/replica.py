@@ -109,7 +109,7 @@ class Replica:
 
     def take(self, state: object, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
-        exchange = Exchange.of(group)
+        exchange = Exchange.of(group) if self.exchange is None else self.exchange
         if self._closed:
             return exchange.submit(bucket, state=state)
         if self._failure is not None:

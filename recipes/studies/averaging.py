@@ -2,17 +2,18 @@
 
     python recipes/studies/averaging.py --preset convnet --ratio 1 2 3
     python recipes/studies/averaging.py --preset gpt --ratio 1
-    python recipes/studies/averaging.py --preset convnet --ratio 3 --way async sync --slow 3
+    python recipes/studies/averaging.py --preset convnet --ratio 3 --way apart async sync --slow 3
 
 For each preset and each ratio M/C (wire time of a step's gradients to its compute) it sets the link's rate, and then
 alternates the ways of training. Delayed averaging streams one fragment a step. The bound is max(C, M / sync_every),
-with C and the bytes of plain DDP's own runs. ``--slow 3`` makes the last rank three times slower, by sleeping. Needs
-root (see docs/lab.md).
+with C and the bytes of plain DDP's own runs. ``--slow 3`` makes the last rank three times slower, by sleeping; "apart"
+are replicas that exchange nothing, whose pace is each rank's own. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -38,7 +39,7 @@ from studies._tables import Cells
 
 TITLE = "Averaged replicas: speed-up over the other ways (medians)"
 WORKER = "averaging_worker.py"
-WAYS = ("ddp", "decoupled", "accumulation", "fp16", "local", "delayed", "sync", "async", "wild")
+WAYS = ("ddp", "decoupled", "accumulation", "fp16", "apart", "local", "delayed", "sync", "async", "wild")
 CALIBRATION_STEPS = 8
 DECOUPLED_WARM_UP = 32  # it has found out by then whether deferring is worth it
 
@@ -53,7 +54,7 @@ def order_of(way: str, args: argparse.Namespace, c_s: float) -> dict[str, Any]:
         order["warm_up"] = DECOUPLED_WARM_UP
     if args.slow > 1:
         # Ranks that wait for each other make as many steps as the slow one; others do not.
-        share = int(args.slow) if way in ("async", "wild") else 1
+        share = int(args.slow) if way in ("apart", "async", "wild") else 1
         order |= {"slow_s": (args.slow - 1) * c_s, "slow_share": share}
     return order
 
@@ -110,10 +111,17 @@ def summarize(
     }
     if "delayed" in step_s:
         row["of_bound"] = bound_s / step_s["delayed"]
-        waited = [sum(a["waits_s"]) / a["measured"] / c_s for run in runs for a in run["delayed"]]
-        row["waited_of_c"] = statistics.median(waited)
+        waited = [[sum(a["waits_s"]) / a["measured"] / c_s for a in run["delayed"]] for run in runs]
+        row["waited_of_c"] = statistics.median(each for run in waited for each in run)
+        # A rank that is ahead waits for its peers; the one that waits least has nothing to wait for but the wire.
+        row["waited_for_wire_of_c"] = statistics.median(min(run) for run in waited)
         row["waits_s"] = [a["waits_s"] for run in runs for a in run["delayed"]]
         row["speed_up"] = {way: step_s[way] / step_s["delayed"] for way in step_s if way != "delayed"}
+    if {"apart", "async"} <= step_s.keys():
+        paces = [
+            min(a["step_s"] for a in run["apart"]) / min(a["step_s"] for a in run["async"]) for run in runs
+        ]
+        row["own_pace"] = statistics.median(paces)
     return row
 
 
@@ -132,8 +140,11 @@ def measure_preset(
         runs = []
         for repeat in range(args.repeats):
             runs.append(measure_once(ranks, args, c_s, repeat))
+            # What there is, if somebody ends the study.
+            row = summarize(preset, ratio, rate_mbit, args, runs, alone)
+            (args.out / preset / f"so-far-{ratio:g}.json").write_text(json.dumps([row]))
             advance()
-        yield summarize(preset, ratio, rate_mbit, args, runs, alone)
+        yield {**row, "repeats": len(runs)}
     ranks.close()
 
 
@@ -148,9 +159,12 @@ def cells(row: Row) -> Cells:
     }
     if "of_bound" in row:
         found = {**found, "of bound": row["of_bound"], "waited/C": row["waited_of_c"]}
+        found["for the wire/C"] = row["waited_for_wire_of_c"]
     if row["slow"] > 1:
         found = {**found, **{f"{way} samples/s": rate for way, rate in row["samples_per_s"].items()}}
         found = {**found, **{f"{way} fastest s": taken_s for way, taken_s in row["fastest_s"].items()}}
+    if "own_pace" in row:
+        found["of own pace"] = row["own_pace"]
     return found
 
 

@@ -1,7 +1,7 @@
 """What averaging now and then costs in test loss, after equal samples, against plain DDP with the same seeds.
 
     python recipes/studies/averaging_loss.py --task digits --seeds 10
-    python recipes/studies/averaging_loss.py --task gpt --seeds 10 --steps 300 --way ddp delayed-4 streamed-8
+    python recipes/studies/averaging_loss.py --task gpt --seeds 10 --steps 480 --way ddp delayed-4 streamed-8
     python recipes/studies/averaging_loss.py --task digits --seeds 3 --ranks 2 --times runs/averaging --picture
 
 Replicas are copies in one process (`_replicas.py`); the tests hold the hooks to these bit by bit, so no network and no
@@ -11,7 +11,8 @@ seconds of a step, in units of C, are read from the result of `averaging.py`; th
 
 ``digits``: a convolutional net, digits shifted at random, SGD with momentum. ``gpt``: a small GPT on Python's help
 topics, AdamW. Learning rates fall to zero on a cosine. "wild" and "async" have no fixed order: here each copy pulls one
-centre when it has made its steps, in the order of time, without lost additions.
+centre when it has made its steps, in the order of time, without lost additions. "warmed" begins with 64 steps that
+are plain DDP's (``warmup_steps=64``).
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from studies._digits import make_cnn, make_problem
 from studies._replicas import Copies, DelayedWalk, Spring, TogetherWalk, flat, mean_of, write
 from studies._tables import Cells, show_table
 
-POINTS: Final = 20
 TUNING_SEED: Final = 1000
 TUNING_SEEDS: Final = 2
 MOVING: Final = 0.9
 OUTER: Final = (0.7, 0.9)
+WARM_UP: Final = 64
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond them the normal one.
 STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
@@ -122,7 +123,7 @@ class ShiftedDigits:
 class SmallGPT:
     """A GPT of one block on Python's help topics."""
 
-    rates = (1e-3, 3e-3, 6e-3)
+    rates = (3e-3, 6e-3, 12e-3)
     batch_size = 8
     context, vocabulary = 32, 1024
 
@@ -240,10 +241,21 @@ class TrainingWay:
 
 
 def delayed(
-    every: int, delay: int, fragments: int = 1, outer: tuple[float, float] | None = None
+    every: int,
+    delay: int,
+    fragments: int = 1,
+    outer: tuple[float, float] | None = None,
+    warmup_steps: int = 0,
 ) -> TrainingWay:
     def begin(copies: Copies, _: Sequence[int]) -> Walk:
-        return DelayedWalk(copies, sync_every=every, delay=delay, fragments=fragments, outer=outer)
+        return DelayedWalk(
+            copies,
+            sync_every=every,
+            delay=delay,
+            fragments=fragments,
+            outer=outer,
+            warmup_steps=warmup_steps,
+        )
 
     return TrainingWay(begin, "delayed")
 
@@ -258,6 +270,8 @@ WAYS: Final[Mapping[str, TrainingWay]] = {
     "accumulation-4": TrainingWay(lambda copies, _: EveryStep(copies, 4), "accumulation"),
     "delayed-4": delayed(4, 3),
     "streamed-8": delayed(8, 1, 8),
+    "warmed-4": delayed(4, 3, warmup_steps=WARM_UP),
+    "warmed-8": delayed(8, 1, 8, warmup_steps=WARM_UP),
     **{f"local-{every}": delayed(every, 1) for every in (2, 4, 8, 16, 32, 64)},
     "diloco-8": delayed(8, 1, 8, OUTER),
     "diloco-64": delayed(64, 1, 8, OUTER),
@@ -287,7 +301,7 @@ def make_copies(task: LossTask, seed: int, ranks: int, rate: float) -> Copies:
 
 
 def train(task: LossTask, way: str, seed: int, rate: float, args: argparse.Namespace) -> list[float]:
-    """Return the test loss of the mean of all copies at `POINTS` moments, evenly spread, the last one at the end."""
+    """Return the test loss of the mean of all copies at ``args.points`` moments, evenly spread; the last is the end."""
     copies = make_copies(task, seed, args.ranks, rate)
     paces = [1] * (args.ranks - 1) + [args.slow]
     walk = WAYS[way].begin(copies, paces)
@@ -296,7 +310,7 @@ def train(task: LossTask, way: str, seed: int, rate: float, args: argparse.Names
         for optimizer in copies.optimizers:
             optimizer.param_groups[0]["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         walk.step()
-        if (step + 1) * POINTS // args.steps > step * POINTS // args.steps:
+        if (step + 1) * args.points // args.steps > step * args.points // args.steps:
             if step + 1 == args.steps:
                 walk.average()
             with torch.no_grad():
@@ -418,6 +432,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=600, help="mini-batches of each rank (default 600)")
+    parser.add_argument("--points", type=int, default=20, help="moments of a run at which it is judged")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--slow", type=int, default=1, help="how many times slower the last rank is")
     parser.add_argument("--out", type=Path, default=Path("runs/averaging-loss"))

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import functools
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,21 +23,22 @@ from studies._worker import Order, WorkerJob, measure, say, serve
 
 SWING_STEPS = 4
 AVERAGING_STATES = (LocalSGDState, ElasticState)
-AVERAGED = ("local", "delayed", "sync", "async", "wild")
+AVERAGED = ("apart", "local", "delayed", "diloco", "sync", "async", "wild")
+NEVER = 1 << 30  # steps until ranks apart would exchange something
 
 
 class AveragingRun(WorkerJob):
     """A fresh copy of the job, trained one way.
 
     Args:
-        preset: of the recipes' models.
-        batch_size: instead of the preset's.
+        network: to train.
+        batches: of this rank, without end.
+        rate: learning rate of SGD with momentum 0.9.
         order: ``way``, ``sync_every``, ``delay``, ``fragments``, and ``slow_s``, seconds that the last rank sleeps in
             each step.
     """
 
-    def __init__(self, preset: str, batch_size: int | None, order: Order) -> None:
-        network, batches, _ = _models.build(preset, 0, batch_size)
+    def __init__(self, network: nn.Module, batches: Iterator[Any], rate: float, order: Order) -> None:
         way, every = order["way"], order.get("sync_every", 4)
         options: dict[str, Any] = {"gradient_as_bucket_view": True}
         if way in AVERAGED:
@@ -43,10 +46,8 @@ class AveragingRun(WorkerJob):
         if way == "decoupled":
             options |= DecoupledState.ddp_options(network)
         self.model: DistributedDataParallel = DistributedDataParallel(network, **options)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=_models.PRESETS[preset].lr / 10, momentum=0.9
-        )
-        self.batches = batches(dist.get_rank(), dist.get_world_size())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
+        self.batches = batches
         self._accumulate = every if way == "accumulation" else 1
         self._count = 0
         self.waited_s: list[float] = []
@@ -59,7 +60,8 @@ class AveragingRun(WorkerJob):
         elif way == "decoupled":
             self.state = DecoupledState(self.optimizer)
             self.model.register_comm_hook(self.state, decoupled_hook)
-        elif way in ("local", "delayed"):
+        elif way in ("apart", "local", "delayed"):
+            every = NEVER if way == "apart" else every
             self.state = LocalSGDState(every, order.get("delay", 0), order.get("fragments", 1))
             self.model.register_comm_hook(self.state, local_sgd_hook)
         elif way in AVERAGED:
@@ -91,7 +93,9 @@ class AveragingRun(WorkerJob):
 
 
 def run(preset: str, batch_size: int | None, order: Order) -> None:
-    job = AveragingRun(preset, batch_size, order)
+    network, batches, _ = _models.build(preset, 0, batch_size)
+    of_rank = batches(dist.get_rank(), dist.get_world_size())
+    job = AveragingRun(network, of_rank, _models.PRESETS[preset].lr / 10, order)
     steps = order["steps"]
     if job._slow_s:  # it makes as many steps as fit into the others' time, not more
         steps = max(4, steps // order["slow_share"])

@@ -144,6 +144,10 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     ),
     "python recipes/studies/pipeline_lab.py": Needs("an idle machine with an emulated network for minutes"),
     "python recipes/studies/averaging.py": Needs("an idle machine with an emulated network for minutes"),
+    "python recipes/studies/averaging_loss.py": Needs("an hour"),
+    "python recipes/studies/averaging_target.py": Needs(
+        "an idle machine with an emulated network for minutes"
+    ),
     "python -m tests.faults.campaign": Elsewhere(
         "tests/faults/test_campaign.py::test_a_steady_job_survives_guests_that_come_go_die_and_stop"
     ),
