@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp._system.children import marked
+from crossover_ddp._system.children import Child, marked
 from crossover_ddp._system.environment import RUN_JOB
 from crossover_ddp.cli.doctor import machine_facts
 from crossover_ddp.cli.doctor.findings import Gpu, Gpus
 from crossover_ddp.cli.output import FINE, USAGE
 from crossover_ddp.cli.run import command as cli_run
-from crossover_ddp.cli.run import first_look
+from crossover_ddp.cli.run import first_look, runner
 from crossover_ddp.cli.run.commands import from_groups, named
 from crossover_ddp.cli.run.first_look import FreeMemory, fitting, format_size
 from tests.harness.groups import files_of
@@ -197,6 +197,19 @@ def test_a_second_ctrl_c_kills_at_once(capsys: "pytest.CaptureFixture[str]", tmp
     assert document["exit_code"] == 128 + signal.SIGINT
     assert codes(document) == [128 + signal.SIGKILL] * 2
     assert "killing all jobs" in document["shown"]
+
+
+def test_a_signal_that_comes_while_a_job_is_started_reaches_it(
+    capsys: "pytest.CaptureFixture[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hasty(Child):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(runner, "Child", Hasty)
+    document = runs(capsys, FOREVER.split())
+    assert codes(document) == [128 + signal.SIGUSR1]
 
 
 def test_other_signals_are_passed_on_and_end_nothing(
