@@ -188,8 +188,8 @@ class Runner:
         self._begin_s = time.monotonic()
         self._signals: list[int] = []
         self._signals_told = 0
-        self._starting: str | None = None
-        self._missed: list[int] = []  # by the job that was being started
+        self._starting = ""
+        self._missed: list[int] = []  # by the job that is being started
         self._stopping = False
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class Runner:
         mark = f"{os.getpid()}-{self._begin_s:.6f}/{planned.name}"
         self._marks[mark] = planned.name
         result.began_s = self._now_s()
-        self._starting = planned.name
+        self._starting, self._missed = planned.name, []
         try:
             process = Child(
                 planned.words,
@@ -287,7 +287,6 @@ class Runner:
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
-            self._starting, self._missed = None, []
             self._terminal.say(f"{planned.name} cannot be started: {planned.words[0]}: {error.strerror}")
             result.state, result.ended_s = JobState.OVER, self._now_s()
             result.exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_STARTED
@@ -300,7 +299,6 @@ class Runner:
         self._running[planned.name] = job
         while self._missed:
             process.signal_session(self._missed.pop(0))
-        self._starting = None
         result.state = JobState.RUNNING
         for stream in streams:
             os.set_blocking(stream.fileno(), False)
@@ -420,7 +418,7 @@ class Runner:
             self._suspend()
             return
         self._stopping = self._stopping or number in ENDING
-        if number in PASSED_ON and self._starting is not None and self._starting not in self._running:
+        if number in PASSED_ON and self._starting not in self._running:
             self._missed.append(number)
         for job in list(self._running.values()):
             if number in PASSED_ON:
