@@ -188,8 +188,7 @@ class Runner:
         self._begin_s = time.monotonic()
         self._signals: list[int] = []
         self._signals_told = 0
-        self._starting = ""
-        self._missed: list[int] = []  # by the job that is being started
+        self._starting, self._missed = "", list[int]()  # signals that came while that job was being started
         self._stopping = False
 
     # --- the loop ------------------------------------------------------------------------------------------
