@@ -160,6 +160,10 @@ def test_tables_show_what_json_tells(make: Make, group: str, capsys: pytest.Capt
     assert f"{holder.job:x}"[:8] in shown
     assert "computes" in shown
     assert "last hand-over" in shown
+    assert "codec" not in shown
+    holder._publish_rate(254, 1000)
+    assert cli.main(["status", "--group", group]) == FINE
+    assert "codec" in capsys.readouterr().out
 
 
 def test_no_jobs_are_said_to_be_none(group: str, capsys: pytest.CaptureFixture[str]) -> None:
