@@ -126,6 +126,7 @@ class LabRun:
             self._raise_for_failed()
             if time.monotonic() >= deadline_s and self._note_ends():
                 raise RunTimeoutError(self._late(timeout_s))
+        self._raise_for_failed()  # the last one may have ended badly since it was looked at
 
     def _next_start_s(self) -> float:
         return self.begin_s + self._to_start[-1].delay_s if self._to_start else float("inf")

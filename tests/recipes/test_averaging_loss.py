@@ -76,8 +76,9 @@ def test_all_ways_train_on_as_many_samples_and_are_compared(
     for row in rows:
         assert row["samples"] == 20 * 2 * 16
         assert len(row["curves"]) == 2 and len(row["curves"][0]) == 20
-        if row["way"] != "ddp":
-            assert row["relative"] != 0.0, f"{row['way']} trains as plain DDP does"
+        # All 20 steps are in the warm-up of 64, which is plain DDP.
+        as_ddp = row["way"] == "ddp" or row["way"].startswith("warmed")
+        assert (row["relative"] == 0.0) == as_ddp, f"{row['way']} against plain DDP"
     times = {"c_s": 0.1, "m_s": 0.3, "ratio": 3.0, "slow": 1.0}
     times |= {"step_s": {way.timed_as: 0.1 for way in WAYS.values()}, "fastest_s": {"wild": 0.1}}
     (tmp_path / "averaging.json").write_text(json.dumps([times]))
