@@ -85,10 +85,12 @@ def test_decoupled_has_the_losses_of_plain_ddp(plain: list[str]) -> None:
     assert "looked at" not in output, "a loop that looks at nothing is not warned"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--elastic"]])
-def test_replicas_learn_together(arguments: list[str]) -> None:
+# Of one batch; plain SGD's was 0.033, and 2.3 before training. How often elastic replicas meet depends on their pace:
+# 0.007 to 0.30 in a dozen runs.
+@pytest.mark.parametrize(("arguments", "limit"), [([], 0.2), (["--elastic"], 1.0)])
+def test_replicas_learn_together(arguments: list[str], limit: float) -> None:
     found = losses(train("averaging", "--epochs", "3", *arguments))
-    assert float(found[-1]) < 0.2  # plain SGD's was 0.033
+    assert float(found[-1]) < limit
 
 
 def test_kfac_learns() -> None:
