@@ -60,3 +60,7 @@ class PieceWriter(Protocol):
 
         The same numbers as `Codec.add_decoded` makes of zeros.
         """
+
+
+# For both halves of an exchange, or a pair: push to owners, pull from owners.
+CodecChoice = Codec | tuple[Codec, Codec]

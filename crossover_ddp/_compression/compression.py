@@ -23,8 +23,9 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Messages, Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .achieved import AchievedRate
 from .bucket import Buffers, Codecs, CodedBucket
-from .codec import Codec
+from .codec import Codec, CodecChoice
 from .cut import cut
 from .scratch import Scratch
 
@@ -42,9 +43,7 @@ class Compression:
             shows others the rate achieved.
     """
 
-    def __init__(
-        self, codec: Codec | tuple[Codec, Codec], loss_scale: float | Callable[[], float], state: object
-    ) -> None:
+    def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: object) -> None:
         self.codecs = codecs_of(codec)
         self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
         self._state = state
@@ -57,7 +56,7 @@ class Compression:
         self._names: Any = WeakTensorKeyDictionary()
         self._is_exact, self._is_new_step = True, True
         self.steps = 0
-        self._sent_bytes = self._exact_bytes = 0
+        self._achieved = AchievedRate(getattr(state, "mutex", None))
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
@@ -78,9 +77,9 @@ class Compression:
             self._add_residuals(bucket, flat)
             return None
         coded = self._bucket(bucket, flat, group)
-        self._count(coded, flat, group.size())
+        self._achieved.count(coded, 2 * flat.nbytes * (group.size() - 1) // group.size())
         if bucket.is_last():
-            publish_rate(getattr(self._state, "mutex", None), self._sent_bytes, self._exact_bytes)
+            self._achieved.publish()
         # With a version counter of its own: decoded values are no change that somebody has made.
         own = flat.data
         coded.encode(Buffers(own, coded.parts, own, coded.parts))
@@ -175,26 +174,7 @@ class Compression:
 
     def stats(self) -> dict[str, float]:
         """Return what was sent since the beginning, and the memory of residuals."""
-        nbytes = sum(each.nbytes for each in self._buckets.values())
-        rate = self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0
-        return {
-            "steps": self.steps,
-            "sent_bytes": self._sent_bytes,
-            "rate": rate,
-            "residual_bytes": nbytes,
-        }
-
-    def _count(self, coded: CodedBucket, flat: torch.Tensor, world_size: int) -> None:
-        """Count what the bucket's former step has sent, and what a ring would have."""
-        if coded.outgoing:
-            self._sent_bytes += coded.sent_bytes
-            self._exact_bytes += 2 * flat.nbytes * (world_size - 1) // world_size
-
-
-def publish_rate(mutex: Any, sent_bytes: int, exact_bytes: int) -> None:
-    """Let ``crossover-ddp status`` show the rate achieved; nothing without a mutex or before the first coded bytes."""
-    if mutex is not None and exact_bytes:
-        mutex._publish_rate(sent_bytes, exact_bytes)
+        return self._achieved.stats(self.steps, sum(each.nbytes for each in self._buckets.values()))
 
 
 def state_of(compression: Compression | None) -> dict[str, Any]:
@@ -208,7 +188,7 @@ def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool
     return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
 
 
-def codecs_of(codec: Codec | tuple[Codec, Codec]) -> Codecs:
+def codecs_of(codec: CodecChoice) -> Codecs:
     """Return the codec of each half; raise ``TypeError`` for what is none."""
     push, pull = codec if isinstance(codec, tuple) else (codec, codec)
     return Codecs(_checked(push), _checked(pull))

@@ -9,7 +9,8 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._planning import EXACT, CodecCost
 
 from .bucket import Buffers, Codecs, CodedBucket
-from .codec import Codec
+from .codec import CodecChoice
+from .compression import codecs_of
 from .cut import cut
 
 _NUMEL: Final = 1 << 19
@@ -18,9 +19,7 @@ _ROUNDS: Final = 5
 _WARM_UP: Final = 2
 
 
-def measure_codec(
-    codec: Codec | tuple[Codec, Codec] | None, world_size: int, numel: int = _NUMEL
-) -> CodecCost:
+def measure_codec(codec: CodecChoice | None, world_size: int, numel: int = _NUMEL) -> CodecCost:
     """Return the cost of ``codec`` for a rank of ``world_size``, in processor time of this thread.
 
     One parameter of ``numel`` elements (default: two megabytes), which have a Laplace distribution, goes through all
@@ -28,8 +27,7 @@ def measure_codec(
     """
     if codec is None or world_size < 2:
         return EXACT
-    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-    trial = _CodecTrial(Codecs(push, pull), world_size, numel)
+    trial = _CodecTrial(codecs_of(codec), world_size, numel)
     taken = [trial.round() for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
     hook_s, worker_s = (min(each) for each in zip(*taken, strict=True))
     nbytes = trial.values.nbytes

@@ -19,9 +19,10 @@ from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp._exchange.transfer import Messages, Payload, Sharded, Travelling, no_report
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .achieved import AchievedRate
 from .bucket import Buffers, Codecs, CodedBucket
-from .codec import Codec
-from .compression import check_coded, codecs_of, publish_rate
+from .codec import CodecChoice
+from .compression import check_coded, codecs_of
 from .cut import OwnedSpan, Part
 from .scratch import Scratch
 
@@ -39,19 +40,18 @@ class PayloadCompression:
 
     def __init__(
         self,
-        codec: Codec | tuple[Codec, Codec],
+        codec: CodecChoice,
         loss_scale: Callable[[], float],
         mutex: Any = None,
     ) -> None:
         self.codecs: Codecs = codecs_of(codec)
         self._loss_scale = loss_scale
-        self._mutex = mutex
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
         self._scratch = Scratch()
         self._exact_left = _EXACT_STEPS
         self._is_whole, self._is_new_step = False, True
-        self._sent_bytes = self._exact_bytes = 0
+        self._achieved = AchievedRate(mutex)
         self.steps = 0
 
     def messages(
@@ -79,8 +79,10 @@ class PayloadCompression:
         push = parts_of(payload.scatter.layout, runs, there=True)
         pull = parts_of(payload.gather.layout, runs, there=False)
         coded = self._bucket(bucket.index(), runs, push, group.rank())
-        self._count(coded, payload)
-        publish_rate(self._mutex, self._sent_bytes, self._exact_bytes)
+        parts, both = payload.scatter.layout.parts, scatter.nbytes + payload.gather.tensor.nbytes
+        self._achieved.count(coded, both * (parts - 1) // parts)
+        if bucket.is_last():
+            self._achieved.publish()
         step = functools.partial(_step, payload, group.rank())
         coded.encode(Buffers(scatter, push, payload.gather.tensor, pull, step), whole=whole)
         return coded
@@ -130,21 +132,7 @@ class PayloadCompression:
 
     def stats(self) -> dict[str, float]:
         """Return what was sent since the beginning, and the memory of residuals."""
-        rate = self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0
-        return {
-            "steps": self.steps,
-            "sent_bytes": self._sent_bytes,
-            "rate": rate,
-            "residual_bytes": self.nbytes,
-        }
-
-    def _count(self, coded: CodedBucket, payload: Payload) -> None:
-        """Count what the bucket's former step has sent, and what a ring would have."""
-        if coded.outgoing and payload.gather is not None:
-            self._sent_bytes += coded.sent_bytes
-            parts = payload.scatter.layout.parts
-            both = payload.scatter.tensor.nbytes + payload.gather.tensor.nbytes
-            self._exact_bytes += both * (parts - 1) // parts
+        return self._achieved.stats(self.steps, self.nbytes)
 
 
 def parts_of(layout: Layout, runs: Sequence[Travelling], *, there: bool) -> tuple[Part, ...]:

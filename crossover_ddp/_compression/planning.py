@@ -20,13 +20,13 @@ from crossover_ddp._planning import (
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Codec
+from .codec import CodecChoice
 from .costs import measure_codec
 from .half import Half
 from .int8 import Int8
 from .sidco import SIDCo
 
-AnyCodec = Codec | tuple[Codec, Codec] | None
+AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
 

@@ -35,7 +35,7 @@ from .owned_share import TOUCHED, OwnedShare
 from .owners import OwnedPart, owned_layout
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import Share, view_of
-from .training import DecoupledTraining
+from .training import DecoupledTraining, copies_gradients
 from .updates import Updates, as_in_step
 
 
@@ -151,11 +151,8 @@ class OwnedTraining(DecoupledTraining):
         if deferred is None:
             return future, None
         self._lent[key] = sharded.tensor, deferred
-        model, place = self.model(), len(self.updates.round.shares)
-        separate = model is not None and not model.gradient_as_bucket_view
-        share = OwnedShare(
-            deferred, parameters, bucket.buffer(), urgency, place, pieces if separate else None, pieces=pieces
-        )
+        place, views = len(self.updates.round.shares), pieces if copies_gradients(self.model()) else None
+        share = OwnedShare(deferred, parameters, bucket.buffer(), urgency, place, views, pieces=pieces)
         share.owner_of, share.rank = self.owned.owner_of, self._rank
         return future, share
 

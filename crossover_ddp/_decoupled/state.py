@@ -259,8 +259,7 @@ class DecoupledState(Pausable):
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""
-        owned = isinstance(self._training, OwnedTraining)
-        return self._training.memory_usage() if owned else {}  # type: ignore[attr-defined]
+        return self._training.memory_usage() if isinstance(self._training, OwnedTraining) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed job may take over: the order in which forward needs the parameters.

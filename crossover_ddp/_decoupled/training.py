@@ -363,8 +363,12 @@ def _views(
     model: DistributedDataParallel | None, buffer: torch.Tensor, parameters: list[torch.Tensor]
 ) -> list[torch.Tensor] | None:
     """Return where the means of gradients come that are no views of their bucket; None for views."""
-    separate = model is not None and not model.gradient_as_bucket_view
-    return views_of(buffer, parameters) if separate else None
+    return views_of(buffer, parameters) if copies_gradients(model) else None
+
+
+def copies_gradients(model: DistributedDataParallel | None) -> bool:
+    """Return whether gradients are no views of their bucket, so that their means have to be copied there."""
+    return model is not None and not model.gradient_as_bucket_view
 
 
 def _check_finite(norm: torch.Tensor, norm_type: float) -> None:

@@ -131,7 +131,7 @@ class Engine:
             if transfer.turn is not None:
                 with transfer.side.current():
                     transfer.turn.acquire(ahead=ahead)
-            self.records.add(transfer.step.buckets, self._turn_taken_s, done_s)
+            self.records.add(transfer.step.buckets, self._turn_taken_s)
             self._turn_taken_s = time.monotonic()
             self.spans.exchange(transfer, done_s)
             self.spans.wait(transfer.step.number + 1, done_s, self._turn_taken_s)

@@ -1,4 +1,4 @@
-"""When the buckets of the last steps were ready, and when their exchange was done, by the host's clock."""
+"""When the buckets of the last steps were ready, by the host's clock."""
 
 from collections import deque
 from typing import Final, NamedTuple
@@ -9,16 +9,10 @@ _STEPS_KEPT: Final = 16
 class StepRecord(NamedTuple):
     """One step that backward waited for; seconds since the exchange before it was done.
 
-    ``buckets``: bytes, and when the bucket's hook was called. ``done_s``: when the exchange was done.
+    ``buckets``: bytes, and when the bucket's hook was called.
     """
 
     buckets: tuple[tuple[int, float], ...]
-    done_s: float
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds until the last hook: compute, and whatever else the training thread did."""
-        return self.buckets[-1][1]
 
 
 class StepRecords:
@@ -27,13 +21,11 @@ class StepRecords:
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
 
-    def add(self, buckets: list[tuple[int, float]], begin_s: float | None, done_s: float) -> None:
+    def add(self, buckets: list[tuple[int, float]], begin_s: float | None) -> None:
         """Note a step of ``buckets`` (bytes, moment of the hook); ``begin_s`` None: unknown, it does not count."""
         if begin_s is None or not buckets:
             return
-        record = StepRecord(
-            tuple([(size_bytes, ready_s - begin_s) for size_bytes, ready_s in buckets]), done_s - begin_s
-        )
+        record = StepRecord(tuple([(size_bytes, ready_s - begin_s) for size_bytes, ready_s in buckets]))
         if self._steps and sizes_of(self._steps[-1]) != sizes_of(record):
             self._steps.clear()
         self._steps.append(record)

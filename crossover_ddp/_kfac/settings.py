@@ -182,17 +182,16 @@ def check_together(*, kl_clip: object, optimizer: object, inversion: str, mutex:
 
 def check_new(*, deferred: bool, codec: object, planned: bool) -> None:
     """Refuse a state that cannot become part of a ``DecoupledState``."""
-    if deferred or planned or codec is not None:
+    reasons = {
+        "that is part of another": deferred,
+        "with a plan for its factors": planned,
+        "with a codec": codec is not None,
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    if found:
         raise UnsupportedConfigurationError(
-            "expected a new KFACState without a codec for each DecoupledState, got one "
-            + (
-                "that is part of another"
-                if deferred
-                else "with a plan for its factors"
-                if planned
-                else "with a codec"
-            )
-            + "; make a KFACState(model, optimizer) for it"
+            f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
+            "KFACState(model, optimizer) for it"
         )
 
 

@@ -11,7 +11,7 @@ it would stay before a sibling that its own peers, already behind that sibling, 
 from collections import deque
 
 from .joining import Membership
-from .rules import Grant, TurnLog
+from .rules import Grant, Member, TurnLog, is_close_behind
 
 
 class DrawQueue:
@@ -27,15 +27,16 @@ class DrawQueue:
         self._requested = 0  # turns drawn for an `acquire` that is still to come
         self._not_taken = 0  # turns drawn whose grants this rank has not taken
         self._grants: deque[Grant] = deque()  # of those, on the lead rank
+        self._idling = False
 
     @property
     def owes_a_grant(self) -> bool:
         """Whether a turn was claimed whose grant has not been taken."""
         return self._not_taken > self._requested
 
-    def request(self) -> None:
-        """Draw a turn for the `claim` to come."""
-        self._draw()
+    def request(self, phase: float | None = None) -> None:
+        """Draw a turn for the `claim` to come; ``phase``: see `RankTurns.request`."""
+        self._draw(phase)
         self._requested += 1
 
     def claim(self, *, inside: bool) -> None:
@@ -48,17 +49,27 @@ class DrawQueue:
         elif not inside:
             self._draw()
 
-    def _draw(self) -> None:
+    def _draw(self, phase: float | None = None) -> None:
         self._not_taken += 1
         if not self._membership.is_lead:
             return
         segment, channel = self._membership.segment, self._membership.channel
         turn = segment.draw_turn()
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        grant = self._log.grant(turn, self._membership.job, segment.members())
+        members = segment.members()
+        grant = self._log.grant(turn, self._membership.job, members)
+        if phase is not None:
+            self._idling = phase == 0 and self._is_close_behind(members)
+            grant = grant._replace(idle=self._idling)
+            segment.publish_phase(None if self._idling else phase)
         self._grants.append(grant)
         if channel is not None:
             channel.send(grant)
+
+    def _is_close_behind(self, members: list[Member]) -> bool:
+        own = self._membership.job
+        phases = {each.job: each.phase for each in members if each.job != own and each.phase is not None}
+        return is_close_behind(phases.values(), idling=self._idling)
 
     def take(self) -> Grant:
         """Return the next grant; other ranks than the lead rank wait for it."""

@@ -48,6 +48,8 @@ class RankTurns:
         """Whether the rank is inside a turn."""
         self.shared = True
         """Whether a sibling was present when the last turn was drawn whose grant was taken; see `settle`."""
+        self.idle = False
+        """Whether the turn is one in which the job should compute nothing; see `request`."""
         self._lease = lease
         self._patience = patience
         self._counters = counters
@@ -79,9 +81,19 @@ class RankTurns:
 
     # --- taking --------------------------------------------------------------------------------------------
 
-    def request(self) -> None:
-        """Draw the turn of the next `acquire`."""
-        self._queue.request()
+    def request(self, phase: float | None = None) -> None:
+        """Draw the turn of the next `acquire`.
+
+        Args:
+            phase: the part of the job's step, from 0 to 1, at which that turn begins; siblings see it. With 0 the turn
+                is `idle`, on all the job's ranks, where the job is close behind a sibling. None: a step has no parts.
+        """
+        self._queue.request(phase)
+
+    def end_step(self) -> None:
+        """Tell siblings no phase any more, until the next `request` with one."""
+        if self.membership.is_lead:
+            self.membership.segment.publish_phase(None)
 
     def acquire(self, *, ahead: bool, streams: "Sequence[torch.cuda.Stream]") -> None:
         """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
@@ -111,7 +123,7 @@ class RankTurns:
             # Before this rank begins: peers that wait for it inside the turn ask when they give that back.
             self.membership.channel.report_wait(grant.turn, waited_s)
         self._patience.started()
-        self.shared = grant.shared
+        self.shared, self.idle = grant.shared, grant.idle
         self.membership.segment.publish_started(grant.turn)
         self._begin(grant.turn)
 

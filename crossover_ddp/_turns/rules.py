@@ -26,13 +26,15 @@ No clock and no I/O here: the bytes of the log, what slots show, and the time ar
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
+_CLOSE = 0.6
+"""Jobs are out of step when this part of what an even spread would put between them does."""
 
 
 class Grant(NamedTuple):
@@ -43,6 +45,8 @@ class Grant(NamedTuple):
     """Whether a sibling was present when the turn was drawn."""
     after: tuple[tuple[int, int], ...]
     """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
+    idle: bool = False
+    """Whether the job computes nothing in this turn, to get out of step with siblings; see `is_close_behind`."""
 
 
 class Member(NamedTuple):
@@ -57,6 +61,8 @@ class Member(NamedTuple):
     returned: int
     """The number of the last turn that this slot has given back; 0 before the first."""
     lease_s: float
+    phase: float | None = None
+    """The part of its step at which the job has drawn its last turn; None where it has not told."""
 
 
 class Blocker(NamedTuple):
@@ -96,6 +102,20 @@ class TurnLog:
             if last > member.joined_at:
                 after[member.job] = max(last, after.get(member.job, 0))
         return Grant(turn, bool(others), tuple(sorted(after.items())))
+
+
+def is_close_behind(phases: Collection[float], *, idling: bool) -> bool:
+    """Return whether a job at the begin of its step should leave its turn to siblings.
+
+    A step of several turns that uses a device in some of them only, as a pipeline's, leaves most to siblings that are
+    in another part of theirs. Our design.
+
+    Args:
+        phases: of the siblings that tell theirs, from 0 to 1.
+        idling: whether the job has left its last turn, too: then it goes on until steps are evenly apart.
+    """
+    apart = 1 / (len(phases) + 1)
+    return min(phases, default=1.0) < apart * (1.0 if idling else _CLOSE)
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
@@ -254,10 +274,12 @@ class Lease:
 
 def encode(grant: Grant) -> list[int]:
     """Return ``grant`` as integers, the form in which it travels between ranks."""
-    return [grant.turn, int(grant.shared), *(number for pair in grant.after for number in pair)]
+    flags = int(grant.shared) + 2 * int(grant.idle)
+    return [grant.turn, flags, *(number for pair in grant.after for number in pair)]
 
 
 def decode(message: Sequence[int]) -> Grant:
     """Return the grant that `encode` wrote."""
-    turn, shared, *pairs = message
-    return Grant(turn, bool(shared), tuple([*zip(pairs[::2], pairs[1::2], strict=True)]))
+    turn, flags, *pairs = message
+    after = tuple([*zip(pairs[::2], pairs[1::2], strict=True)])
+    return Grant(turn, bool(flags & 1), after, bool(flags & 2))

@@ -27,7 +27,7 @@ from .log_file import LogFile
 from .private_files import PrivateFiles
 from .rules import DEFAULT_LEASE_S, Member
 from .slot_table import SlotTable
-from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest
+from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest, phase_field
 
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
@@ -208,6 +208,10 @@ class TurnSegment:
         """Publish what this process's codec has sent, and what an exact exchange would have."""
         self.table.write_fields(self.slot, sent_bytes=sent_bytes, exact_bytes=exact_bytes)
 
+    def publish_phase(self, phase: float | None) -> None:
+        """Publish at which part of its step, from 0 to 1, the job draws its turn; None: outside a step."""
+        self.table.write_fields(self.slot, phase=phase_field(phase))
+
     def publish_lease(self, lease_s: float) -> None:
         """Publish how long siblings should wait for this process's turns."""
         self.table.write_lease(self.slot, lease_s)
@@ -245,6 +249,7 @@ class TurnSegment:
                 slot.started,
                 slot.returned,
                 slot.lease() or DEFAULT_LEASE_S,
+                slot.phase_told(),
             )
             for index, slot in slots.items()
         ]

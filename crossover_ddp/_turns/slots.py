@@ -18,8 +18,9 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 4
+LAYOUT = 5
 FREE, JOINED = 0, 1
+_PHASES = 1000
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -49,6 +50,7 @@ class Slot(ctypes.Structure):
         ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
         ("sent_bytes", ctypes.c_uint64),  # in coded steps so far; 0 without a codec
         ("exact_bytes", ctypes.c_uint64),  # what the same steps would have sent without one
+        ("phase", ctypes.c_uint64),  # 1 + thousandths of its step at the job's last draw; 0: not told
         ("lease_s", ctypes.c_double),
         ("lease_mirror_s", ctypes.c_double),  # -lease_s, or somebody has overwritten the lease
         ("rank", ctypes.c_uint32),
@@ -57,6 +59,10 @@ class Slot(ctypes.Structure):
         ("event_count", ctypes.c_uint32),
         ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
     ]
+
+    def phase_told(self) -> float | None:
+        """Return at which part of its step, from 0 on, the job has drawn its last turn; None: not told."""
+        return (self.phase - 1) / _PHASES if self.phase else None
 
     def lease(self) -> float | None:
         """Return the lease that the slot's owner has published; None if somebody else has overwritten it."""
@@ -67,6 +73,11 @@ HEADER_BYTES = ctypes.sizeof(SegmentHeader)
 SLOT_BYTES = ctypes.sizeof(Slot)
 FILE_BYTES = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
 _LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
+
+
+def phase_field(phase: float | None) -> int:
+    """Return what `Slot.phase_told` reads."""
+    return 0 if phase is None else 1 + int(phase * _PHASES)
 
 
 def digest(text: str) -> int:

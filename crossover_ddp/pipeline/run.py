@@ -3,12 +3,6 @@
 [Note: gradients leave early]
 The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``: a stage with replicas is a
 DDP model, whose backward ends only with its gradient exchange, and the stage before it need not wait for that.
-
-[Note: bands and turns]
-With a mutex a step is cut in bands (`schedule.bands`), each of which is one turn of the job. What a rank waits for
-inside a band comes from the same or an earlier band of its own job, whose turn has come on every device, since all
-devices see one order of turns. So inside a turn nobody waits for another job, and turns stay free of deadlocks. A rank
-that has nothing to compute in a band gives the turn back at once: that is where a sibling computes.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -29,6 +23,7 @@ from crossover_ddp.gpu_mutex import GPUMutex
 
 from .model import BACKWARD, FORWARD, Action
 from .plan import Plan
+from .turns import BandTurns
 
 _POSTED_AHEAD: Final = 4
 """Receives that are posted before they are needed; gloo sends only what is received."""
@@ -69,7 +64,7 @@ class PipelineRunner:
         loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
         hook: of the stages with replicas, which are DDP models: a function ``hook(state, bucket)`` that averages.
         hook_state: makes the hook's state from the stage's process group; default the group itself.
-        mutex: takes turns with sibling jobs, one for each band of a step. The hook must take none of its own.
+        mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`). The hook must take none.
 
     On failure: ``ValueError`` for a plan of other layers or ranks; `UnsupportedConfigurationError` for a backend other
     than gloo. When a peer dies or the default group's timeout passes, `step` raises torch's error; restart the job.
@@ -102,6 +97,7 @@ class PipelineRunner:
         self._last = len(plan.stages) - 1
         bands = plan.bands()
         self._bands = bands.get(self._rank) or [[] for _ in next(iter(bands.values()))]
+        self._turns = None if mutex is None else BandTurns(mutex, len(self._bands))
         self.modules: dict[int, nn.Module] = {}
         """This rank's stages, without DDP's wrapper."""
         self._models: dict[int, nn.Module] = {}
@@ -143,18 +139,11 @@ class PipelineRunner:
         for number, model in self._models.items():
             if isinstance(model, DistributedDataParallel):
                 _share_gradients(model, len(self.plan.stages[number].devices))
-        if self.mutex is None:
-            for band in self._bands:
-                run.compute(band)
-        else:
+        turns = self._turns
+        with contextlib.nullcontext() if turns is None else turns.step():
             for number, band in enumerate(self._bands):
-                self.mutex.acquire()
-                try:
+                with contextlib.nullcontext() if turns is None else turns.band(number):
                     run.compute(band)
-                finally:
-                    self.mutex.release()
-                if number + 1 < len(self._bands):
-                    self.mutex.request()
         run.finish()
         if self._last not in self.modules:
             return None

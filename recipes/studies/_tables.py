@@ -9,6 +9,8 @@ from rich.table import Table
 
 Cell = float | str | None
 Cells = Mapping[str, Cell]
+WIDE = 220
+"""Characters of a line in a file, which has no edge that cells would have to fit."""
 
 
 def show_table(console: Console, title: str, rows: Iterable[Cells]) -> None:
@@ -20,7 +22,7 @@ def show_table(console: Console, title: str, rows: Iterable[Cells]) -> None:
         table.add_column(heading, justify="right" if number else "left")
     for row in listed:
         table.add_row(*(_text(row.get(heading)) for heading in headings))
-    console.print(table)
+    console.print(table, width=None if console.is_terminal else WIDE)
 
 
 def _text(cell: Cell) -> str:

@@ -24,6 +24,7 @@ from studies._worker import Order, WorkerJob, measure, say, serve
 SWING_STEPS = 4
 AVERAGING_STATES = (LocalSGDState, ElasticState)
 AVERAGED = ("apart", "local", "delayed", "diloco", "sync", "async", "wild")
+ONE_BUCKET_MB = 1024
 NEVER = 1 << 30  # steps until ranks apart would exchange something
 
 
@@ -45,6 +46,8 @@ class AveragingRun(WorkerJob):
             options["broadcast_buffers"] = False
         if way == "decoupled":
             options |= DecoupledState.ddp_options(network)
+        if way == "powersgd":  # its collectives of several buckets start in another order on each rank
+            options["bucket_cap_mb"] = ONE_BUCKET_MB
         self.model: DistributedDataParallel = DistributedDataParallel(network, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
         self.batches = batches

@@ -89,9 +89,7 @@ class CodecRun(WorkerJob):
             options = {"bucket_cap_mb": _models.PRESETS[name].bucket_cap_mb}
         if way.startswith("decoupled"):
             options = {**DecoupledState.ddp_options(network), **options}
-        if (
-            way == "powersgd"
-        ):  # its collectives follow each other in callbacks; those of several buckets mix on gloo
+        if way == "powersgd":  # its collectives are made in callbacks; those of several buckets mix on gloo
             options = {"bucket_cap_mb": 1000.0}
         self.model = DistributedDataParallel(network, **{"gradient_as_bucket_view": True, **options})
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=0.9)

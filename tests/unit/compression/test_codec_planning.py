@@ -97,7 +97,7 @@ def test_no_codec_costs_nothing() -> None:
 def test_records_become_a_workload_of_medians() -> None:
     records = StepRecords()
     for late_s in (0.0, 0.1, 0.5):
-        records.add([(100, 11.0 + late_s), (300, 12.0 + late_s)], 10.0, 13.0 + late_s)
+        records.add([(100, 11.0 + late_s), (300, 12.0 + late_s)], 10.0)
     made = workload_of_records(records.last())
     assert made is not None
     assert [bucket.size_bytes for bucket in made.buckets] == [100, 300]
@@ -108,9 +108,9 @@ def test_records_become_a_workload_of_medians() -> None:
 def test_records_of_other_buckets_are_forgotten() -> None:
     records = StepRecords()
     assert workload_of_records(records.last()) is None
-    records.add([(400, 11.0)], None, 12.0)
+    records.add([(400, 11.0)], None)
     assert not records.last()
-    records.add([(400, 11.0)], 10.0, 12.0)
-    records.add([(100, 11.0), (300, 12.0)], 10.0, 13.0)
+    records.add([(400, 11.0)], 10.0)
+    records.add([(100, 11.0), (300, 12.0)], 10.0)
     assert [len(record.buckets) for record in records.last()] == [2]
-    assert records.last()[0].compute_s == pytest.approx(2.0)
+    assert records.last()[0].buckets[-1] == pytest.approx((300, 2.0))

@@ -1,0 +1,38 @@
+"""The bytes that coded steps have sent, beside those of exact ones."""
+
+from typing import Any
+
+from .bucket import CodedBucket
+
+
+class AchievedRate:
+    """What the buckets of one model have sent since the beginning, in bytes of this rank.
+
+    Args:
+        mutex: shows the rate to ``crossover-ddp status``; None: nobody.
+    """
+
+    def __init__(self, mutex: Any = None) -> None:
+        self._mutex = mutex
+        self._sent_bytes = self._exact_bytes = 0
+
+    def count(self, coded: CodedBucket, exact_bytes: int) -> None:
+        """Count what a bucket's former step has sent; a ring without a codec would have sent ``exact_bytes``."""
+        if coded.outgoing:
+            self._sent_bytes += coded.sent_bytes
+            self._exact_bytes += exact_bytes
+
+    def publish(self) -> None:
+        """Let others see the rate; call it once a step."""
+        if self._mutex is not None and self._exact_bytes:
+            self._mutex._publish_rate(self._sent_bytes, self._exact_bytes)
+
+    def stats(self, steps: int, residual_bytes: int) -> dict[str, float]:
+        """Return what a state's ``stats`` tells of its codec."""
+        rate = self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0
+        return {
+            "steps": steps,
+            "sent_bytes": self._sent_bytes,
+            "rate": rate,
+            "residual_bytes": residual_bytes,
+        }
