@@ -34,9 +34,9 @@ class DrawQueue:
         """Whether a turn was claimed whose grant has not been taken."""
         return self._not_taken > self._requested
 
-    def request(self, phase: float | None = None) -> None:
-        """Draw a turn for the `claim` to come; ``phase``: see `RankTurns.request`."""
-        self._draw(phase)
+    def request(self, phase: float | None = None, *, may_idle: bool = False) -> None:
+        """Draw a turn for the `claim` to come; arguments: see `RankTurns.request`."""
+        self._draw(phase, may_idle=may_idle)
         self._requested += 1
 
     def claim(self, *, inside: bool) -> None:
@@ -49,7 +49,7 @@ class DrawQueue:
         elif not inside:
             self._draw()
 
-    def _draw(self, phase: float | None = None) -> None:
+    def _draw(self, phase: float | None = None, *, may_idle: bool = False) -> None:
         self._not_taken += 1
         if not self._membership.is_lead:
             return
@@ -59,7 +59,7 @@ class DrawQueue:
         members = segment.members()
         grant = self._log.grant(turn, self._membership.job, members)
         if phase is not None:
-            self._idling = phase == 0 and self._is_close_behind(members)
+            self._idling = may_idle and self._is_close_behind(members)
             grant = grant._replace(idle=self._idling)
             segment.publish_phase(None if self._idling else phase)
         self._grants.append(grant)

@@ -81,14 +81,15 @@ class RankTurns:
 
     # --- taking --------------------------------------------------------------------------------------------
 
-    def request(self, phase: float | None = None) -> None:
+    def request(self, phase: float | None = None, *, may_idle: bool = False) -> None:
         """Draw the turn of the next `acquire`.
 
         Args:
-            phase: the part of the job's step, from 0 to 1, at which that turn begins; siblings see it. With 0 the turn
-                is `idle`, on all the job's ranks, where the job is close behind a sibling. None: a step has no parts.
+            phase: the part of the job's step, from 0 to 1, that is done when that turn ends; siblings see it. None: a
+                step has no parts.
+            may_idle: the turn is `idle`, on all the job's ranks, where the job is close behind a sibling.
         """
-        self._queue.request(phase)
+        self._queue.request(phase, may_idle=may_idle)
 
     def end_step(self) -> None:
         """Tell siblings no phase any more, until the next `request` with one."""

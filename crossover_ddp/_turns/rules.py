@@ -62,7 +62,7 @@ class Member(NamedTuple):
     """The number of the last turn that this slot has given back; 0 before the first."""
     lease_s: float
     phase: float | None = None
-    """The part of its step at which the job has drawn its last turn; None where it has not told."""
+    """The part of its step that is done when the job's last drawn turn ends; None where it has not told."""
 
 
 class Blocker(NamedTuple):

@@ -209,7 +209,7 @@ class TurnSegment:
         self.table.write_fields(self.slot, sent_bytes=sent_bytes, exact_bytes=exact_bytes)
 
     def publish_phase(self, phase: float | None) -> None:
-        """Publish at which part of its step, from 0 to 1, the job draws its turn; None: outside a step."""
+        """Publish the part of the job's step, from 0 to 1, that ends with the turn drawn; None: outside a step."""
         self.table.write_fields(self.slot, phase=phase_field(phase))
 
     def publish_lease(self, lease_s: float) -> None:

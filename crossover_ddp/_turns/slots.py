@@ -50,7 +50,10 @@ class Slot(ctypes.Structure):
         ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
         ("sent_bytes", ctypes.c_uint64),  # in coded steps so far; 0 without a codec
         ("exact_bytes", ctypes.c_uint64),  # what the same steps would have sent without one
-        ("phase", ctypes.c_uint64),  # 1 + thousandths of its step at the job's last draw; 0: not told
+        (
+            "phase",
+            ctypes.c_uint64,
+        ),  # 1 + thousandths of its step that end with the turn drawn last; 0: not told
         ("lease_s", ctypes.c_double),
         ("lease_mirror_s", ctypes.c_double),  # -lease_s, or somebody has overwritten the lease
         ("rank", ctypes.c_uint32),
@@ -61,7 +64,7 @@ class Slot(ctypes.Structure):
     ]
 
     def phase_told(self) -> float | None:
-        """Return at which part of its step, from 0 on, the job has drawn its last turn; None: not told."""
+        """Return the part of the job's step that is done when its last drawn turn ends; None: not told."""
         return (self.phase - 1) / _PHASES if self.phase else None
 
     def lease(self) -> float | None:

@@ -49,12 +49,12 @@ class BandTurns:
         finally:
             self._mutex.release()
         if number + 1 < self._count:
-            self._request((number + 1) / self._count)
+            self._request(number + 1)
 
     def _begin(self) -> None:
         """Take the first band's turn, after those that are left to siblings; see [Note: out of step]."""
         for left in reversed(range(self._count)):  # a sibling that does not go on is not waited for longer
-            self._request(0.0)
+            self._request(0)
             self._mutex.acquire()
             if not (self._is_idle and left):
                 return
@@ -65,5 +65,6 @@ class BandTurns:
         turns = self._mutex._turns
         return turns is not None and turns.idle
 
-    def _request(self, phase: float) -> None:
-        self._mutex._safely(lambda turns: turns.request(phase))
+    def _request(self, number: int) -> None:
+        phase = (number + 1) / self._count
+        self._mutex._safely(lambda turns: turns.request(phase, may_idle=number == 0))

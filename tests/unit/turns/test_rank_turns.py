@@ -109,6 +109,32 @@ def test_the_lead_rank_sends_what_it_draws_and_the_others_receive_it(join: Join)
     assert other_place.segment.log.fd == -1, "another rank has drawn a turn"
 
 
+def test_a_job_leaves_its_step_s_first_turn_to_a_sibling_that_it_is_close_behind(join: Join) -> None:
+    channel = Channel()
+    queue = DrawQueue(membership(join, job=1, channel=channel))
+    sibling = join(job=2)
+    found = []
+    for phase in (None, 0.0, 0.2, 0.45, 0.5, None, 0.35):
+        sibling.publish_phase(phase)
+        queue.request(0.1, may_idle=True)
+        queue.claim(inside=False)
+        found.append(queue.take().idle)
+        assert (member(sibling, 1).phase is None) == found[-1], "who idles tells no phase"
+    assert found == [False, True, True, True, False, False, False]
+    assert [grant.idle for grant in channel.grants] == found
+
+
+def test_later_turns_of_a_step_are_never_idle_and_without_a_phase_none_is(join: Join) -> None:
+    queue = DrawQueue(membership(join, job=1))
+    sibling = join(job=2)
+    sibling.publish_phase(0.1)
+    for phase in (0.25, None):
+        queue.request(phase)
+        queue.claim(inside=False)
+        assert not queue.take().idle
+        assert member(sibling, 1).phase == 0.25
+
+
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 

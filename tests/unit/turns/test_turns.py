@@ -16,6 +16,7 @@ from crossover_ddp._turns.rules import (
     blockers,
     decode,
     encode,
+    is_close_behind,
 )
 
 
@@ -192,7 +193,51 @@ def test_a_lease_covers_all_recent_turns_but_one(turns_s: list[float]) -> None:
 ids = st.integers(min_value=1, max_value=2**62)
 
 
-@given(ids, st.booleans(), st.dictionaries(ids, ids, max_size=5))
-def test_messages_arrive_as_they_were_sent(turn: int, shared: bool, after: dict[int, int]) -> None:
-    grant = Grant(turn, shared, tuple(sorted(after.items())))
+@given(ids, st.booleans(), st.dictionaries(ids, ids, max_size=5), st.booleans())
+def test_messages_arrive_as_they_were_sent(
+    turn: int, shared: bool, after: dict[int, int], idle: bool
+) -> None:
+    grant = Grant(turn, shared, tuple(sorted(after.items())), idle)
     assert decode(encode(grant)) == grant
+
+
+# --- phases -------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 0.999), st.booleans())
+def test_a_job_idles_until_its_one_sibling_is_half_a_step_ahead(ahead: float, idling: bool) -> None:
+    assert is_close_behind([ahead], idling=idling) == (ahead < (0.5 if idling else 0.3))
+
+
+@given(st.lists(st.floats(0, 0.999), min_size=1, max_size=5))
+def test_a_job_that_goes_on_idling_would_also_have_begun_to_or_is_nearly_apart(phases: list[float]) -> None:
+    apart = 1 / (len(phases) + 1)
+    assert is_close_behind(phases, idling=False) <= is_close_behind(phases, idling=True)
+    assert is_close_behind(phases, idling=True) == (min(phases) < apart)
+
+
+def test_nobody_idles_for_siblings_that_tell_no_phase() -> None:
+    assert not is_close_behind([], idling=False)
+    assert not is_close_behind([], idling=True)
+
+
+@given(st.integers(2, 40), st.integers(0, 39))
+def test_two_jobs_get_half_a_step_apart_and_stay_so(bands: int, lead: int) -> None:
+    """Played with turns that alternate: each job draws a band's turn, or leaves it."""
+    places, idling, told = [lead % bands, 0], [False, False], [None, None]
+    distances = []
+    for turn in range(40 * bands):
+        job = turn % 2
+        other = told[1 - job]
+        if places[job] == 0:
+            idling[job] = other is not None and is_close_behind([other / bands], idling=idling[job])
+        if idling[job]:
+            told[job] = None
+            continue
+        told[job] = places[job] + 1
+        places[job] = (places[job] + 1) % bands
+        distances.append((places[1] - places[0]) % bands)
+    settled = distances[-2 * bands :]
+    assert min(settled) >= 0.3 * bands - 1
+    assert max(settled) <= 0.7 * bands + 1
+    assert not any(idling)
