@@ -61,8 +61,8 @@ class CompressedState(Pausable):
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
-    gradients that are not on the CPU, not exchanged by gloo, or float64. ``ExchangeError`` from ``backward()`` when a
-    peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
+    gradients of float64, for those of a GPU on gloo, and by NCCL for a codec whose messages differ in size (`SIDCo`,
+    `Threshold`). ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
     residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .bucket import CodedBucket
+from .device_bucket import DeviceBucket
 
 
 class AchievedRate:
@@ -16,9 +17,9 @@ class AchievedRate:
         self._mutex = mutex
         self._sent_bytes = self._exact_bytes = 0
 
-    def count(self, coded: CodedBucket, exact_bytes: int) -> None:
+    def count(self, coded: CodedBucket | DeviceBucket, exact_bytes: int) -> None:
         """Count what a bucket's former step has sent; a ring without a codec would have sent ``exact_bytes``."""
-        if coded.outgoing:
+        if coded.sent_bytes:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += exact_bytes
 

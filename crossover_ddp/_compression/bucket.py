@@ -1,16 +1,7 @@
-"""One bucket's messages: what a rank encodes, what an owner sums and encodes again, what all decode.
+"""One bucket's messages: what a rank encodes, what an owner sums and encodes again, what all decode."""
 
-[Note: residuals] A rank keeps what its messages to owners do not hold (the *push residual*, in units of its gradient),
-an owner what its message to all does not hold (the *owner's residual*, in units of the mean). After each step, for each
-element: what all ranks apply = mean of gradients + mean of old push residuals + old owner's residual − the same sum of
-the new ones. An owner does not send to itself: its own addend enters the sum exact.
-
-With an owner's step in between, such as K-FAC's, the owner's residual is in units of what that step makes, and the sum
-above holds for each half by itself.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,14 +9,13 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
 from .codec import Codec, PieceWriter
-from .cut import OwnedSpan, Part
+from .cut import Part
 from .message import CodedMessage, total, views
+from .residuals import BucketResiduals, Stream, collect, spread
 from .scratch import MessageMemory, Scratch
 from .whole import Whole
 
 _WHOLE = Whole()
-# Elements of a segment, on average, from which one operation for each costs less than another pass over memory.
-_LARGE: Final = 1 << 14
 
 
 class Codecs(NamedTuple):
@@ -54,25 +44,13 @@ class Buffers(NamedTuple):
     step: Callable[[], None] | None = None
 
 
-class _Stream:
-    """One way that a codec sends again and again: its residual, its memory, the room of its next message."""
+class _MessageStream(Stream):
+    """A stream whose messages differ in size: its codec's memory, and the room of its next message."""
 
     def __init__(self, codec: Codec, part: Part) -> None:
-        self.codec, self.part = codec, part
-        self.residual = torch.zeros(part.coded_numel)
+        super().__init__(codec, part)
         self.room = codec.room(part.lengths)
         self._memory: Any = None
-
-    def sum(self, flat: torch.Tensor, segments: Sequence[OwnedSpan], out: torch.Tensor) -> torch.Tensor:
-        """Return segments of ``flat`` plus the residual, in ``out``."""
-        if out.numel() < _LARGE * len(segments):
-            return _collect(flat, segments, out).add_(self.residual)
-        pieces = zip(
-            segments, views(out, self.part.lengths), views(self.residual, self.part.lengths), strict=True
-        )
-        for segment, piece, kept in pieces:
-            torch.add(flat[segment.span.start : segment.span.stop], kept, out=piece)
-        return out
 
     def encode(
         self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage, *, whole: bool
@@ -113,7 +91,7 @@ class _Stream:
         self.room = next_room
 
 
-class CodedBucket:
+class CodedBucket(BucketResiduals):
     """The messages of one bucket, step after step, and the residuals that stay behind.
 
     Args:
@@ -137,22 +115,17 @@ class CodedBucket:
         gives_mean: bool = True,
         scratch: Scratch | None = None,
     ) -> None:
-        self.parameters = list(parameters)
-        self.parts = tuple(parts)
-        self.rank = rank
+        self._push = [_MessageStream(codecs.push, part) for part in parts]
+        self._pull = _MessageStream(codecs.pull, parts[rank])
+        super().__init__(parameters, numels, parts, rank, self._push, self._pull, gives_mean=gives_mean)
         self._codecs = codecs
-        self._gives_mean = gives_mean
         # Once: to look whether an object has a protocol's methods takes tens of microseconds.
         self._writer = codecs.pull if isinstance(codecs.pull, PieceWriter) else None
         self._others = [other for other in range(len(parts)) if other != rank]
-        self._numels = list(numels)
-        self._own = self.parts[rank]
-        self._push = [_Stream(codecs.push, part) for part in self.parts]
-        self._pull = _Stream(codecs.pull, self._own)
         # What others will send: their headers say so.
         self._incoming_rooms = dict.fromkeys(self._others, codecs.push.room(self._own.lengths))
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
-        self._is_own_kept = self._is_whole = False
+        self._is_whole = False
         self._scratch = Scratch() if scratch is None else scratch
         self._to, self._from = ([MessageMemory() for _ in parts] for _ in range(2))
         self._gathered, self._addend = MessageMemory(), torch.empty(self._own.coded_numel)
@@ -179,14 +152,14 @@ class CodedBucket:
         for owner in self._others:
             part, stream = buffers.push[owner], self._push[owner]
             message = self._messages[owner] = self._message(part, stream.room, self._to[owner])
-            _collect(flat, part.exact, message.exact)
+            collect(flat, part.exact, message.exact)
             values = stream.sum(flat, part.coded, self._scratch.take(part.coded_numel))
             stream.encode(values, [used[segment.parameter] for segment in part.coded], message, whole=whole)
         self.outgoing = {owner: message.bytes for owner, message in self._messages.items()}
         own = buffers.push[self.rank]
         self._own_used = [used[segment.parameter] for segment in own.coded]
         self._collect_addend(flat)
-        self._exact_addend = _collect(flat, own.exact, torch.empty(own.exact_numel))
+        self._exact_addend = collect(flat, own.exact, torch.empty(own.exact_numel))
         self._received = {
             source: self._message(own, room, self._from[source])
             for source, room in self._incoming_rooms.items()
@@ -213,7 +186,7 @@ class CodedBucket:
     def _collect_addend(self, flat: torch.Tensor) -> None:
         """Take what this rank adds to its own part; it has a residual there only after a change of buckets."""
         own, part = self._push[self.rank].residual, self._buffers.push[self.rank]
-        addend = _collect(flat, part.coded, self._addend)
+        addend = collect(flat, part.coded, self._addend)
         if self._is_own_kept:
             pieces = zip(self._own_used, views(addend, part.lengths), views(own, part.lengths), strict=True)
             for piece, kept in [(piece, kept) for use, piece, kept in pieces if use]:
@@ -229,12 +202,12 @@ class CodedBucket:
         values.div_(world_size)
         exact.div_(world_size)
         if self._buffers.step is not None:
-            _spread(values if is_finite else values.fill_(torch.nan), part.coded, self._buffers.scatter)
-            _spread(exact, part.exact, self._buffers.scatter)
+            spread(values if is_finite else values.fill_(torch.nan), part.coded, self._buffers.scatter)
+            spread(exact, part.exact, self._buffers.scatter)
             self._buffers.step()
             is_finite = True  # what it has made may be
-            _collect(self._buffers.gather, gathered.coded, values)
-            exact = _collect(self._buffers.gather, gathered.exact, torch.empty(gathered.exact_numel))
+            collect(self._buffers.gather, gathered.coded, values)
+            exact = collect(self._buffers.gather, gathered.exact, torch.empty(gathered.exact_numel))
         out = CodedMessage(gathered, self._sent_rooms[self.rank], self._piece(self.rank))
         out.exact.copy_(exact)
         if is_finite:
@@ -284,7 +257,7 @@ class CodedBucket:
         part, flat = self._buffers.pull[owner], self._buffers.gather
         message = CodedMessage(part, self._sent_rooms[owner], self._piece(owner))
         finite, self._pull_rooms[owner] = message.opened()
-        _spread(message.exact, part.exact, flat)
+        spread(message.exact, part.exact, flat)
         pieces = [flat[segment.span.start : segment.span.stop] for segment in part.coded]
         if not finite:
             for piece in pieces:
@@ -295,7 +268,7 @@ class CodedBucket:
             codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
             values = self._scratch.take(part.coded_numel).zero_()
             codec.add_decoded(message.coded, part.lengths, values)
-            _spread(values, part.coded, flat)
+            spread(values, part.coded, flat)
 
     def _piece(self, owner: int) -> torch.Tensor:
         span = self.gather.layout.part(owner)
@@ -314,68 +287,3 @@ class CodedBucket:
             number = segment.parameter
             used[number] = used[number] or bool(first != 0) or bool(piece.any())
         return used
-
-    # --- residuals -------------------------------------------------------------------------------------------
-
-    def kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each coded parameter with its whole residual, flat, in units of this rank's gradient.
-
-        An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
-        Where owners send something else than the mean, theirs is left out.
-        """
-        whole: dict[int, torch.Tensor] = {}
-        for segment, push in self._pieces(self._push):
-            numel = self._numels[segment.parameter]
-            residual = whole.setdefault(segment.parameter, torch.zeros(numel))
-            residual[segment.begin : segment.begin + push.numel()] = push
-        pulled = zip(self._own.coded, views(self._pull.residual, self._own.lengths), strict=True)
-        for segment, pull in pulled if self._gives_mean else ():
-            place = whole[segment.parameter][segment.begin : segment.begin + pull.numel()]
-            place.add_(pull, alpha=len(self.parts))
-        for number, residual in whole.items():
-            yield self.parameters[number], residual
-
-    def keep(self, parameter: int, residual: torch.Tensor) -> None:
-        """Begin with ``residual`` for the bucket's parameter of this number, in place of what there is."""
-        self._is_own_kept = True
-        for segment, push in self._pieces(self._push):
-            if segment.parameter == parameter:
-                push.copy_(residual[segment.begin : segment.begin + push.numel()])
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals."""
-        for stream in (*self._push, self._pull):
-            stream.residual.mul_(factor)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether any residual is not zero."""
-        return any([bool(stream.residual.any()) for stream in (*self._push, self._pull)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the residuals."""
-        return sum(stream.residual.nbytes for stream in (*self._push, self._pull))
-
-    def _pieces(self, streams: Sequence[_Stream]) -> Iterator[tuple[OwnedSpan, torch.Tensor]]:
-        for stream in streams:
-            yield from zip(stream.part.coded, views(stream.residual, stream.part.lengths), strict=True)
-
-
-def _collect(flat: torch.Tensor, segments: Sequence[OwnedSpan], out: torch.Tensor) -> torch.Tensor:
-    """Copy segments of ``flat`` one behind the other."""
-    if segments:
-        pieces = [flat[segment.span.start : segment.span.stop] for segment in segments]
-        if flat.dtype == out.dtype:
-            torch.cat(pieces, out=out)
-        else:
-            out.copy_(torch.cat(pieces))
-    return out
-
-
-def _spread(values: torch.Tensor, segments: Sequence[OwnedSpan], flat: torch.Tensor) -> None:
-    """Copy back what `_collect` has collected."""
-    if segments:
-        places = [flat[segment.span.start : segment.span.stop] for segment in segments]
-        pieces = views(values, [segment.span.numel for segment in segments])
-        torch._foreach_copy_(places, pieces)

@@ -62,5 +62,18 @@ class PieceWriter(Protocol):
         """
 
 
+@runtime_checkable
+class DeviceCodec(Protocol):
+    """A codec whose messages have one size, and whose work the host launches without a look at any value.
+
+    The host of a GPU runs ahead of it; whatever it wants to know of a tensor it has to wait for.
+    """
+
+    def encode_on_device(
+        self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        """As `Codec.encode`, but values with Inf or NaN leave a message that decodes to NaN, and the residual alone."""
+
+
 # For both halves of an exchange, or a pair: push to owners, pull from owners.
 CodecChoice = Codec | tuple[Codec, Codec]

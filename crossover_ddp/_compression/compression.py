@@ -19,14 +19,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
-from crossover_ddp._exchange.transfer import Messages, Payload
+from crossover_ddp._exchange.transfer import DeviceMessages, Messages, Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .achieved import AchievedRate
 from .bucket import Buffers, Codecs, CodedBucket
 from .codec import Codec, CodecChoice
 from .cut import cut
+from .device_bucket import DeviceBucket, can_encode_on_device
 from .scratch import Scratch
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +50,7 @@ class Compression:
         self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
         self._state = state
         self._scale: float | None = None
-        self._buckets: dict[int, CodedBucket] = {}
+        self._buckets: dict[int, CodedBucket | DeviceBucket] = {}
         self._scratch = Scratch()
         # Of parameters whose bucket is not known yet, or is not there any more.
         self._pool: Any = WeakTensorKeyDictionary()
@@ -62,12 +64,12 @@ class Compression:
 
     def messages(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
-    ) -> Messages | None:
+    ) -> Messages | DeviceMessages | None:
         """Encode ``bucket``; None: it travels as it is, with all residuals in it. On the hook's thread."""
         flat = flat_gradients(bucket)
-        check_coded(flat, group)
+        on_ring = check_coded(flat, group, self.codecs)
         if self._is_new_step:
-            self._begin_step(bucket)
+            self._begin_step(bucket, on_ring=on_ring)
         is_exact = self._is_exact
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
@@ -76,7 +78,7 @@ class Compression:
         if is_exact:
             self._add_residuals(bucket, flat)
             return None
-        coded = self._bucket(bucket, flat, group)
+        coded = self._bucket(bucket, flat, group, on_ring=on_ring)
         self._achieved.count(coded, 2 * flat.nbytes * (group.size() - 1) // group.size())
         if bucket.is_last():
             self._achieved.publish()
@@ -85,7 +87,7 @@ class Compression:
         coded.encode(Buffers(own, coded.parts, own, coded.parts))
         return coded
 
-    def _begin_step(self, bucket: dist.GradBucket) -> None:
+    def _begin_step(self, bucket: dist.GradBucket, *, on_ring: bool) -> None:
         scale = float(self._loss_scale())
         if self._scale is not None and scale != self._scale:
             for each in self._buckets.values():
@@ -95,6 +97,12 @@ class Compression:
         self._scale = scale
         if not len(self._names):
             model = model_of(bucket, state=self._state)
+            if not on_ring and model is not None and model.find_unused_parameters:
+                raise UnsupportedConfigurationError(
+                    "expected find_unused_parameters=False for a codec on a backend's own collectives, got True: which "
+                    "parameters are in use would have to be read from the device for each bucket; pass False, or "
+                    "codec=None"
+                )
             for name, parameter in model.module.named_parameters() if model is not None else ():
                 self._names[parameter] = name
 
@@ -104,11 +112,13 @@ class Compression:
         for parameter, _, span in contents_of(bucket, flat):
             piece, residual = flat[span.start : span.stop], self._taken(parameter)
             if residual is not None and bool(piece.any()):
-                piece.add_(residual)
+                piece.add_(residual.to(piece.device))
             elif residual is not None:  # a parameter that is used nowhere has no use for it in this step
                 self._pool[parameter] = residual
 
-    def _bucket(self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup) -> CodedBucket:
+    def _bucket(
+        self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup, *, on_ring: bool
+    ) -> CodedBucket | DeviceBucket:
         parameters = bucket.parameters()
         known = self._buckets.get(bucket.index())
         if known is not None and _are_same(known.parameters, parameters):
@@ -117,7 +127,11 @@ class Compression:
         layout = Layout.equal(flat.numel(), group.size())
         numels = [content.span.numel for content in contents_of(bucket, flat)]
         parts = cut(numels, [parameter.dim() for parameter in parameters], layout)
-        made = CodedBucket(self.codecs, parameters, numels, parts, group.rank(), scratch=self._scratch)
+        made: CodedBucket | DeviceBucket
+        if on_ring:
+            made = CodedBucket(self.codecs, parameters, numels, parts, group.rank(), scratch=self._scratch)
+        else:
+            made = DeviceBucket(self.codecs, parameters, numels, parts, group.rank(), flat.device)
         for number, parameter in enumerate(parameters):
             residual = self._taken(parameter)
             if residual is not None:
@@ -140,7 +154,7 @@ class Compression:
         loaded = self._loaded.pop(self._names.get(parameter, ""), None)
         if loaded is None or found is None:
             return loaded if found is None else found
-        return found.add_(loaded)
+        return found.add_(loaded.to(found.device))
 
     # --- between steps ---------------------------------------------------------------------------------------
 
@@ -149,14 +163,14 @@ class Compression:
         self._is_exact = True
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """Return a copy of this rank's residuals by the parameter's name, flat, as DDP's buckets order elements."""
+        """Return a copy of this rank's residuals on the host by the parameter's name, flat, in the order of buckets."""
         kept = [*self._pool.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
         if any(parameter not in self._names for parameter, _ in kept):
             raise UnsupportedConfigurationError(
                 "expected a DDP model that Python's collector knows, got parameters without a name; "
                 "call gc.freeze() after the first backward(), not before"
             )
-        named = {self._names[parameter]: residual.clone() for parameter, residual in kept}
+        named = {self._names[parameter]: residual.cpu().clone() for parameter, residual in kept}
         return {**{name: residual.clone() for name, residual in self._loaded.items()}, **named}
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
@@ -204,16 +218,22 @@ def _checked(codec: Codec) -> Codec:
     return codec
 
 
-def check_coded(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse gradients that no codec works for."""
-    backends = str(dist.get_backend_config(group)).split(",")
-    if flat.device.type != "cpu" or "cpu:gloo" not in backends:
+def check_coded(flat: torch.Tensor, group: dist.ProcessGroup, codecs: Codecs) -> bool:
+    """Return whether messages travel over gloo, not by a backend's own collectives; refuse what no codec works for."""
+    on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
+    if on_ring and flat.device.type != "cpu":
         raise UnsupportedConfigurationError(
-            f"expected CPU gradients on gloo, got device={flat.device} and backends={','.join(backends)}; "
-            "codecs do not work on other devices or backends yet, pass codec=None"
+            f"expected gradients on a device whose own backend exchanges them, got device={flat.device} on gloo; make "
+            "the process group with NCCL, or pass codec=None"
+        )
+    if not on_ring and not can_encode_on_device(codecs):
+        raise UnsupportedConfigurationError(
+            f"expected a codec whose messages have one size, got {codecs.push!r} and {codecs.pull!r} for gradients on "
+            f"{flat.device}; there Int8() and Half() work, others only on the CPU with gloo"
         )
     if flat.dtype not in _DTYPES:
         raise UnsupportedConfigurationError(
             f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
             "of a codec are float32; pass codec=None"
         )
+    return on_ring

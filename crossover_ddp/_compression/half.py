@@ -53,6 +53,15 @@ class Half:
         torch.sub(values, halves, out=residual)
         return Encoded(True, values.numel(), None)
 
+    def encode_on_device(
+        self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        """Write rounded values; see `DeviceCodec.encode_on_device`."""
+        finite, limit = torch.isfinite(values).all(), torch.finfo(self.dtype).max
+        halves = self._view(message, lengths)
+        halves.copy_(torch.where(finite, values.clamp(-limit, limit), torch.nan))
+        torch.where(finite, values - halves, residual, out=residual)
+
     def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
         """Add the values; see `Codec.add_decoded`."""
         out.add_(self._view(message, lengths))

@@ -70,13 +70,8 @@ class Int8:
         """Write scales and codes; see `Codec.encode`."""
         scales, codes = self._views(message, lengths)
         tiling = _tiling(tuple(lengths), self.block)
-        rows_of, scratch = tiling.rows(values), tiling.scratch(values.dtype)
-        largest, smallest = values.new_empty(2, scales.numel())
-        # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
-        for rows, most, least in zip(rows_of, tiling.blocks(largest), tiling.blocks(smallest), strict=True):
-            torch.amax(rows, dim=1, out=most)
-            torch.amin(rows, dim=1, out=least)
-        torch.maximum(largest, smallest.neg_(), out=largest)
+        rows_of, scratch = tiling.rows(values), tiling.scratch(values)
+        largest = _largest(tiling, values, scales.numel())
         # Of finite float32 the sum may overflow, so a second look decides.
         if not math.isfinite(largest.sum()) and not bool(torch.isfinite(largest).all()):
             return Encoded(False, values.numel(), None)
@@ -96,11 +91,33 @@ class Int8:
             torch.addcmul(rows, rounded, scale, value=-1, out=left)
         return Encoded(True, values.numel(), None)
 
+    def encode_on_device(
+        self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
+    ) -> None:
+        """Write scales and codes; see `DeviceCodec.encode_on_device`. The same bytes as `encode` writes."""
+        scales, codes = self._views(message, lengths)
+        tiling = _tiling(tuple(lengths), self.block, None)
+        largest = _largest(tiling, values, scales.numel())
+        finite = torch.isfinite(largest).all()
+        scales.copy_(torch.where(finite, _rounded_up(largest.float() / _LARGEST), torch.nan))
+        inverse = scales.reciprocal().masked_fill_(scales.eq(0), 0)
+        for rows, code, left, by, scale in zip(
+            tiling.rows(values),
+            tiling.rows(codes),
+            tiling.rows(residual),
+            tiling.columns(inverse),
+            tiling.columns(scales),
+            strict=True,
+        ):
+            rounded = torch.mul(rows, by).round_()
+            code.copy_(rounded.nan_to_num(0.0))  # what NaN is as a byte nobody defines
+            torch.where(finite, torch.addcmul(rows, rounded, scale, value=-1), left, out=left)
+
     def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
         """Add codes times scales; see `Codec.add_decoded`."""
         scales, codes = self._views(message, lengths)
         tiling = _tiling(tuple(lengths), self.block)
-        columns, scratch = tiling.columns(scales.to(out.dtype)), tiling.scratch(out.dtype)
+        columns, scratch = tiling.columns(scales.to(out.dtype)), tiling.scratch(out)
         for rows, code, scale in zip(tiling.rows(out), tiling.rows(codes), columns, strict=True):
             rows.addcmul_(_shaped(scratch, rows).copy_(code), scale)
 
@@ -110,7 +127,7 @@ class Int8:
         """Write codes times scales to ``pieces``; see `PieceWriter.write_decoded`."""
         scales, codes = self._views(message, lengths)
         tiling = _tiling(tuple(lengths), self.block)
-        scratch = tiling.scratch(scales.dtype)
+        scratch = tiling.scratch(scales)
         for parts, code, scale in zip(tiling.parts, tiling.rows(codes), tiling.columns(scales), strict=True):
             places = [pieces[part.tensor][part.start : part.stop] for part in parts]
             is_direct = len(places) == 1 and places[0].dtype == scales.dtype
@@ -164,10 +181,23 @@ class _Tiling(NamedTuple):
         """Return the same as columns."""
         return self.blocks(of_blocks[:, None])
 
-    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, like: torch.Tensor) -> torch.Tensor:
         """Return this thread's memory for the elements of any tile."""
         numel = max((tile.stop - tile.start for tile in self.tiles), default=0)
-        return _scratch.take(numel) if dtype == torch.float32 else torch.empty(numel, dtype=dtype)
+        is_usual = like.dtype == torch.float32 and like.device.type == "cpu"
+        return _scratch.take(numel) if is_usual else like.new_empty(numel)
+
+
+def _largest(tiling: _Tiling, values: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Return each block's largest magnitude."""
+    largest, smallest = values.new_empty(2, blocks)
+    # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
+    for rows, most, least in zip(
+        tiling.rows(values), tiling.blocks(largest), tiling.blocks(smallest), strict=True
+    ):
+        torch.amax(rows, dim=1, out=most)
+        torch.amin(rows, dim=1, out=least)
+    return torch.maximum(largest, smallest.neg_(), out=largest)
 
 
 def _shaped(scratch: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -175,8 +205,9 @@ def _shaped(scratch: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _tiling(lengths: tuple[int, ...], block: int) -> _Tiling:
-    tiles = _tiles(lengths, block)
+def _tiling(lengths: tuple[int, ...], block: int, numel: int | None = _TILE_NUMEL) -> _Tiling:
+    """Cut into tiles of so many elements at most; None: as few tiles as there can be, for a device with many cores."""
+    tiles = _tiles(lengths, block, sum(lengths) if numel is None else numel)
     return _Tiling(tiles, tuple(_parts(tiles, lengths)))
 
 
@@ -185,13 +216,13 @@ def _blocks(lengths: tuple[int, ...], block: int) -> int:
     return sum(-(-length // block) for length in lengths)
 
 
-def _tiles(lengths: tuple[int, ...], block: int) -> tuple[_Tile, ...]:
+def _tiles(lengths: tuple[int, ...], block: int, numel: int) -> tuple[_Tile, ...]:
     """Cut into tiles of whole blocks, and tiles of what is left at the end of a tensor.
 
     Tensors that end with a whole block share tiles with the next one: their blocks hold elements of one of them all
     the same.
     """
-    return tuple(_cut(_runs(lengths, block), block))
+    return tuple(_cut(_runs(lengths, block), block, numel))
 
 
 def _parts(tiles: Sequence[_Tile], lengths: Sequence[int]) -> Iterator[tuple[_TilePart, ...]]:
@@ -220,9 +251,9 @@ def _runs(lengths: tuple[int, ...], block: int) -> Iterator[int]:
         yield joined
 
 
-def _cut(runs: Iterator[int], block: int) -> Iterator[_Tile]:
+def _cut(runs: Iterator[int], block: int, numel: int) -> Iterator[_Tile]:
     start = first = 0
-    step = max(1, _TILE_NUMEL // block) * block
+    step = max(1, numel // block) * block
     for run in runs:
         left = run % block
         sizes = [min(step, run - left - begin) for begin in range(0, run - left, step)]

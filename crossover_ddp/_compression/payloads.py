@@ -60,7 +60,11 @@ class PayloadCompression:
         """Encode what ``payload`` carries for ``bucket``; None: it travels as it is. On the hook's thread."""
         assert payload is not None
         scatter = payload.scatter.tensor
-        check_coded(scatter, group)
+        if not check_coded(scatter, group, self.codecs):
+            raise UnsupportedConfigurationError(
+                f"expected gradients on the CPU and gloo for a codec with K-FAC, got device={scatter.device}; what "
+                "K-FAC sends in a bucket's place is not coded elsewhere yet, pass codec=None"
+            )
         if scatter.dtype != torch.float32:
             raise UnsupportedConfigurationError(
                 f"expected gradients of float32 for a codec with K-FAC, got dtype={scatter.dtype}; pass codec=None"

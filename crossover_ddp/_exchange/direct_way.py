@@ -11,6 +11,7 @@ before its gather begins. The gatherer cannot do that: it may be waiting for thi
 
 import functools
 import time
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,11 @@ class DirectWay:
 
     def begin(self, engine: Engine, transfer: Transfer) -> None:
         """Launch a bucket whose messages are written. On the hook's thread."""
-        assert transfer.messages is not None
+        messages = cast(Messages, transfer.messages)  # on gloo
         engine.end_compute(transfer)
         if transfer.deferred:
             self._order.scatter_begins(transfer)
-        push = functools.partial(self._push, engine, transfer, transfer.messages)
+        push = functools.partial(self._push, engine, transfer, messages)
         engine.put(self._reducer, transfer, "reduce-scatter", push)
 
     def _push(self, engine: Engine, transfer: Transfer, messages: Messages) -> None:

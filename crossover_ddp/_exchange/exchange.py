@@ -120,7 +120,7 @@ class Exchange:
             payload: returns what travels instead of the buffer, which its ``unload`` fills; the Futures of all such
                 buckets of a step complete together, also if ``payload`` raises.
             messages: returns, given the payload if there is one, what travels straight to owners instead of the buffer
-                or payload, which its ``unload`` fills; None: these. Called with two ranks or more; CPU, gloo.
+                or payload, which its ``unload`` fills; None: these. Called with two ranks or more.
             state: that the hook was registered with; see `ModuleBuffers`.
         """
         step = self._enter(bucket)
@@ -315,12 +315,12 @@ class Exchange:
         return buffers
 
     def _begin(self, transfer: Transfer, *, behind: bool = False) -> None:
-        if transfer.messages is not None:
+        device = transfer.tensor.device
+        if transfer.messages is not None and self.routes.is_on_ring(device):
             begin = functools.partial(self.routes.direct.begin, self.engine, transfer)
-            self.engine.guarded(transfer, "start", begin)
-            return
-        way = self.routes.way(transfer.tensor.device)
-        begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
+        else:
+            way = self.routes.way(device)
+            begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
         self.engine.guarded(transfer, "start", begin)
 
     def _agree(self, device: torch.device, number: int) -> bool:

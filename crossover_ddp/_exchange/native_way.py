@@ -3,16 +3,20 @@
 [Note: native order] Every collective is issued by the thread that runs the hook: the model's own collectives
 (SyncBatchNorm, buffer broadcasts) share the communicator, and only the program's order is the same on all ranks.
 Deferred gathers follow the step's last reduce-scatter, last bucket first.
+
+[Note: messages by collectives] Where messages travel in a bucket's place, which nobody can add on their way, an
+all-to-all brings them to their owners, and what owners make of them is gathered. Both need no answer of the host.
 """
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves
 from .engine import Engine
-from .transfer import Sharded, Transfer
+from .transfer import DeviceMessages, Sharded, Transfer
 from .ways import arrive_half_way
 
 
@@ -30,13 +34,13 @@ class NativeWay:
 
     def begin(self, engine: Engine, transfer: Transfer) -> None:
         """See `Way`."""
-        transfer.tensor.div_(engine.world_size)
+        if transfer.messages is None:
+            transfer.tensor.div_(engine.world_size)
         side = transfer.side
         side.follow_compute()
         engine.end_compute(transfer)
         with side.current():
-            for work in self._halves.reduce_scatter(transfer.tensor, transfer.layout):
-                work.wait()
+            self._bring_to_owners(transfer)
             half_way = side.mark()
             part = transfer.layout.part(engine.rank)
             own_part = transfer.tensor[part.start : part.stop]
@@ -47,13 +51,7 @@ class NativeWay:
                 arrive_half_way(transfer, own_part)
                 self._gather_at_the_end(engine, transfer)
                 return
-            back = (
-                transfer.payload.gather
-                if transfer.payload is not None
-                else Sharded(transfer.tensor, transfer.layout)
-            )
-            for work in self._halves.all_gather(*back) if back is not None else ():
-                work.wait()
+            self._bring_back(transfer)
             whole_way = side.mark()
         if transfer.last_turn is None:
             engine.complete(transfer)  # on the host; the device is still at it
@@ -70,15 +68,36 @@ class NativeWay:
                 work.wait()
         engine.finish(transfer, None)
 
+    def _bring_to_owners(self, transfer: Transfer) -> None:
+        messages = transfer.messages
+        if messages is None:
+            for work in self._halves.reduce_scatter(transfer.tensor, transfer.layout):
+                work.wait()
+            return
+        device_messages = cast(DeviceMessages, messages)
+        self._halves.all_to_all(device_messages.incoming, device_messages.outgoing).wait()
+        messages.step()
+        if transfer.deferred:
+            messages.unload_own()
+
+    def _bring_back(self, transfer: Transfer) -> None:
+        back: Sharded | None = Sharded(transfer.tensor, transfer.layout)
+        if transfer.messages is not None:
+            back = transfer.messages.gather
+        elif transfer.payload is not None:
+            back = transfer.payload.gather
+        for work in self._halves.all_gather(*back) if back is not None else ():
+            work.wait()
+        if transfer.messages is not None:
+            transfer.messages.unload()
+
     def _gather_at_the_end(self, engine: Engine, transfer: Transfer) -> None:
         """Gather the step's deferred buckets behind its last reduce-scatter, see [Note: native order]."""
         transfer.step.deferred.append(transfer)
         if not transfer.last:
             return
         for each in reversed(transfer.step.deferred):
-            back = Sharded(each.tensor, each.layout) if each.payload is None else each.payload.gather
-            for work in self._halves.all_gather(*back) if back is not None else ():
-                work.wait()
+            self._bring_back(each)
             each.whole_way = each.side.mark()
             engine.complete(each)
 

@@ -108,7 +108,7 @@ class Messages(Protocol):
     """What travels in a bucket's place where it cannot be added on its way; see [Note: straight to the owner].
 
     ``outgoing``: bytes for each other owner; ``incoming``: memory for those of each other rank, of the size that it
-    sends. ``gather``: bytes that owners copy to all. The host's memory only.
+    sends. ``gather``: bytes that owners copy to all. The host's memory, on gloo.
     """
 
     @property
@@ -133,7 +133,35 @@ class Messages(Protocol):
         """Fill the rest of the bucket's buffer from ``gather``. On the gatherer."""
 
 
-MakeMessages = Callable[[Payload | None], Messages | None]
+class DeviceMessages(Protocol):
+    """The same by a backend's own collectives, in equal parts for each rank; see [Note: messages by collectives].
+
+    Everything is called on the hook's thread, `step` and what follows on the side stream.
+    """
+
+    @property
+    def outgoing(self) -> torch.Tensor:
+        """By owner."""
+
+    @property
+    def incoming(self) -> torch.Tensor:
+        """By rank."""
+
+    @property
+    def gather(self) -> Sharded:
+        """By owner."""
+
+    def step(self) -> None:
+        """Make the own part of ``gather`` of what has come."""
+
+    def unload_own(self) -> None:
+        """As `Messages.unload_own`."""
+
+    def unload(self) -> None:
+        """As `Messages.unload`."""
+
+
+MakeMessages = Callable[[Payload | None], Messages | DeviceMessages | None]
 
 
 def no_report(numel: int) -> None:
@@ -177,7 +205,7 @@ class Transfer:
     turn: Turn | None = None
     owner_step: OwnerStep | None = None
     payload: Payload | None = None
-    messages: Messages | None = None
+    messages: Messages | DeviceMessages | None = None
     result: torch.Tensor | None = None
     urgency: int | None = None
     halves: RingHalves | None = None

@@ -28,9 +28,9 @@ def network(seed: int = 0) -> nn.Module:
     )
 
 
-def wrapped(**options: Any) -> DistributedDataParallel:
+def wrapped(device: torch.device | None = None, **options: Any) -> DistributedDataParallel:
     """Return a model of several buckets."""
-    return DistributedDataParallel(network(), bucket_cap_mb=0.02, **options)
+    return DistributedDataParallel(network().to(device), bucket_cap_mb=0.02, **options)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,8 +38,8 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(10, (8,), generator=generator)
 
 
-def backward(model: nn.Module, rank: int, step: int) -> None:
-    inputs, labels = batch(rank, step)
+def backward(model: nn.Module, rank: int, step: int, device: torch.device | None = None) -> None:
+    inputs, labels = (each.to(device) for each in batch(rank, step))
     nn.functional.cross_entropy(model(inputs), labels).backward()
 
 
@@ -48,4 +48,4 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()

@@ -1,0 +1,58 @@
+"""Codecs on a GPU: the bits of the CPU, without a look of the host at any value.
+
+All ranks of a bucket are in one process and pass each other's bytes on, since NCCL takes one rank per GPU. The way
+through NCCL needs two.
+"""
+
+import pytest
+import torch
+
+from crossover_ddp._compression.bucket import Buffers
+from crossover_ddp.codecs import Codec
+from tests.harness import run_ranks
+from tests.multiprocess.test_compression_native import train
+from tests.unit.compression.test_coded_bucket import gradients
+from tests.unit.compression.test_device_bucket import CODECS, DeviceRanks, check_bits, check_infinities
+
+pytestmark = pytest.mark.gpu
+TIMEOUT_S = 240.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("codecs", CODECS, ids=repr)
+def test_bits_are_those_of_the_cpu(codecs: tuple[Codec, Codec], world_size: int) -> None:
+    check_bits(codecs, world_size, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_infinities_reach_all_ranks_and_no_residual(bad: float) -> None:
+    check_infinities(CODECS[0], bad, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("codecs", CODECS, ids=repr)
+def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
+    device = torch.device("cuda", 0)
+    ranks = DeviceRanks(codecs, 2, device)
+    flats = [flat.to(device) for flat in gradients(2, 0)]
+    ranks.step(flats)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for bucket, flat in zip(ranks.buckets, flats, strict=True):
+            bucket.encode(Buffers(flat, ranks.parts, flat, ranks.parts))
+            bucket.step()
+            bucket.unload_own()
+            bucket.unload()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_nccl(rank: int, world_size: int, hook: str) -> list[str]:
+    torch.cuda.set_device(rank)
+    return train(rank, hook, CODECS[0], torch.device("cuda", rank))[0]
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("hook", ["compressed", "crossover", "decoupled"])
+def test_ranks_on_nccl_have_equal_parameters(hook: str) -> None:
+    first, second = run_ranks(on_nccl, 2, args=[hook], backend="nccl", timeout_s=TIMEOUT_S)
+    assert first == second
