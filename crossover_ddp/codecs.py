@@ -62,8 +62,8 @@ class CompressedState(Pausable):
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
     gradients of float64, for those of a GPU on gloo, and by NCCL for a codec whose messages differ in size (`SIDCo`,
-    `Threshold`). ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
-    residuals stay finite.
+    `Threshold`). ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's
+    part of the bucket NaN on all ranks, for GradScaler to find; residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
     same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
