@@ -21,9 +21,9 @@ from torch.optim import Muon
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.muon_direction import check_torch
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._muon.consolidation import consolidate
-from crossover_ddp._muon.direction import check_torch
 from crossover_ddp._muon.momentum import OwnedMomentum
 from crossover_ddp._muon.ownership import newton_schulz_flop, own
 from crossover_ddp._muon.rounds import MuonRounds, power_of_two

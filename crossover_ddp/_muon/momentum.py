@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from .direction import momentum_in, put_momentum
+from crossover_ddp._exchange.muon_direction import momentum_in, put_momentum
 
 
 class OwnedMomentum:

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.muon_direction import (
+    DirectionSettings,
+    direction_of,
+    direction_view,
+    matrix_view,
+)
 from crossover_ddp._exchange.transfer import Payload, Sharded
 
-from .direction import DirectionSettings, direction_of, direction_view, matrix_view
 from .momentum import OwnedMomentum
 from .payload_sizes import MatrixSize, MuonLayout, muon_layout
 

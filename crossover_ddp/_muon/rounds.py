@@ -12,10 +12,10 @@ from torch import Tensor
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.muon_direction import DirectionSettings
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .direction import DirectionSettings
 from .memory import Memory
 from .momentum import OwnedMomentum
 from .payload import BucketMatrix, MuonPayload, MuonPlan, MuonRound

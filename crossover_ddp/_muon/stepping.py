@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from crossover_ddp._exchange.muon_direction import DirectionSettings, take_step
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .direction import DirectionSettings, take_step
 from .momentum import OwnedMomentum
 from .payload import MuonRound
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 
-from crossover_ddp._muon import direction
+from crossover_ddp._exchange import muon_direction as direction
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState
 from crossover_ddp.muon_hooks import MuonState, muon_hook

@@ -3,6 +3,8 @@
 [Note: torch's own arithmetic] Both halves call the functions that ``torch.optim.Muon`` is made of, in its order, so
 that results are equal to the last bit whatever torch does in them. They are private to torch: `check_torch` compares
 both halves with a whole step, once a process, and refuses a torch in which they are not the same.
+
+It stands here since two wings let directions travel: `_muon` in backward, `_decoupled` in the next forward.
 """
 
 import functools
@@ -50,7 +52,7 @@ def direction_of(
     Args:
         gradient: mean over the ranks, of the matrix's shape and order in memory.
         momentum: before the step; not changed.
-        new_momentum: filled with the momentum after the step.
+        new_momentum: filled with the momentum after the step; may be ``momentum`` itself.
         settings: of the matrix's group.
     """
     torch.lerp(momentum, gradient, 1 - settings.momentum, out=new_momentum)
@@ -62,7 +64,8 @@ def direction_of(
 
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
     """Update ``parameter`` as torch's Muon does, with the group's learning rate and weight decay of this moment."""
-    lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+    # A tensor stays one, as in torch: it rounds in its own type.
+    lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     adjusted_lr = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.add_(direction, alpha=-adjusted_lr)

@@ -1,0 +1,40 @@
+"""Both halves of torch's Muon, against its whole step."""
+
+import pytest
+import torch
+from torch.optim import Muon
+
+from crossover_ddp._exchange.muon_direction import DirectionSettings, direction_of, direction_view, take_step
+
+pytestmark = pytest.mark.torch_version
+
+STEPS = 40
+SETTINGS = [
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.03, "adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_steps": 3},
+]
+
+
+@pytest.mark.parametrize("shape", [(12, 29), (29, 12)])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("rate", [float, torch.tensor, lambda value: torch.tensor([value])])
+def test_both_halves_are_torchs_step_to_the_last_bit(
+    rate: type, settings: dict[str, object], shape: tuple[int, int]
+) -> None:
+    """The momentum is updated in place; a learning rate that is a tensor rounds in its own type."""
+    torch.manual_seed(0)
+    whole = torch.randn(shape).requires_grad_()
+    muon = Muon([whole], lr=rate(0.02), **settings)  # type: ignore[arg-type]
+    group, parts = muon.param_groups[0], whole.detach().clone()
+    momentum, flat = torch.zeros(shape), torch.empty(whole.numel(), dtype=torch.bfloat16)
+    for step in range(STEPS):
+        group["lr"] = rate(0.02 * 0.9**step)
+        whole.grad = torch.randn(shape)
+        direction = direction_of(whole.grad, momentum, momentum, DirectionSettings.of(group))
+        received = direction_view(flat, whole.shape)
+        received.copy_(direction)
+        assert received.stride() == direction.stride()
+        take_step(parts, received, group)
+        muon.step()
+        assert torch.equal(parts, whole), step
+    assert torch.equal(momentum, muon.state[whole]["momentum_buffer"])
