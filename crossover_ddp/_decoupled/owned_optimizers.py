@@ -1,7 +1,7 @@
 """Optimizers of which each rank runs the part of the parameters that it owns, and what they keep."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,16 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .owner_trial import costs_of
 from .owners import assign
 from .partial_optimizer import PartialOptimizer, StepPlan, Update, ramp, tiny_like
+from .shares import view_of
 from .state_tensors import described, filled, in_memory, places_in, tensors_in
+
+
+class OwnedUpdate(NamedTuple):
+    """An update, and where in the buffer that comes back its owner puts what the other ranks need of it."""
+
+    update: Update
+    piece: torch.Tensor
+    is_own: bool
 
 
 class OwnedOptimizer:
@@ -38,9 +47,30 @@ class OwnedOptimizer:
             if any([next(costs).writes_group for _ in group["params"]]):
                 self._stand_ins[number] = tiny_like(group["params"])[0], {}
 
-    def apply(self, plan: StepPlan, own: Sequence[Update]) -> None:
-        """Update owned parameters as ``plan`` says."""
-        self.partial.apply(plan, own)
+    def returning_numel(self, numel: int, itemsize: int) -> int:
+        """Return how many elements of a buffer come back for a parameter: its new values.
+
+        Args:
+            numel: of the parameter.
+            itemsize: bytes of an element of the buffer.
+        """
+        return numel
+
+    def piece(self, flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what comes back for a parameter, of the elements ``flat`` that it has in the buffer."""
+        return view_of(flat, parameter, 0)
+
+    def compute(self, plan: StepPlan, own: Sequence[OwnedUpdate]) -> None:
+        """Update owned parameters as ``plan`` says, and put their new values where they travel."""
+        self.partial.apply(plan, [each.update for each in own])
+        for update, piece, _ in own:
+            piece.copy_(update.parameter)
+
+    def take_over(self, plan: StepPlan, arrived: Sequence[OwnedUpdate]) -> None:
+        """Update parameters by what their owners have sent; ``plan``: of the step."""
+        others = [each for each in arrived if not each.is_own]
+        if others:
+            torch._foreach_copy_([each.update.parameter for each in others], [each.piece for each in others])
 
     def count(self, plan: StepPlan, own: Iterable[Update], others: Iterable[torch.Tensor]) -> None:
         """End a step: see [Note: groups without an own parameter].
@@ -72,12 +102,12 @@ class OwnedOptimizers:
     """All optimizers of a model; every parameter has an owner, which alone keeps the optimizer's state of it.
 
     Args:
-        optimizers: the user's; each has other parameters.
+        each: of the user's optimizers; each has other parameters.
         rank, world_size: of this process.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], rank: int, world_size: int) -> None:
-        self.each = [OwnedOptimizer(optimizer) for optimizer in optimizers]
+    def __init__(self, each: Sequence[OwnedOptimizer], rank: int, world_size: int) -> None:
+        self.each = each
         self.parameters = [p for owned in self.each for p in owned.parameters]
         self._rank = rank
         costs = [cost.size_bytes for owned in self.each for cost in owned.costs]
@@ -87,6 +117,10 @@ class OwnedOptimizers:
         _check_parameters(self.parameters)
         self._is_whole = True
         self.drop_foreign()
+
+    def of(self, parameter: torch.Tensor) -> OwnedOptimizer:
+        """Return the optimizer that has a parameter."""
+        return self.each[self.number_of[id(parameter)]]
 
     # --- what they keep ------------------------------------------------------------------------------------
 
@@ -162,7 +196,7 @@ class OwnedOptimizers:
             states[parameter] = filled(description, iter(received))
 
     def _state_of(self, parameter: torch.Tensor) -> Any:
-        return self.each[self.number_of[id(parameter)]].optimizer.state
+        return self.of(parameter).optimizer.state
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""A bucket whose parameters have owners: the owner updates them, and everybody else receives them updated."""
+"""A bucket whose parameters have owners: they make new values or directions of its sums, and everybody takes them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -10,7 +10,8 @@ from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Sharded
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .partial_optimizer import PartialOptimizer, Update
+from .owned_optimizers import OwnedOptimizer, OwnedUpdate
+from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import Share
 
 TOUCHED: Final = (
@@ -20,27 +21,47 @@ TOUCHED: Final = (
 )
 
 
+class Packed(NamedTuple):
+    """A bucket's parameters by owner, see [Note: two buffers].
+
+    Args:
+        there: what is summed.
+        back: what owners send; the same buffer where new values travel.
+        gradients: of each parameter, in ``there``.
+        pieces: what comes back of it, in ``back``.
+    """
+
+    there: Sharded
+    back: Sharded
+    gradients: list[torch.Tensor]
+    pieces: Sequence[torch.Tensor]
+
+
 @dataclass(eq=False, slots=True)
 class OwnedShare(Share):
     """A bucket of one step; see `Share`.
 
     Args:
-        pieces: of each parameter in the buffer that travels: of its mean gradient, then of its new values.
+        packed: where each parameter travels.
         owner_of: rank by the parameter's id.
         rank: this one.
+
+    ``steps``: the optimizers that have stepped, and what ``step()`` has used.
     """
 
-    pieces: Sequence[torch.Tensor] = field(default_factory=list)
+    packed: Packed | None = None
     owner_of: Mapping[int, int] = field(default_factory=dict)
     rank: int = 0
+    steps: Sequence[tuple[OwnedOptimizer, StepPlan]] = ()
     gathered: GradientFuture | None = None
 
     def travelling(self) -> Sharded:
         """Return what owners have filled, for the gather."""
-        return Sharded(self.deferred.tensor, self.deferred.layout)
+        assert self.packed is not None
+        return self.packed.back
 
-    def own_updates(self) -> list[Update]:
-        """Wait for the mean, scale it, and return what this rank is to update.
+    def receive(self) -> None:
+        """Wait for the mean, scale it, and put it where the optimizers of this rank, if it is the owner, see it.
 
         The mean goes where plain DDP would leave it: sums over matrices may depend on where these begin in memory.
         """
@@ -48,26 +69,35 @@ class OwnedShare(Share):
         if self.factor is not None:
             own.mul_(self.factor)
             self.factor = None
-        mine = [(update, piece) for update, piece in self._updated() if self._is_own(update)]
-        for update, piece in mine:
-            update.gradient.data.copy_(piece)  # counts no version
-        return [update for update, _ in mine]
+        for update, gradient in self._own_gradients():
+            update.gradient.data.copy_(gradient)  # counts no version
 
-    def fill_in(self) -> None:
-        """Put the new values of owned parameters into what travels, and zeros where their gradients were."""
-        for update, piece in self._updated():
+    def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
+        """Return what comes of the updates of one optimizer, that of ``plan``."""
+        assert self.packed is not None
+        piece_of = {id(p): piece for p, piece in zip(self.parameters, self.packed.pieces, strict=True)}
+        return [
+            OwnedUpdate(update, piece_of[id(update.parameter)], self._is_own(update))
+            for update in self.updates
+            if id(update.parameter) in plan.group_of
+        ]
+
+    def clear(self) -> None:
+        """Leave zeros where the mean of owned parameters was."""
+        for update in self.updates:
             if self._is_own(update):
-                piece.copy_(update.parameter)
                 update.gradient.data.zero_()
 
     def others(self) -> list[torch.Tensor]:
         """Return the parameters that other ranks update in this step."""
         return [update.parameter for update in self.updates if not self._is_own(update)]
 
-    def _updated(self) -> Iterator[tuple[Update, torch.Tensor]]:
-        piece_of = {id(p): piece for p, piece in zip(self.parameters, self.pieces, strict=True)}
+    def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
+        assert self.packed is not None
+        gradient_of = {id(p): each for p, each in zip(self.parameters, self.packed.gradients, strict=True)}
         for update in self.updates:
-            yield update, piece_of[id(update.parameter)]
+            if self._is_own(update):
+                yield update, gradient_of[id(update.parameter)]
 
     def _is_own(self, update: Update) -> bool:
         return self.owner_of[id(update.parameter)] == self.rank
@@ -82,15 +112,14 @@ class OwnedShare(Share):
             raise UnsupportedConfigurationError(TOUCHED) from None
 
     def wait(self) -> None:
-        """Wait for the new values."""
+        """Wait for what owners have sent."""
         assert self.gathered is not None
         self.gathered.wait()
 
     def apply(self, partial: PartialOptimizer) -> None:
-        """Take over what other ranks have updated."""
-        taken = [(update.parameter, piece) for update, piece in self._updated() if not self._is_own(update)]
-        if taken:
-            torch._foreach_copy_([parameter for parameter, _ in taken], [piece for _, piece in taken])
+        """Take over what owners have sent."""
+        for owned, plan in self.steps:
+            owned.take_over(plan, self.owned_updates(plan))
 
     def land(self) -> None:
         """Leave gradients as they are: nobody but the owner has the mean."""
@@ -98,6 +127,5 @@ class OwnedShare(Share):
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the mean gradients that this rank owns."""
         self.deferred.own_part()
-        for update, piece in self._updated():
-            if self._is_own(update):
-                yield piece
+        for _, gradient in self._own_gradients():
+            yield gradient

@@ -1,10 +1,11 @@
-"""Decoupled training with an owner for each parameter: it alone updates it, and the updated parameter travels.
+"""Decoupled training with an owner for each parameter: it alone runs the optimizer on it, and the result travels.
 
 [Note: owners of whole parameters] Whatever treats parameters one by one may run on one rank for all: SOAP and Shampoo
 with their preconditioners, Muon, AdamW. A bucket is packed by owner and reduce-scattered during backward. In
 ``step()`` each rank takes the optimizers' own step for the parameters that it owns, as their sums arrive; the gather
 brings the new values to everybody, while the next forward runs. Wire bytes are those of plain DDP; work and state are
-divided by the number of ranks. Our design.
+divided by the number of ranks. Of torch's Muon directions travel instead, see [Note: directions in the next forward] in
+`owned_muon.py`. Our design.
 
 Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not made for two
 threads, and forward needs first what was reduced last, so that little could run ahead.
@@ -21,20 +22,20 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.ddp_checks import check_not_joined
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.transfer import Deferred, MakeMessages, Sharded, Turn
+from crossover_ddp._exchange.transfer import MakeMessages, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .coded import Coding
 from .interception import guard_groups, intercept
 from .optimizers import as_one
+from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
+from .owned_packing import Packing
 from .owned_share import TOUCHED, OwnedShare
-from .owners import OwnedPart, owned_layout
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
-from .shares import Share, view_of
+from .shares import Share
 from .training import DecoupledTraining, copies_gradients
 from .updates import Updates, as_in_step
 
@@ -81,12 +82,13 @@ class OwnedTraining(DecoupledTraining):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], turn: Turn | None, group: dist.ProcessGroup) -> None:
-        self.owned = OwnedOptimizers(optimizers, group.rank(), group.size())
+        each = [owned_optimizer(optimizer) for optimizer in optimizers]
+        self.owned = OwnedOptimizers(each, group.rank(), group.size())
+        self._packing = Packing(self.owned, group.size())
         self._rank, self._world_size = group.rank(), group.size()
         self._owned_updates = OwnedUpdates(self.owned.each[0].partial)
         self._plans: dict[int, StepPlan] = {}
         self._dropped: set[int] = set()
-        self._lent: dict[tuple[object, ...], tuple[torch.Tensor, Deferred | None]] = {}
         self._is_checked = False
         super().__init__(
             optimizers[0], turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates
@@ -109,7 +111,7 @@ class OwnedTraining(DecoupledTraining):
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "state" of the optimizers, "buffers" that travel."""
-        return {**self.owned.memory_usage(), "buffers": sum(each.nbytes for each, _ in self._lent.values())}
+        return {**self.owned.memory_usage(), "buffers": self._packing.nbytes}
 
     def close(self) -> None:
         """See `DecoupledState.close`."""
@@ -144,58 +146,27 @@ class OwnedTraining(DecoupledTraining):
         state: object,
     ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
         urgency = self.updates.urgency(bucket.index(), parameters)
-        sharded, pieces, key = self._packed(bucket)
+        packed, key = self._packing.pack(bucket)
         future, deferred = exchange.defer(
-            bucket, turn=self._turn, urgency=urgency, scatter=lambda: sharded, state=state
+            bucket, turn=self._turn, urgency=urgency, scatter=lambda: packed.there, state=state
         )
         if deferred is None:
             return future, None
-        self._lent[key] = sharded.tensor, deferred
-        place, views = len(self.updates.round.shares), pieces if copies_gradients(self.model()) else None
-        share = OwnedShare(deferred, parameters, bucket.buffer(), urgency, place, views, pieces=pieces)
+        self._packing.travels(packed, key, deferred)
+        place = len(self.updates.round.shares)
+        views = packed.gradients if copies_gradients(self.model()) else None
+        share = OwnedShare(deferred, parameters, bucket.buffer(), urgency, place, views, packed=packed)
         share.owner_of, share.rank = self.owned.owner_of, self._rank
         return future, share
 
-    @torch.no_grad()
-    def _packed(self, bucket: dist.GradBucket) -> tuple[Sharded, list[torch.Tensor], tuple[object, ...]]:
-        """Return the bucket's gradients by owner, and leave zeros in the bucket."""
-        buffer = bucket.buffer()
-        contents = contents_of(bucket, buffer)
-        if any(each.parameter.dtype != buffer.dtype for each in contents):
-            raise UnsupportedConfigurationError(
-                f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters travel "
-                "in their place: use owners=None"
-            )
-        parts = tuple(
-            [OwnedPart(self.owned.owner_of[id(each.parameter)], each.span.numel) for each in contents]
-        )
-        layout, places = owned_layout(self._world_size, parts)
-        key = (bucket.index(), buffer.dtype, buffer.device)
-        there = self._lend(key, buffer)
-        for each, place in zip(contents, places, strict=True):
-            there[place.start : place.stop].copy_(buffer[each.span.start : each.span.stop])
-        buffer.data.zero_()  # counts no version: changes of the user's do
-        pieces = [
-            view_of(there, each.parameter, place.start) for each, place in zip(contents, places, strict=True)
-        ]
-        return Sharded(there, layout), pieces, key
-
-    def _lend(self, key: tuple[object, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer that travels for a bucket, once its last way has ended."""
-        lent, deferred = self._lent.get(key, (None, None))
-        if lent is None or lent.numel() != like.numel():
-            return like.new_empty(like.numel())
-        if deferred is not None:
-            deferred.wait()
-        return lent
-
     def _check_ranks(self, exchange: Exchange, device: torch.device) -> None:
         shapes = [tuple(parameter.shape) for parameter in self.owned.parameters]
-        number = zlib.crc32(repr((shapes, self.owned.owners)).encode())
+        kinds = [(type(each).__name__, len(each.parameters)) for each in self.owned.each]
+        number = zlib.crc32(repr((shapes, self.owned.owners, kinds)).encode())
         if exchange.gather_numbers([number], device) != [[float(number)]] * self._world_size:
             raise UnsupportedConfigurationError(
                 f"expected the same parameters in the optimizers on all ranks, got {len(shapes)} on rank {self._rank} "
-                "that differ from another rank's in shape, order or state; build the optimizers alike on all ranks"
+                "that differ from another rank's in shape, order, state or kind; build optimizers alike on all ranks"
             )
 
     # --- around forward --------------------------------------------------------------------------------------
@@ -273,7 +244,7 @@ class OwnedTraining(DecoupledTraining):
         return None
 
     def _update_owned(self, shares: list[OwnedShare], plans: dict[int, StepPlan]) -> None:
-        """Update what this rank owns, as the sums arrive; send it to the others."""
+        """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         assert self.exchange is not None
         if self._turn is not None and not self._has_turn:
             shares[0].deferred.own_part()  # there is something to compute
@@ -282,12 +253,13 @@ class OwnedTraining(DecoupledTraining):
         done: dict[int, list[Update]] = {number: [] for number in plans}
         with as_in_step(shares[0].buffer.device.type), self.unwatched():
             for share in shares:
-                own = share.own_updates()
+                share.receive()
                 for number, plan in plans.items():
-                    mine = [each for each in own if self.owned.number_of[id(each.parameter)] == number]
-                    self.owned.each[number].apply(plan, mine)
-                    done[number] += mine
-                share.fill_in()
+                    own = [each for each in share.owned_updates(plan) if each.is_own]
+                    self.owned.each[number].compute(plan, own)
+                    done[number] += [each.update for each in own]
+                share.clear()
+                share.steps = [(self.owned.each[number], plan) for number, plan in plans.items()]
             others = [p for share in shares for p in share.others()]
             for number, plan in plans.items():
                 theirs = [p for p in others if self.owned.number_of[id(p)] == number]

@@ -59,6 +59,11 @@ class PartialOptimizer:
         self.step = step or optimizer.step
         self._bare_step = _bare(self.step, optimizer)
 
+    def runs(self, step: Callable[..., Any]) -> bool:
+        """Tell whether its step is this method of a class, but for what torch itself puts around it."""
+        bare = _bare(types.MethodType(step, self.optimizer), self.optimizer)
+        return getattr(self._bare_step, "__func__", None) is getattr(bare, "__func__", bare)
+
     def plan(self) -> StepPlan:
         """Note the hyper-parameters of this moment."""
         groups = self.optimizer.param_groups

@@ -65,7 +65,7 @@ def direction_of(
 def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
     """Update ``parameter`` as torch's Muon does, with the group's learning rate and weight decay of this moment."""
     # A tensor stays one, as in torch: it rounds in its own type.
-    lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+    lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     adjusted_lr = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.add_(direction, alpha=-adjusted_lr)

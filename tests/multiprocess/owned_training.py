@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from crossover_ddp import GPUMutex
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
+from tests.multiprocess.muon_training import optimizers as muon_and_adamw
 
 __all__ = ["MAKE", "ByOwners", "OwnedRun", "Shampoo", "Soap", "batch", "loss_of", "mixture"]
 
@@ -129,11 +130,19 @@ def timm_muon(module: nn.Module) -> list[Optimizer]:
     return [timm.optim.create_optimizer_v2(module, opt="muon", lr=0.02, weight_decay=0.05)]
 
 
-MAKE: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+class DerivedMuon(Muon):
+    """A class made of torch's Muon: nobody knows what it does to its step, so that its parameters travel."""
+
+
+MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap": with_adamw(Soap),
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
     "shampoo": shampoo_and_two_groups,
     "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
+    "muon in groups": lambda module: [*muon_and_adamw(module)],
+    "muon without nesterov": lambda module: [*muon_and_adamw(module, nesterov=False, ns_steps=3)],
+    "adamw and muon": lambda module: [*reversed(muon_and_adamw(module))],
+    "derived muon": with_adamw(lambda matrices: DerivedMuon(matrices, lr=0.02)),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
     "timm muon": timm_muon,

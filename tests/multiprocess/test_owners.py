@@ -262,7 +262,7 @@ def resumed_with_more(rank: int, world_size: int, kind: str, checkpoint: Checkpo
     return equal(steps(ours, rank, BEFORE, AFTER), steps(theirs, rank, BEFORE, AFTER))
 
 
-@pytest.mark.parametrize("kind", ["soap", "shampoo"])
+@pytest.mark.parametrize("kind", ["soap", "shampoo", "muon in groups"])
 def test_checkpoints_are_torchs_own_and_go_on_with_the_same_bits(kind: str) -> None:
     results = run_ranks(resumed, 2, args=(kind,))
     for _, found in results:
