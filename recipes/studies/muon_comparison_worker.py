@@ -56,7 +56,7 @@ def keller(path: Path, matrices: list[torch.Tensor]) -> Optimizer:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.dist = types.SimpleNamespace(
+    vars(module)["dist"] = types.SimpleNamespace(
         all_gather=gather_unequal, get_world_size=dist.get_world_size, get_rank=dist.get_rank
     )
     made: Optimizer = module.Muon(matrices, momentum=MOMENTUM, **SHARED)
