@@ -7,14 +7,9 @@ from .device_bucket import DeviceBucket
 
 
 class AchievedRate:
-    """What the buckets of one model have sent since the beginning, in bytes of this rank.
+    """What the buckets of one model have sent since the beginning, in bytes of this rank."""
 
-    Args:
-        mutex: shows the rate to ``crossover-ddp status``; None: nobody.
-    """
-
-    def __init__(self, mutex: Any = None) -> None:
-        self._mutex = mutex
+    def __init__(self) -> None:
         self._sent_bytes = self._exact_bytes = 0
 
     def count(self, coded: CodedBucket | DeviceBucket, exact_bytes: int) -> None:
@@ -23,10 +18,10 @@ class AchievedRate:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += exact_bytes
 
-    def publish(self) -> None:
-        """Let others see the rate; call it once a step."""
-        if self._mutex is not None and self._exact_bytes:
-            self._mutex._publish_rate(self._sent_bytes, self._exact_bytes)
+    def publish(self, mutex: Any) -> None:
+        """Let ``crossover-ddp status`` show the rate of the job of ``mutex``, if there is one; call it once a step."""
+        if mutex is not None and self._exact_bytes:
+            mutex._publish_rate(self._sent_bytes, self._exact_bytes)
 
     def stats(self, steps: int, residual_bytes: int) -> dict[str, float]:
         """Return what a state's ``stats`` tells of its codec."""

@@ -58,7 +58,7 @@ class Compression:
         self._names: Any = WeakTensorKeyDictionary()
         self._is_exact, self._is_new_step = True, True
         self.steps = 0
-        self._achieved = AchievedRate(getattr(state, "mutex", None))
+        self._achieved = AchievedRate()
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Compression:
         coded = self._bucket(bucket, flat, group, on_ring=on_ring)
         self._achieved.count(coded, 2 * flat.nbytes * (group.size() - 1) // group.size())
         if bucket.is_last():
-            self._achieved.publish()
+            self._achieved.publish(getattr(self._state, "mutex", None))
         # With a version counter of its own: decoded values are no change that somebody has made.
         own = flat.data
         coded.encode(Buffers(own, coded.parts, own, coded.parts))

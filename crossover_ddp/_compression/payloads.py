@@ -51,7 +51,7 @@ class PayloadCompression:
         self._scratch = Scratch()
         self._exact_left = _EXACT_STEPS
         self._is_whole, self._is_new_step = False, True
-        self._achieved = AchievedRate(mutex)
+        self._achieved, self._mutex = AchievedRate(), mutex
         self.steps = 0
 
     def messages(
@@ -86,7 +86,7 @@ class PayloadCompression:
         parts, both = payload.scatter.layout.parts, scatter.nbytes + payload.gather.tensor.nbytes
         self._achieved.count(coded, both * (parts - 1) // parts)
         if bucket.is_last():
-            self._achieved.publish()
+            self._achieved.publish(self._mutex)
         step = functools.partial(_step, payload, group.rank())
         coded.encode(Buffers(scatter, push, payload.gather.tensor, pull, step), whole=whole)
         return coded

@@ -17,7 +17,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import timm
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--convergence", action="store_true", help="train, in the ranks that torchrun starts")
     parser.add_argument("--buckets", action="store_true", help="CPU time of all that buckets go through")
     parser.add_argument("--gradients", action="store_true", help="what SIDCo sends over its target")
-    parser.add_argument("--model", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"])
+    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds [5]")
     parser.add_argument("--steps", type=int, default=600, help="of each training [600]")
     parser.add_argument("--mib", type=int, default=4, help="size of the gradient for CPU times [4]")
@@ -89,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.convergence:
         dist.init_process_group("gloo")
-        converge([make for make in (mlp, cnn) if make.__name__ in args.model], args.seeds, args.steps)
+        converge([MODELS[name] for name in args.model], args.seeds, args.steps)
         dist.destroy_process_group()
     elif args.buckets:
         print_buckets()
@@ -204,6 +206,12 @@ def achieved(codec: Codec, gradients: Sequence[torch.Tensor]) -> tuple[float, fl
 # --- convergence ---------------------------------------------------------------------------------------------
 
 
+def vit() -> nn.Module:
+    size: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 3, "num_heads": 4}
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=10, **size)
+    return model
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
@@ -217,6 +225,7 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn, "vit": vit}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,23 @@ class SeveralOptimizers:
             part.zero_grad()
 
 
+def gather_unequal(outputs: list[torch.Tensor], own: torch.Tensor) -> None:
+    """All-gather tensors of different shapes by one broadcast each, as NCCL does; gloo refuses them."""
+    outputs[dist.get_rank()].copy_(own)
+    for work in [dist.broadcast(output, rank, async_op=True) for rank, output in enumerate(outputs)]:
+        assert work is not None
+        work.wait()
+
+
 def keller(path: Path, matrices: list[torch.Tensor]) -> Optimizer:
     """Make the Muon of KellerJordan's checkout; all-gathers parameters, one round of them after the other."""
     spec = importlib.util.spec_from_file_location("keller_muon", path / "muon.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    vars(module)["dist"] = types.SimpleNamespace(
+        all_gather=gather_unequal, get_world_size=dist.get_world_size, get_rank=dist.get_rank
+    )
     made: Optimizer = module.Muon(matrices, momentum=MOMENTUM, **SHARED)
     return made
 

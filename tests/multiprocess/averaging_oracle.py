@@ -16,7 +16,7 @@ from studies._replicas import Copies, DelayedWalk, flat
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, eps=1e-4),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 PLAIN = functools.partial(torch.optim.SGD, lr=1.0)

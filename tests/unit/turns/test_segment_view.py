@@ -390,6 +390,7 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
             numbers[7],
             numbers[0],
             numbers[1],
+            numbers[2],
             lease_s,
             -lease_s,
             0xFFFFFFFF,
