@@ -6,10 +6,9 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# So many tests run at a time, a file in one worker, one more than the two cores, since tests of ranks wait a good part of
-# their time; WORKERS= runs one after the other. Tests of faults and of the emulated cluster, which have bounds in
-# seconds, run alone nevertheless (tests/harness/turnstile.py).
-WORKERS ?= 3
+# So many tests run at a time, a file in one worker; WORKERS= runs one after the other. Tests of faults and of the
+# emulated cluster, which have bounds in seconds, run alone nevertheless (tests/harness/turnstile.py).
+WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
 
 .DEFAULT_GOAL := help
