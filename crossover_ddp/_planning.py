@@ -373,3 +373,30 @@ def weakest_codec(
     predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
     good_s = min(predicted) * (1 + _CODEC_INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted
+
+
+def pair_codecs(
+    rates: Sequence[float], chosen: int, seconds: Sequence[Sequence[float]], link: Link
+) -> list[list[int]]:
+    """Return which codec each two ranks send each other with, given what suits the slowest link.
+
+    The weakest that keeps a message on no link longer than the chosen one does on the slowest: an exchange waits for
+    that one anyway. A pair that only happened to be slow when it was measured did not slow down the exchange of all, so
+    the slowest link is taken to be no slower than that. Source: our design, after the hybrid rates of FusionLLM (arXiv
+    2410.12707).
+
+    Args:
+        rates: of the codecs, bytes over those of float32, the weakest codec first.
+        chosen: place of the codec that was chosen for all.
+        seconds: per byte between two ranks, W × W.
+        link: what one half of an exchange of all ranks costs, around the ring.
+    """
+    ring_s = link.beta_s * len(seconds) / (len(seconds) - 1)
+    slowest_s = rates[chosen] * min(ring_s, max(max(row) for row in seconds))
+    return [
+        [
+            next(place for place in range(chosen + 1) if place == chosen or rates[place] * each <= slowest_s)
+            for each in row
+        ]
+        for row in seconds
+    ]

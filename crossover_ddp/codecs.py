@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from crossover_ddp._compression.choice import CodecChoice, PerPair
 from crossover_ddp._compression.codec import Codec, Encoded
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.half import Half
@@ -38,6 +39,7 @@ __all__ = [
     "Encoded",
     "Half",
     "Int8",
+    "PerPair",
     "SIDCo",
     "Threshold",
     "compressed_hook",
@@ -75,7 +77,7 @@ class CompressedState(Pausable):
 
     def __init__(
         self,
-        codec: Codec | tuple[Codec, Codec] | None,
+        codec: CodecChoice | None,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
         process_group: dist.ProcessGroup | None = None,
@@ -128,7 +130,8 @@ class CompressedState(Pausable):
                 ``SIDCo(0.01)``.
 
         Returns:
-            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
+            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate. Where links
+            between ranks differ, on gloo, ranks with a fast one get a weaker codec between them (`PerPair`).
 
         On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, or as long as some rank has recorded
         no step.

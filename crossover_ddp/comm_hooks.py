@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._compression.codec import Codec
+from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
@@ -124,7 +124,7 @@ class CrossoverState(Pausable):
         process_group: dist.ProcessGroup | None = None,
         *,
         mutex: GPUMutex | None = None,
-        codec: Codec | tuple[Codec, Codec] | None = None,
+        codec: CodecChoice | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
     ) -> None:

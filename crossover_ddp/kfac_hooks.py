@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
-from crossover_ddp._compression.codec import Codec
+from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.payloads import PayloadCompression
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
@@ -137,7 +137,7 @@ class KFACState(Pausable):
         costs: Literal["typical", "measured"] = "typical",
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
-        codec: Codec | tuple[Codec, Codec] | None = None,
+        codec: CodecChoice | None = None,
     ) -> None:
         check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
         check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
@@ -176,9 +176,7 @@ class KFACState(Pausable):
         )
         self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps), codec)
 
-    def _begin(
-        self, model: nn.Module, placement: Placement, codec: Codec | tuple[Codec, Codec] | None
-    ) -> None:
+    def _begin(self, model: nn.Module, placement: Placement, codec: CodecChoice | None) -> None:
         self.codec = codec
         self._compression = (
             None if codec is None else PayloadCompression(codec, self._setup.loss_scale, self.mutex)

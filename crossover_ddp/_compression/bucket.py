@@ -8,6 +8,7 @@ import torch
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
+from .choice import Codecs
 from .codec import Codec, PieceWriter
 from .cut import Part
 from .message import CodedMessage, total, views
@@ -16,13 +17,6 @@ from .scratch import MessageMemory, Scratch
 from .whole import Whole
 
 _WHOLE = Whole()
-
-
-class Codecs(NamedTuple):
-    """What encodes to owners, and what owners encode with."""
-
-    push: Codec
-    pull: Codec
 
 
 class Buffers(NamedTuple):
@@ -115,7 +109,7 @@ class CodedBucket(BucketResiduals):
         gives_mean: bool = True,
         scratch: Scratch | None = None,
     ) -> None:
-        self._push = [_MessageStream(codecs.push, part) for part in parts]
+        self._push = [_MessageStream(codecs.to(rank, owner), part) for owner, part in enumerate(parts)]
         self._pull = _MessageStream(codecs.pull, parts[rank])
         super().__init__(parameters, numels, parts, rank, self._push, self._pull, gives_mean=gives_mean)
         self._codecs = codecs
@@ -123,7 +117,9 @@ class CodedBucket(BucketResiduals):
         self._writer = codecs.pull if isinstance(codecs.pull, PieceWriter) else None
         self._others = [other for other in range(len(parts)) if other != rank]
         # What others will send: their headers say so.
-        self._incoming_rooms = dict.fromkeys(self._others, codecs.push.room(self._own.lengths))
+        self._incoming_rooms = {
+            other: codecs.to(rank, other).room(self._own.lengths) for other in self._others
+        }
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
         self._is_whole = False
         self._scratch = Scratch() if scratch is None else scratch
@@ -219,7 +215,6 @@ class CodedBucket(BucketResiduals):
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor, list[bool], bool]:
         """Return the sums of what is coded and of what is exact, which parameters are in use, and if all is finite."""
         part = self._buffers.push[self.rank]
-        codec: Codec = _WHOLE if self._is_whole else self._codecs.push
         # Two addends may change places, so the first two ranks add to their own.
         is_begun = self.rank <= 1
         values = self._addend if is_begun else self._scratch.take(part.coded_numel).zero_()
@@ -236,6 +231,7 @@ class CodedBucket(BucketResiduals):
             is_finite = is_finite and finite
             exact.add_(message.exact)
             if finite and part.coded:
+                codec: Codec = _WHOLE if self._is_whole else self._codecs.to(self.rank, rank)
                 codec.add_decoded(message.coded, part.lengths, values)
                 used = [
                     mine or bool(theirs) for mine, theirs in zip(used, message.used.tolist(), strict=True)

@@ -73,7 +73,3 @@ class DeviceCodec(Protocol):
         self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
     ) -> None:
         """As `Codec.encode`, but values with Inf or NaN leave a message that decodes to NaN, and the residual alone."""
-
-
-# For both halves of an exchange, or a pair: push to owners, pull from owners.
-CodecChoice = Codec | tuple[Codec, Codec]

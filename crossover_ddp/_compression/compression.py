@@ -25,14 +25,13 @@ from crossover_ddp._exchange.transfer import DeviceMessages, Messages, Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .achieved import AchievedRate
-from .bucket import Buffers, Codecs, CodedBucket
-from .codec import Codec, CodecChoice
+from .bucket import Buffers, CodedBucket
+from .choice import CodecChoice, Codecs, PerPair, codecs_of
 from .cut import cut
 from .device_bucket import DeviceBucket, can_encode_on_device
 from .scratch import Scratch
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_NEEDED: Final = ("room", "encode", "add_decoded")
 
 
 class Compression:
@@ -202,24 +201,13 @@ def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool
     return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
 
 
-def codecs_of(codec: CodecChoice) -> Codecs:
-    """Return the codec of each half; raise ``TypeError`` for what is none."""
-    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-    return Codecs(_checked(push), _checked(pull))
-
-
-def _checked(codec: Codec) -> Codec:
-    missing = [name for name in _NEEDED if not callable(getattr(codec, name, None))]
-    if missing or isinstance(codec, type):
-        raise TypeError(
-            f"expected a codec such as Int8(), got codec={codec!r} without {', '.join(missing) or 'an instance'}; "
-            "pass an object of crossover_ddp.codecs, or None for no compression"
-        )
-    return codec
-
-
 def check_coded(flat: torch.Tensor, group: dist.ProcessGroup, codecs: Codecs) -> bool:
     """Return whether messages travel over gloo, not by a backend's own collectives; refuse what no codec works for."""
+    if isinstance(codecs.push, PerPair) and len(codecs.push.codecs) != group.size():
+        raise UnsupportedConfigurationError(
+            f"expected a PerPair with a row for each of {group.size()} ranks, got {len(codecs.push.codecs)} rows; make "
+            "it anew for this group, plan_codec() does"
+        )
     on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
     if on_ring and flat.device.type != "cpu":
         raise UnsupportedConfigurationError(

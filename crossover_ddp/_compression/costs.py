@@ -8,9 +8,8 @@ import torch
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._planning import EXACT, CodecCost
 
-from .bucket import Buffers, Codecs, CodedBucket
-from .codec import CodecChoice
-from .compression import codecs_of
+from .bucket import Buffers, CodedBucket
+from .choice import CodecChoice, Codecs, codecs_of
 from .cut import cut
 
 _NUMEL: Final = 1 << 19
@@ -55,8 +54,8 @@ class _CodecTrial:
         begin_s = time.thread_time()
         rank.encode(self._buffers)
         encoded_s = time.thread_time()
-        for message in rank.incoming.values():
-            message.copy_(rank.outgoing[1])
+        for source, message in rank.incoming.items():
+            message.copy_(rank.outgoing[source])
         received_s = time.thread_time()
         rank.step()
         stepped_s = time.thread_time()

@@ -14,7 +14,8 @@ import torch
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
-from .bucket import Buffers, Codecs
+from .bucket import Buffers
+from .choice import Codecs
 from .codec import DeviceCodec, PieceWriter
 from .cut import Part
 from .message import CodedMessage, total
@@ -45,12 +46,13 @@ class DeviceBucket(BucketResiduals):
         rank: int,
         device: torch.device,
     ) -> None:
-        push = [Stream(codecs.push, part, device) for part in parts]
+        push_codec = codecs.to(rank, rank)  # that of all pairs, see `can_encode_on_device`
+        push = [Stream(push_codec, part, device) for part in parts]
         pull = Stream(codecs.pull, parts[rank], device)
         super().__init__(parameters, numels, parts, rank, push, pull)
-        self._codecs = codecs
+        self._push_codec, self._pull_codec = push_codec, codecs.pull
         self._push_rooms, self._pull_rooms = (
-            [codec.room(part.lengths) for part in parts] for codec in (codecs.push, codecs.pull)
+            [codec.room(part.lengths) for part in parts] for codec in (push_codec, codecs.pull)
         )
         push_size, pull_size = (
             _aligned(max(total(part, room) for part, room in zip(parts, rooms, strict=True)))
@@ -92,7 +94,7 @@ class DeviceBucket(BucketResiduals):
 
     def step(self) -> None:
         """Add what came in the order of ranks, and write the message to all. On the hook's thread, another stream."""
-        world_size, codec = len(self.parts), self._codecs.push
+        world_size, codec = len(self.parts), self._push_codec
         # Two addends may change places, so the first two ranks add to their own.
         is_begun = self.rank <= 1
         values = self._addend if is_begun else torch.zeros_like(self._addend)
@@ -123,7 +125,7 @@ class DeviceBucket(BucketResiduals):
                 self._unload(owner)
 
     def _unload(self, owner: int) -> None:
-        part, flat, codec = self.parts[owner], self._buffers.gather, self._codecs.pull
+        part, flat, codec = self.parts[owner], self._buffers.gather, self._pull_codec
         message = self._message(self.gather.tensor, owner, owner, self._pull_rooms)
         spread(message.exact, part.exact, flat)
         if not part.coded:
@@ -144,7 +146,7 @@ class DeviceBucket(BucketResiduals):
 
 
 def can_encode_on_device(codecs: Codecs) -> bool:
-    """Return whether both codecs can."""
+    """Return whether both codecs can; a `PerPair` cannot, whose messages differ in size."""
     return all(isinstance(codec, DeviceCodec) for codec in codecs)
 
 

@@ -20,9 +20,9 @@ from crossover_ddp._exchange.transfer import Messages, Payload, Sharded, Travell
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .achieved import AchievedRate
-from .bucket import Buffers, Codecs, CodedBucket
-from .codec import CodecChoice
-from .compression import check_coded, codecs_of
+from .bucket import Buffers, CodedBucket
+from .choice import CodecChoice, Codecs, codecs_of
+from .compression import check_coded
 from .cut import OwnedSpan, Part
 from .scratch import Scratch
 

@@ -8,19 +8,21 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.link_probe import measure_link
+from crossover_ddp._exchange.link_probe import measure_link, measure_pairs
 from crossover_ddp._exchange.step_records import StepRecord
 from crossover_ddp._planning import (
     BucketTimes,
     CodecCost,
+    Link,
     Predict,
     Workload,
     all_reduce_step_s,
+    pair_codecs,
     weakest_codec,
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import CodecChoice
+from .choice import CodecChoice, PerPair, codecs_of
 from .costs import measure_codec
 from .half import Half
 from .int8 import Int8
@@ -36,7 +38,7 @@ class CodecPlan:
     """Which codec to take, and what steps are expected to take.
 
     Args:
-        codec: the choice; None: none.
+        codec: the choice; None: none. Where links differ, a pair: a `PerPair`, which spares fast ones, and the choice.
         step_s: predicted seconds per step with it.
         compute_s: of these the computation, encoding and decoding included.
         options: each candidate with its rate and its predicted seconds per step.
@@ -100,11 +102,39 @@ def plan_from(
     place, predicted = weakest_codec(bare, link, costs, predict)
     total = sum(bucket.size_bytes for bucket in work.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
-    choice: list[Any] = [(place, predicted, [cost.rate for cost in costs], compute_s)]
+    choice: list[Any] = [(place, predicted, [cost.rate for cost in costs], compute_s, link)]
     dist.broadcast_object_list(choice, group=group, group_src=0)
-    place, predicted, rates, compute_s = choice[0]
+    place, predicted, rates, compute_s, link = choice[0]
     options = tuple([*zip(candidates, rates, predicted, strict=True)])
-    return CodecPlan(candidates[place], predicted[place], compute_s, options)
+    return CodecPlan(_by_pair(group, link, candidates, rates, place), predicted[place], compute_s, options)
+
+
+def _by_pair(
+    group: dist.ProcessGroup,
+    link: Link,
+    candidates: Sequence[AnyCodec],
+    rates: Sequence[float],
+    chosen: int,
+) -> AnyCodec:
+    """Return the chosen codec, with weaker ones for the pairs of ranks whose link is faster. **Collective**."""
+    codec, routes = candidates[chosen], Exchange.of(group).routes
+    if codec is None or group.size() == 2 or not all(map(routes.is_on_ring, routes.sides)):
+        return codec
+    pushes = []
+    for each in candidates[: chosen + 1]:
+        push = each[0] if isinstance(each, tuple) else each
+        if isinstance(push, PerPair):
+            return codec
+        pushes.append(push)
+    places = pair_codecs(rates, chosen, measure_pairs(group), link)
+    table = tuple(
+        [
+            tuple([None if one == other else pushes[place] for other, place in enumerate(row)])
+            for one, row in enumerate(places)
+        ]
+    )
+    pairs = PerPair(table)
+    return codec if set(pairs.all()) == {pushes[chosen]} else (pairs, codecs_of(codec).pull)
 
 
 def _without(work: Workload, cost: CodecCost) -> Workload:

@@ -13,6 +13,8 @@ from .exchange import Exchange
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
+_SMALL_PROBE_BYTES: Final = 1 << 10
+_PAIR_PROBE_BYTES: Final = 1 << 18
 
 
 class _ProbeBucket:
@@ -52,3 +54,58 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     engine.submit(cast(dist.GradBucket, _ProbeBucket(tensor))).wait()
     return time.perf_counter() - begin_s
+
+
+def measure_pairs(process_group: dist.ProcessGroup) -> list[list[float]]:
+    """Return the seconds per byte between each two ranks, the same on all ranks; the diagonal is 0.
+
+    In each of W − 1 rounds (W with an odd number of ranks) every rank is in one pair, so ranks that share a card share
+    it here as in an exchange; a pair sends some two megabytes.
+
+    **Collective**: all ranks of the gloo group, with nothing else on the wire.
+    """
+    rank, size = process_group.rank(), process_group.size()
+    found = torch.zeros(size, size, dtype=torch.float64)
+    for peer in _peers(rank, size):
+        if peer is not None:
+            link = measure_pair(peer, rank < peer, process_group, _PAIR_PROBE_BYTES, _REPEATS)
+            if rank < peer:
+                found[rank, peer] = found[peer, rank] = link.beta_s
+        dist.all_reduce(torch.zeros(1), group=process_group)  # gloo's even in a group with two backends
+    dist.all_reduce(found, group=process_group)
+    rows: list[list[float]] = found.tolist()
+    return rows
+
+
+def _peers(rank: int, size: int) -> list[int | None]:
+    """Return whom ``rank`` meets in each round, in which each rank meets at most one other; None: nobody."""
+    seats = size + size % 2
+    peers: list[int | None] = []
+    for turn in range(seats - 1):
+        # All but the last seat go around a circle; two meet whose numbers add up to the round's, modulo the circle.
+        if rank == seats - 1:
+            peer = next(one for one in range(seats - 1) if (2 * one - turn) % (seats - 1) == 0)
+        else:
+            peer = (turn - rank) % (seats - 1)
+            peer = seats - 1 if peer == rank else peer
+        peers.append(peer if peer < size else None)
+    return peers
+
+
+def measure_pair(
+    peer: int, leads: bool, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
+) -> Link:
+    """Time round trips with one peer; return the cost of one way. Both call it; one of them ``leads``."""
+    samples = []
+    for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
+        message, times = torch.zeros(size, dtype=torch.uint8), []
+        for _ in range(repeats + 1):  # the first one connects the pair
+            begin_s = time.perf_counter()
+            for sends in (leads, not leads):
+                if sends:
+                    dist.send(message, group=process_group, group_dst=peer)
+                else:
+                    dist.recv(message, group=process_group, group_src=peer)
+            times.append((time.perf_counter() - begin_s) / 2)
+        samples.append((size, min(times[1:])))
+    return Link.fitted(samples)

@@ -10,21 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from time import perf_counter
 from typing import Any
 
 import networkx
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._planning import Link
+from crossover_ddp._exchange.link_probe import measure_pair
 
 from .documents import Document
 
 Matrix = tuple[tuple[float, ...], ...]
 _GIGABIT = 1e9 / 8
 _GIBIBYTE = 2.0**30
-_PROBE_BYTES = (1 << 10, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class DeviceCluster(Document):
         cls,
         process_group: dist.ProcessGroup | None = None,
         *,
-        size_bytes: int = _PROBE_BYTES[1],
+        size_bytes: int = 1 << 20,
         repeats: int = 3,
         **others: Any,
     ) -> "DeviceCluster":
@@ -216,7 +214,9 @@ class DeviceCluster(Document):
         for one in range(size):
             for two in range(one + 1, size):
                 if rank in (one, two):
-                    link = _link(two if rank == one else one, rank == one, process_group, size_bytes, repeats)
+                    link = measure_pair(
+                        two if rank == one else one, rank == one, process_group, size_bytes, repeats
+                    )
                     if rank == one:
                         found[:, one, two] = found[:, two, one] = torch.tensor(
                             [1 / max(link.beta_s, 1e-12), link.alpha_s], dtype=torch.float64
@@ -225,23 +225,6 @@ class DeviceCluster(Document):
         dist.all_reduce(found, group=process_group)
         rates, latencies = (tuple([tuple(row) for row in matrix.tolist()]) for matrix in found)
         return cls(rates, latencies, **others)
-
-
-def _link(peer: int, leads: bool, group: dist.ProcessGroup | None, size_bytes: int, repeats: int) -> Link:
-    """Time round trips with one peer and return the cost of one way."""
-    samples = []
-    for size in (_PROBE_BYTES[0], max(size_bytes, 2 * _PROBE_BYTES[0])):
-        message, times = torch.zeros(size, dtype=torch.uint8), []
-        for _ in range(repeats + 1):  # the first one connects the pair
-            begin_s = perf_counter()
-            for sends in (leads, not leads):
-                if sends:
-                    dist.send(message, group=group, group_dst=peer)
-                else:
-                    dist.recv(message, group=group, group_src=peer)
-            times.append((perf_counter() - begin_s) / 2)
-        samples.append((size, min(times[1:])))
-    return Link.fitted(samples)
 
 
 def _times(value: Any, unit: float) -> Any:

@@ -7,7 +7,8 @@
 ``steps``: a step with each codec, and with torch's PowerSGD of rank 2, over plain DDP's, in alternating runs. The
 models are of full size, with small batches. ``siblings``: two jobs with Int8 that take turns, against both in float32
 one after the other, beside the bound with Int8's own C, N and M; ``--ratio`` is M/C in float32. ``plan``: the step with
-the codec that is chosen after a run without one, over the best of the fixed ones. Needs root (see docs/lab.md).
+the codec that is chosen after a run without one, over the best of the fixed ones; with ``--ranks-per-node 2`` links
+differ, and the choice may differ between pairs of ranks. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from studies._ranks import (
     study_parser,
 )
 from studies._tables import Cells
-from studies.codecs_worker import CODECS, MODELS
+from studies.codecs_worker import CODECS, MODELS, PLANNED
 
 WORKER = "codecs_worker.py"
 JOBS = ("a", "b")
@@ -226,21 +227,24 @@ def measure_plan(
         choice = planned[0]["plan"]
         if any(answer["plan"] != choice for answer in planned):
             raise RuntimeError("the ranks have different plans")
-        ways = [f"compressed {name}" for name in FIXED]
+        names = [*FIXED, *[PLANNED] * (choice == PLANNED)]
+        ways = [f"compressed {name}" for name in names]
         runs = []
         for repeat in range(args.repeats):
             runs.append(measure_ways(ranks, ways, args.steps, repeat))
             advance()
         step_s = {
-            name: statistics.median(slowest_s(run[f"compressed {name}"]) for run in runs) for name in FIXED
+            name: statistics.median(slowest_s(run[f"compressed {name}"]) for run in runs) for name in names
         }
         yield {
             "preset": preset,
             "rate_mbit": rate_mbit,
             "choice": choice,
+            "codec": planned[0]["codec"],
+            "busy_s": {way: median_of(runs, f"compressed {way}", "core_busy_s") for way in names},
             "step_s": step_s,
             "predicted_s": planned[0]["predicted_s"],
-            "over_best": step_s[choice] / min(step_s.values()),
+            "over_best": step_s[choice] / min(step_s[name] for name in FIXED),
         }
     ranks.close()
 
@@ -252,6 +256,7 @@ def plan_cells(row: Row) -> Cells:
         "Mbit/s": row["rate_mbit"],
         "choice": row["choice"],
         **{f"{name} s": row["step_s"][name] for name in FIXED},
+        **({"planned s": row["step_s"][PLANNED]} if PLANNED in row["step_s"] else {}),
         "over the best": row["over_best"],
         "predicted": " ".join(f"{row['predicted_s'][name]:.3f}" for name in FIXED),
     }

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from crossover_ddp._compression.bucket import Buffers, Codecs, CodedBucket
+from crossover_ddp._compression.bucket import Buffers, CodedBucket
+from crossover_ddp._compression.choice import CodecChoice, codecs_of
 from crossover_ddp._compression.cut import cut
 from crossover_ddp._compression.scratch import Scratch
 from crossover_ddp._exchange.layout import Layout
@@ -18,13 +19,13 @@ NUMELS, DIMENSIONS = [40000, 50, 3000, 20, 7], [2, 1, 2, 1, 2]
 class Ranks:
     """All ranks of one bucket."""
 
-    def __init__(self, codec: Codec, world_size: int) -> None:
+    def __init__(self, codec: CodecChoice, world_size: int) -> None:
         numel = sum(NUMELS)
         self.parts = cut(NUMELS, DIMENSIONS, Layout.equal(numel, world_size))
         parameters = [torch.empty(each, device="meta") for each in NUMELS]
         scratch = Scratch()
         self.buckets = [
-            CodedBucket(Codecs(codec, codec), parameters, NUMELS, self.parts, rank, scratch=scratch)
+            CodedBucket(codecs_of(codec), parameters, NUMELS, self.parts, rank, scratch=scratch)
             for rank in range(world_size)
         ]
 

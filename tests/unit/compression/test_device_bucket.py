@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from crossover_ddp._compression.bucket import Buffers, Codecs
+from crossover_ddp._compression.bucket import Buffers
+from crossover_ddp._compression.choice import Codecs
 from crossover_ddp._compression.device_bucket import DeviceBucket, can_encode_on_device
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
 from tests.unit.compression.test_coded_bucket import DIMENSIONS, NUMELS, Ranks, gradients

@@ -1,0 +1,108 @@
+"""What users may pass as a codec: one for both halves, one for each half, or one for each pair of ranks.
+
+[Note: near and far] Messages to owners go straight from rank to rank, so where links differ each pair of ranks may have
+its own codec, or none: a fast link need not round what a slow one must. What owners send back goes around the ring,
+over all links, and all ranks decode the same bytes; so there is one codec for it. Our design.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from .codec import Codec
+from .whole import Whole
+
+_NEEDED: Final = ("room", "encode", "add_decoded")
+_WHOLE: Final = Whole()
+
+
+@dataclass(frozen=True)
+class PerPair:
+    """Encode what goes to owners by the pair of ranks: near ranks weakly or not at all, far ones more.
+
+    It is the first of a pair, ``codec=(PerPair(…), Int8())``, because what owners send back goes to all ranks. Works on
+    gloo. `CompressedState.plan_codec` makes one where measured links differ. Our design.
+
+    Args:
+        codecs: a row for each rank of the group, and in it a codec for each peer, the same in both directions; None:
+            float32. The diagonal means nothing.
+    """
+
+    codecs: tuple[tuple[Codec | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.codecs)
+        if not size or any(len(row) != size for row in self.codecs):
+            raise ValueError(
+                f"expected as many codecs in each row as there are rows, got {[len(row) for row in self.codecs]}; "
+                "pass a row for each rank, with a codec for each rank"
+            )
+        for one, other, codec in self._off_diagonal():
+            if codec != self.codecs[other][one]:
+                raise ValueError(
+                    f"expected the same codec in both directions, got {codec!r} from rank {one} to rank {other} and "
+                    f"{self.codecs[other][one]!r} back; pass a symmetric table"
+                )
+
+    @classmethod
+    def by_node(cls, nodes: Sequence[Any], *, far: Codec, near: Codec | None = None) -> "PerPair":
+        """Encode between nodes with ``far`` and inside of each with ``near``.
+
+        Args:
+            nodes: for each rank of the group, what names its node, such as ``[0, 0, 1, 1]``.
+            far: for ranks on different nodes.
+            near: for ranks on one node. Default: float32.
+        """
+        return cls(tuple([tuple([near if one == other else far for other in nodes]) for one in nodes]))
+
+    def between(self, one: int, other: int) -> Codec:
+        """Return what two ranks send each other with."""
+        return self.codecs[one][other] or _WHOLE
+
+    def all(self) -> list[Codec]:
+        """Return what all pairs of different ranks send with."""
+        return [codec or _WHOLE for _, _, codec in self._off_diagonal()]
+
+    def _off_diagonal(self) -> Iterator[tuple[int, int, Codec | None]]:
+        for one, row in enumerate(self.codecs):
+            for other, codec in enumerate(row):
+                if one != other:
+                    yield one, other, codec
+
+
+# For both halves of an exchange, or a pair: push to owners, pull from owners.
+CodecChoice = Codec | tuple[Codec | PerPair, Codec]
+
+
+class Codecs(NamedTuple):
+    """What encodes to owners, and what owners encode with."""
+
+    push: Codec | PerPair
+    pull: Codec
+
+    def to(self, rank: int, peer: int) -> Codec:
+        """Return what ``rank`` and ``peer``, as owners, send each other with."""
+        return self.push.between(rank, peer) if isinstance(self.push, PerPair) else self.push
+
+
+def codecs_of(codec: CodecChoice) -> Codecs:
+    """Return the codec of each half; raise ``TypeError`` for what is none."""
+    if isinstance(codec, PerPair):
+        raise TypeError(
+            "expected a codec for what goes to all ranks beside a PerPair, got a PerPair alone; pass "
+            "codec=(PerPair(…), Int8())"
+        )
+    push, pull = codec if isinstance(codec, tuple) else (codec, codec)
+    for each in push.all() if isinstance(push, PerPair) else (push,):
+        _check(each)
+    return Codecs(push, _check(pull))
+
+
+def _check(codec: Codec) -> Codec:
+    missing = [name for name in _NEEDED if not callable(getattr(codec, name, None))]
+    if missing or isinstance(codec, type):
+        raise TypeError(
+            f"expected a codec such as Int8(), got codec={codec!r} without {', '.join(missing) or 'an instance'}; "
+            "pass an object of crossover_ddp.codecs, or None for no compression"
+        )
+    return codec

@@ -1,0 +1,179 @@
+"""A codec for each pair of ranks between real ranks: the same bits everywhere, nothing lost, and what is planned."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import UnsupportedConfigurationError
+from crossover_ddp._compression import planning
+from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
+from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness import run_ranks
+from tests.multiprocess.compressed_training import backward, digest, gradients, network, wrapped
+from tests.multiprocess.identity_codec import Identity
+
+FAR_S, NEAR_S = 8e-8, 1e-9
+"""Seconds per byte at 100 Mbit/s and at 8 Gbit/s."""
+
+
+def on_two_nodes(world_size: int) -> list[int]:
+    return [0] * 2 + [1] * (world_size - 2)
+
+
+def whole_near_ones(rank: int, world_size: int) -> None:
+    """All ranks on one node send float32, so their gradients are the sums in the order of ranks."""
+    model, alone = wrapped(), network()
+    pairs = PerPair.by_node([0] * world_size, far=Int8())
+    model.register_comm_hook(CompressedState((pairs, Identity())), compressed_hook)
+    for step in range(3):
+        model.zero_grad()
+        backward(model, rank, step)
+        sums = [torch.zeros_like(parameter) for parameter in alone.parameters()]
+        for other in range(world_size):
+            alone.zero_grad()
+            backward(alone, other, step)
+            torch._foreach_add_(sums, gradients(alone))
+        if step:  # the first one travels on the ring
+            for got, total in zip(gradients(model), sums, strict=True):
+                assert torch.equal(got, total / world_size)
+
+
+def test_near_ranks_lose_nothing_on_the_way_to_owners() -> None:
+    run_ranks(whole_near_ones, 3)
+
+
+def registered(model: DistributedDataParallel, kind: str, codec: Any) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state: Any
+    if kind == "crossover":
+        state, hook = CrossoverState(codec=codec), crossover_hook
+    elif kind == "decoupled":
+        state, hook = DecoupledState(optimizer, codec=codec, defer="always"), decoupled_hook
+    elif kind == "kfac":
+        state, hook = KFACState(model, optimizer, codec=codec), kfac_hook
+    else:
+        state, hook = CompressedState(codec), compressed_hook
+    model.register_comm_hook(state, hook)
+    return state, optimizer
+
+
+def train(rank: int, world_size: int) -> dict[str, str]:
+    digests = {}
+    codec = (PerPair.by_node(on_two_nodes(world_size), far=SIDCo(0.1), near=Half()), Int8(64))
+    for kind in ("compressed", "crossover", "decoupled", "kfac"):
+        torch.manual_seed(0)
+        model = wrapped(gradient_as_bucket_view=True)
+        state, optimizer = registered(model, kind, codec)
+        for step in range(8):
+            optimizer.zero_grad()
+            with model.no_sync():
+                backward(model, rank, 100 + step)
+            backward(model, rank, step)
+            optimizer.step()
+        digests[kind] = digest(list(model.parameters()))
+        if hasattr(state, "close"):
+            state.close()
+    return digests
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_parameters_are_the_same_on_all_ranks_under_every_state(world_size: int) -> None:
+    first, *others = run_ranks(train, world_size)
+    assert first["compressed"] == first["crossover"] == first["decoupled"]
+    assert first["kfac"] != first["compressed"]
+    assert others == [first] * (world_size - 1)
+
+
+def conservation(rank: int, world_size: int) -> float:
+    model, alone = wrapped(), network()
+    pairs = PerPair.by_node(on_two_nodes(world_size), far=SIDCo(0.05))
+    state = CompressedState((pairs, Int8()))
+    model.register_comm_hook(state, compressed_hook)
+    applied, given = ([torch.zeros_like(p).double() for p in alone.parameters()] for _ in range(2))
+    for step in range(10):
+        model.zero_grad()
+        alone.zero_grad()
+        backward(model, rank, step)
+        backward(alone, rank, step)
+        torch._foreach_add_(applied, [each.double() for each in gradients(model)])
+        torch._foreach_add_(given, [each.double() / world_size for each in gradients(alone)])
+    kept = state.state_dict()["residuals"]
+    for (name, _), total in zip(alone.named_parameters(), given, strict=True):
+        if name in kept:
+            total -= kept[name].view_as(total).double() / world_size
+        dist.all_reduce(total)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(applied, given, strict=True))
+
+
+def test_what_is_applied_and_what_is_kept_are_all_gradients() -> None:
+    assert max(run_ranks(conservation, 4)) < 1e-5
+
+
+def of_another_size(rank: int, world_size: int) -> None:
+    model = wrapped()
+    model.register_comm_hook(
+        CompressedState((PerPair.by_node([0, 0, 1], far=Int8()), Int8())), compressed_hook
+    )
+    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
+        backward(model, rank, 0)
+
+
+def test_a_table_for_another_number_of_ranks_is_refused() -> None:
+    run_ranks(of_another_size, 2)
+
+
+# --- plans ---------------------------------------------------------------------------------------------------
+
+
+def planned(rank: int, world_size: int, nodes: list[int]) -> tuple[str, str]:
+    """Return the plan for a slow network between nodes, and the digest after some steps with it."""
+    found = planning.measure_pairs(dist.group.WORLD)
+    assert all(row == [found[other][one] for other in range(world_size)] for one, row in enumerate(found))
+    assert all(found[one][one] == 0 for one in range(world_size))
+    # Ranks of one machine have one link, so the table is made up; all else is measured and trained.
+    seconds = [[NEAR_S if one == other else FAR_S for other in nodes] for one in nodes]
+    torch.manual_seed(0)
+    big = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    state = CompressedState(None)
+    model = DistributedDataParallel(big)
+    model.register_comm_hook(state, compressed_hook)
+    for step in range(4):
+        model(torch.full((4, 512), float(rank + step))).square().mean().backward()
+    with (
+        mock.patch.object(planning, "measure_pairs", lambda group: seconds),
+        mock.patch.object(planning, "measure_link", lambda group: planning.Link(0.0, FAR_S)),
+    ):
+        plan = state.plan_codec((None, Half(), Int8()))
+    model = wrapped()
+    model.register_comm_hook(CompressedState(plan.codec), compressed_hook)
+    for step in range(4):
+        backward(model, rank, step)
+    return repr(plan.codec), digest(gradients(model))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "codec"),
+    [
+        ([0, 0, 1, 1], (PerPair.by_node([0, 0, 1, 1], far=Int8()), Int8())),
+        ([0, 0, 1], (PerPair.by_node([0, 0, 1], far=Int8()), Int8())),
+        ([0, 1, 2], Int8()),
+        ([0, 1], Int8()),
+    ],
+)
+def test_links_that_differ_get_codecs_that_differ(nodes: list[int], codec: object) -> None:
+    first, *others = run_ranks(planned, len(nodes), args=(nodes,))
+    assert others == [first] * (len(nodes) - 1)
+    expected = codec
+    if isinstance(codec, tuple):  # the diagonal means nothing, and is None
+        rows = codec[0].codecs
+        table = [
+            [None if one == other else each for other, each in enumerate(row)] for one, row in enumerate(rows)
+        ]
+        expected = (PerPair(tuple(map(tuple, table))), codec[1])
+    assert first[0] == repr(expected)
