@@ -46,6 +46,10 @@ _MAX_CHUNK_BYTES: Final = 4 * 1024 * 1024
 # Receives posted ahead in the reduce-scatter: gloo sends nothing before the receiver has posted.
 _WINDOW: Final = 3
 
+# Torch 2.14 gave them new names, and warns of the old ones.
+_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def ring_tag(channel: int, sequence: int, *, gather: bool, part: int) -> int:
     """Build the tag of one part of one bucket in one half, see [Note: tags]."""
@@ -363,7 +367,7 @@ class NativeHalves:
         works = []
         if layout.main_numel:
             main, own = self._main(buffer, layout)
-            works.append(_started(dist.reduce_scatter_tensor(own, main, group=self._group(), async_op=True)))
+            works.append(_started(_REDUCE_SCATTER(own, main, group=self._group(), async_op=True)))
         if layout.tail().numel:
             works.append(self._reduce(buffer, layout.tail(), layout.parts - 1))
         return works
@@ -375,7 +379,7 @@ class NativeHalves:
         works = []
         if layout.main_numel:
             main, own = self._main(buffer, layout)
-            works.append(_started(dist.all_gather_into_tensor(main, own, group=self._group(), async_op=True)))
+            works.append(_started(_ALL_GATHER(main, own, group=self._group(), async_op=True)))
         if layout.tail().numel:
             works.append(self._broadcast(buffer, layout.tail(), layout.parts - 1))
         return works

@@ -91,7 +91,7 @@ def _is_captured(bucket: Bucket) -> bool:
 
 def wants_buffers_broadcast(model: DistributedDataParallel) -> bool:
     """Tell whether the model was told to broadcast rank 0's buffers before a forward."""
-    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.15
+    wanted = getattr(model, "forward_sync_buffers", None)  # torch 2.14
     return bool(model.broadcast_buffers if wanted is None else wanted)
 
 

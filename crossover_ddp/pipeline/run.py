@@ -8,6 +8,7 @@ DDP model, whose backward ends only with its gradient exchange, and the stage be
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -26,6 +27,11 @@ from .plan import Plan
 from .turns import BandTurns
 
 _POSTED_AHEAD: Final = 4
+# Buffers stay each replica's own; torch 2.14 has given the argument another name, and warns of the old one.
+_ARGUMENTS: Final = inspect.signature(DistributedDataParallel).parameters
+_OWN_BUFFERS: Final[dict[str, Any]] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
+}
 """Receives that are posted before they are needed; gloo sends only what is received."""
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -113,7 +119,7 @@ class PipelineRunner:
             self._groups[number] = group
             if group is not None and any(p.requires_grad for p in module.parameters()):
                 state = _ReplicaState(len(stage.devices), hook, hook_state(group) if hook_state else group)
-                model = DistributedDataParallel(module, process_group=group, broadcast_buffers=False)
+                model = DistributedDataParallel(module, process_group=group, **_OWN_BUFFERS)
                 model.register_comm_hook(state, _summing_hook)
                 self._models[number] = model
         # A rank's last backward of a stage is the one whose gradients are exchanged.
