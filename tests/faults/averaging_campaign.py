@@ -7,7 +7,8 @@ A story is one job of one kind of averaging, a function of its seed: lives of so
 last checkpoint and have one fault each. What is asked of every life:
 
 * kill, and a stop longer than the process group's timeout: every other rank raises an ``ExchangeError`` in bounded
-  time, and again if it is asked to go on. Ranks at their own pace finish their steps beside a stopped one first.
+  time, and again if it is asked to go on. (While DDP rebuilds its buckets, in the second forward, it is torch's own
+  error.) Ranks at their own pace finish their steps beside a stopped one first.
 * inf on one rank: every rank raises, and none of the others has taken it over.
 * nap (a short stop), restart: the life ends well, and its checkpoint is that of the same life without ranks.
 * Every step of every rank has the bits that copies in one process have, which know of no fault (for "async" at the end
@@ -42,7 +43,7 @@ from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.rounds import ElasticRound
 from crossover_ddp._system.children import Child
 from studies._replicas import DelayedWalk, Spring, TogetherWalk
-from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, digest
+from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
 from tests.faults.logged_rank import LoggedRank, close_forker
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay, first_centre
@@ -62,6 +63,8 @@ SLACK_S = 6.0
 START_S = 60.0
 ANSWER_S = 120.0
 _TICK_S = 0.005
+# Copies in one process begin with torch's own generator, which the lanes share.
+_JUDGING = threading.Lock()
 
 
 class Witness(LoggedRank):
@@ -167,7 +170,8 @@ class Story:
                     rank.signal(signal.SIGKILL)
             self.done[plan.fault] += 1
             self.steps += sum(len(rank.steps()) for rank in ranks)
-            self._judge(plan, ranks)
+            with _JUDGING:
+                self._judge(plan, ranks)
             saved = self.directory / f"saved{number}"
             if not self.broken and all(rank.said("ended") for rank in ranks):
                 self.checkpoint, self.first = saved, self.first + STEPS
@@ -255,7 +259,7 @@ class Story:
             for number, rank in enumerate(ranks):
                 if rank.said("ended") is None:
                     self.broken.append(f"rank {number} has not ended well: {rank.said('raised')}")
-        if plan.fault == "stop" and self.kind in OWN_PACE:
+        if plan.fault == "stop" and self.kind in OWN_PACE and plan.at > 1:  # before, DDP rebuilds its buckets
             for number, rank in enumerate(ranks):
                 if number != plan.victim and self.first + STEPS not in rank.steps():
                     self.broken.append(f"rank {number} was held up by a stopped one at {max(rank.steps())}")
@@ -267,7 +271,7 @@ class Story:
         if raised is None:
             if rank.said("averaged") is None or plan.fault == "inf":
                 self.broken.append(f"rank {number} has not raised {wanted}")
-        elif raised["raised"] != wanted:
+        elif raised["raised"] != wanted and not (wanted == "ExchangeError" and raised["raised"] == REBUILD):
             self.broken.append(
                 f"rank {number} has raised {raised['raised']}, not {wanted}: {raised['message']}"
             )
@@ -308,7 +312,7 @@ class Story:
         last = self.first + STEPS
         logs = [
             [
-                ElasticRound(number, tuple(offered), None if collected in (None, last) else collected)
+                ElasticRound(number, tuple(offered), collected)
                 for number, offered, collected in (rank.said("averaged") or {})["rounds"]
             ]
             for rank in ranks
@@ -319,7 +323,8 @@ class Story:
             replay.copies = copies_from(len(ranks), self.checkpoint)
             replay.spring.centre = flat_of(state["state"]["kept"]["centre"])
             replay.done = [self.first] * len(ranks)
-        for number, values in enumerate(replay.run([last] * len(ranks))):
+        replay.run([last] * len(ranks))
+        for number, values in enumerate(replay.trained):
             self.compared += 1
             if digest(values) != ranks[number].steps()[last]:
                 self.broken.append(f"rank {number} has other bits than its rounds say")

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,8 @@ LOCAL: dict[str, dict[str, int]] = {
 }
 ELASTIC = ("sync", "async", "wild")
 START_S = 60.0
+REBUILD = "RuntimeError in DDP"
+"""Torch's own error, of collectives that no hook has made."""
 EVERY = 2
 """Interval of the elastic states."""
 
@@ -81,14 +84,19 @@ class Life:
         try:
             self._train()
         except CrossoverError as error:
-            self._say(
-                raised=type(error).__name__,
-                message=str(error)[:300],
-                finite=self._is_finite(),
-                again=self._raises_again(type(error)),
-            )
-            self._trainer.state.close()
-            self._say(closed=True)
+            self._end(error, type(error).__name__)
+        except RuntimeError as error:
+            if not any(
+                "_rebuild_buckets" in (each.line or "") for each in traceback.extract_tb(error.__traceback__)
+            ):
+                raise
+            self._end(error, REBUILD)
+
+    def _end(self, error: Exception, name: str) -> None:
+        again = self._raises_again((CrossoverError, RuntimeError) if name == REBUILD else (type(error),))
+        self._say(raised=name, message=str(error)[:300], finite=self._is_finite(), again=again)
+        self._trainer.state.close()
+        self._say(closed=True)
 
     def _train(self) -> None:
         trainer, state = self._trainer, self._trainer.state
@@ -111,12 +119,12 @@ class Life:
         dist.destroy_process_group()
         self._say(ended=True)
 
-    def _raises_again(self, kind: type[Exception]) -> bool:
+    def _raises_again(self, kinds: tuple[type[Exception], ...]) -> bool:
         """Whether a step and an average raise the same again: nobody trains on as if nothing had happened."""
         for attempt in (self._trainer.step, self._trainer.state.average):
             try:
                 attempt()
-            except kind:
+            except kinds:
                 continue
             return False
         return True

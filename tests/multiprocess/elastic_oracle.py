@@ -54,6 +54,8 @@ class Replay:
         self.logs = logs
         self.done = [0] * len(logs)
         self.pulls: list[dict[int, torch.Tensor]] = [{} for _ in logs]
+        self.trained = self.copies.snapshots()
+        """Of each rank, after its last step and before it collected anything more."""
 
     def run(self, steps: Sequence[int]) -> list[torch.Tensor]:
         for place, record in enumerate(self.logs[0]):
@@ -88,3 +90,4 @@ class Replay:
     def train(self, rank: int) -> None:
         self.copies.step_alone(rank, self.done[rank])
         self.done[rank] += 1
+        self.trained[rank] = flat(self.copies.models[rank])
