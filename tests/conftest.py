@@ -84,6 +84,18 @@ def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what the ranks do, not of the lab or of times: half of such a test was imports.
     """
+    _fork_lab(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def forked_lab_of_module() -> Iterator[None]:
+    """The same for a fixture that measures for all tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        _fork_lab(patch)
+        yield
+
+
+def _fork_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("CROSSOVER_BENCH", "smoke") == "smoke":
         monkeypatch.setattr("lab.nodes.Child", forked_if_script)
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-from crossover_ddp import CrossoverError
+from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp._averaging import delayed, elastic_rules, means
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
 from studies._replicas import flat
@@ -93,7 +93,7 @@ class Life:
             self._end(error, REBUILD)
 
     def _end(self, error: Exception, name: str) -> None:
-        again = self._raises_again((CrossoverError, RuntimeError) if name == REBUILD else (type(error),))
+        again = self._raises_again(name)
         self._say(raised=name, message=str(error)[:300], finite=self._is_finite(), again=again)
         self._trainer.state.close()
         self._say(closed=True)
@@ -119,13 +119,19 @@ class Life:
         dist.destroy_process_group()
         self._say(ended=True)
 
-    def _raises_again(self, kinds: tuple[type[Exception], ...]) -> bool:
-        """Whether a step and an average raise the same again: nobody trains on as if nothing had happened."""
-        for attempt in (self._trainer.step, self._trainer.state.average):
+    def _raises_again(self, name: str) -> bool:
+        """Whether a step and an average raise again: nobody trains on as if nothing had happened."""
+        attempts = [self._trainer.step, self._trainer.state.average]
+        if (
+            name == REBUILD
+        ):  # another step would begin DDP's own collectives anew, while a peer is still in the old ones
+            name, attempts = ExchangeError.__name__, attempts[1:]
+        for attempt in attempts:
             try:
                 attempt()
-            except kinds:
-                continue
+            except CrossoverError as error:
+                if type(error).__name__ == name:
+                    continue
             return False
         return True
 

@@ -38,8 +38,8 @@ if way in ("adamw", "adamw owners"):
 if way in ("decoupled", "adamw owners"):
     state = DecoupledState(optimizer, defer="always", owners="layers" if way == "adamw owners" else None)
     model.register_comm_hook(state, decoupled_hook)
-for step in range(10):
-    if step == 4:  # the first one is a single bucket, whatever the cap
+for step in range(7):
+    if step == 3:  # the first one is a single bucket, whatever the cap
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     model(torch.ones(4, widths[0])).square().mean().backward()
     optimizer.step()

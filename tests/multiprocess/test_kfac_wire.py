@@ -21,7 +21,9 @@ WIRE, PACKINGS = 0.02, 0.03
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, list[KfacRuns]]":
+def found(
+    tmp_path_factory: pytest.TempPathFactory, forked_lab_of_module: None
+) -> "dict[str, list[KfacRuns]]":
     @cache
     def measured(form: str) -> list[KfacRuns]:
         plan = Plan(("ddp", "split", "kfac", "early", "local"), LAYERS, WIDTH, SAMPLES[form])

@@ -44,6 +44,7 @@ def step_s(log: Path) -> float:
 @pytest.mark.root
 @pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("forked_lab")
 def test_what_is_measured_and_predicted_is_what_happens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

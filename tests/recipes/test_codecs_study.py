@@ -11,6 +11,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 _REASON = why_not_shaped()
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.usefixtures("forked_lab"),
     pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
 ]
 

@@ -78,10 +78,13 @@ def test_local_ranks_share_a_node(on_links: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
+@pytest.mark.usefixtures("forked_lab")
 def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_path: Path) -> None:
+    script = tmp_path / "wild.py"
+    script.write_text(WILD)
     with Cluster(ranks_per_node=2, rate_mbit=500, shaped=on_links) as cluster:
         result = cluster.run(
-            [Job("wild", ["python", "-c", WILD], {"PYTHONPATH": str(ROOT)})], 100, out=tmp_path
+            [Job("wild", ["python", str(script)], {"PYTHONPATH": str(ROOT)})], 100, out=tmp_path
         )
     found = told(tmp_path / "wild", 4)
     assert {each["hosts"] for each in found} == {2 if on_links else 1}
