@@ -1,22 +1,24 @@
-"""What codecs cost on one core, and how training with them converges on digits.
+"""What codecs cost on one core, and how training with them converges on digits and on a small GPT.
 
     python recipes/studies/codecs.py
     torchrun --standalone --nproc-per-node 2 recipes/studies/codecs.py --convergence --seeds 5
 
 Without torchrun: CPU time of each codec, in ms per MiB of float32, for a message of one matrix, beside torch.topk. With
 it: best accuracy on a tenth of the digits, which nobody trains on, and the steps until it first reaches 97 %, evaluated
-every ten steps. "forgetful" is without error feedback. With ``--gradients``: what SIDCo sends over its target, on
-made-up gradients and on those of a training, and its CPU time over that of torch.topk. With ``--buckets``: CPU time of
-all that a bucket goes through but the wire.
+every ten steps; of the GPT the test loss at the end. "forgetful" is without error feedback. With ``--gradients``: what
+SIDCo sends over its target, on made-up gradients and on those of a training, and its CPU time over that of torch.topk.
+With ``--buckets``: CPU time of all that a bucket goes through but the wire.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -37,6 +39,11 @@ from crossover_ddp.codecs import (
     Threshold,
     compressed_hook,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+import _models
+from studies.averaging_loss import SmallGPT, interval
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ CODECS: dict[str, Codec | None] = {
 MIB = 1 << 20
 BATCH = 32
 GOAL = 0.97
+GPT = "gpt"
 
 
 def main() -> None:
@@ -83,7 +91,7 @@ def main() -> None:
     parser.add_argument("--convergence", action="store_true", help="train, in the ranks that torchrun starts")
     parser.add_argument("--buckets", action="store_true", help="CPU time of all that buckets go through")
     parser.add_argument("--gradients", action="store_true", help="what SIDCo sends over its target")
-    parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
+    parser.add_argument("--model", nargs="+", choices=sorted([*MODELS, GPT]), default=sorted([*MODELS, GPT]))
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds [5]")
     parser.add_argument("--steps", type=int, default=600, help="of each training [600]")
     parser.add_argument("--mib", type=int, default=4, help="size of the gradient for CPU times [4]")
@@ -91,7 +99,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.convergence:
         dist.init_process_group("gloo")
-        converge([MODELS[name] for name in args.model], args.seeds, args.steps)
+        converge([MODELS[name] for name in args.model if name != GPT], args.seeds, args.steps)
+        if GPT in args.model:
+            converge_gpt(args.seeds, args.steps)
         dist.destroy_process_group()
     elif args.buckets:
         print_buckets()
@@ -277,6 +287,49 @@ def train(
             best = max(best, accuracy)
             first = min(first, step) if accuracy >= GOAL else first
     return best, float(first), state.stats().get("rate", 1.0)
+
+
+GPT_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=6e-3),
+}
+
+
+def converge_gpt(seeds: int, steps: int) -> None:
+    """Print test losses of the small GPT, and by how much they exceed those without a codec from the same seeds."""
+    task = SmallGPT()
+    for optimizer in GPT_OPTIMIZERS:
+        exact: list[float] = []
+        for name, codec in CODECS.items():
+            runs = [train_gpt(task, optimizer, codec, seed, steps) for seed in range(seeds)]
+            losses = [loss for loss, _ in runs]
+            exact = exact or losses
+            mean, half = interval([loss / own - 1 for loss, own in zip(losses, exact, strict=True)])
+            if dist.get_rank() == 0:
+                print(
+                    f"{GPT:6}{optimizer:10}{name:17} test loss {statistics.mean(losses):6.3f}, over none's "
+                    f"{100 * mean:+.2f} % ± {100 * half:.2f} %, rate {runs[0][1]:.4f}",
+                    flush=True,
+                )
+
+
+def train_gpt(
+    task: SmallGPT, optimizer: str, codec: Codec | None, seed: int, steps: int
+) -> tuple[float, float]:
+    """Return the test loss after the last step, and the rate of bytes."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(task.build())
+    state = CompressedState(codec)
+    model.register_comm_hook(state, compressed_hook)
+    update = GPT_OPTIMIZERS[optimizer](model)
+    batches = torch.Generator().manual_seed(seed * 1009 + dist.get_rank())
+    for _ in range(steps):
+        inputs, targets = task.batch(batches)
+        update.zero_grad()
+        _models.loss_of(model(inputs), targets).backward()
+        update.step()
+    with torch.no_grad():
+        return task.test_loss(model.module), state.stats().get("rate", 1.0)
 
 
 if __name__ == "__main__":

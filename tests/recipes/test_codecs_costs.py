@@ -37,3 +37,15 @@ def test_a_training_is_repeated_to_the_last_bit() -> None:
     for first, second in run_ranks(trained, 2):
         assert first == second
         assert 0.25 < first[2] < 0.35
+
+
+def gpt_trained(rank: int, world_size: int) -> list[tuple[float, float]]:
+    task = codecs.SmallGPT()
+    return [codecs.train_gpt(task, "AdamW", codecs.CODECS["Int8()"], 0, steps) for steps in (4, 4, 30)]
+
+
+def test_the_gpt_learns_and_its_training_is_repeated() -> None:
+    for first, second, longer in run_ranks(gpt_trained, 2):
+        assert first == second
+        assert longer[0] < first[0] - 0.5
+        assert 0.25 < first[1] < 0.27
