@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 1e-3
 _CODEC_INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
+_CLEARLY_FASTER: Final = 0.5
 _MEGABYTE: Final = 1024 * 1024
 _FULL: Final = 0.9
 """Greatest part of the compute time that a plan of averaging lets the wire take."""
@@ -369,7 +370,7 @@ def weakest_codec(
         predict: `all_reduce_step_s` or `decoupled_step_s`.
     """
     if not costs:
-        raise ValueError("expected at least one codec to choose from, got none; pass EXACT for no codec")
+        raise ValueError("expected at least one codec to choose from, got none; pass None for no codec")
     predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
     good_s = min(predicted) * (1 + _CODEC_INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted
@@ -380,23 +381,21 @@ def pair_codecs(
 ) -> list[list[int]]:
     """Return which codec each two ranks send each other with, given what suits the slowest link.
 
-    The weakest that keeps a message on no link longer than the chosen one does on the slowest: an exchange waits for
-    that one anyway. A pair that only happened to be slow when it was measured did not slow down the exchange of all, so
-    the slowest link is taken to be no slower than that. Source: our design, after the hybrid rates of FusionLLM (arXiv
-    2410.12707).
+    The weakest whose message takes at most half of the time that the chosen one's takes on the slowest link: an
+    exchange waits for that one anyway, and measured links of one kind differ. None is stronger than the chosen one. A
+    pair that only happened to be slow when it was measured did not slow down the exchange of all, so the slowest link
+    is taken to be no slower than that. Source: our design, after the hybrid rates of FusionLLM (arXiv 2410.12707).
 
     Args:
-        rates: of the codecs, bytes over those of float32, the weakest codec first.
+        rates: of the codecs, bytes of a message over those of float32, the weakest codec first.
         chosen: place of the codec that was chosen for all.
         seconds: per byte between two ranks, W × W.
         link: what one half of an exchange of all ranks costs, around the ring.
     """
     ring_s = link.beta_s * len(seconds) / (len(seconds) - 1)
-    slowest_s = rates[chosen] * min(ring_s, max(max(row) for row in seconds))
+    limit_s = _CLEARLY_FASTER * rates[chosen] * min(ring_s, max(max(row) for row in seconds))
+    weaker = [place for place in range(chosen) if rates[place] >= rates[chosen]]
     return [
-        [
-            next(place for place in range(chosen + 1) if place == chosen or rates[place] * each <= slowest_s)
-            for each in row
-        ]
+        [next((place for place in weaker if rates[place] * each <= limit_s), chosen) for each in row]
         for row in seconds
     ]

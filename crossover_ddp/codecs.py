@@ -55,17 +55,19 @@ class CompressedState(Pausable):
     The first step, while DDP arranges its buckets, travels exact.
 
     Args:
-        codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first and to all with the second;
-            None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last bit.
+        codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first, which may be a `PerPair`,
+            and to all with the second; None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last
+            bit.
         loss_scale: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``: residuals follow
             when it changes. Default 1.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
-    gradients of float64, for those of a GPU on gloo, and by NCCL for a codec whose messages differ in size (`SIDCo`,
-    `Threshold`). ``ExchangeError`` from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's
-    part of the bucket NaN on all ranks, for GradScaler to find; residuals stay finite.
+    gradients of float64, for those of a GPU on gloo, by NCCL for a codec whose messages differ in size (`SIDCo`,
+    `Threshold`, `PerPair`), and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when
+    a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to
+    find; residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
     same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.

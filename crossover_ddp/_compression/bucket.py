@@ -109,7 +109,7 @@ class CodedBucket(BucketResiduals):
         gives_mean: bool = True,
         scratch: Scratch | None = None,
     ) -> None:
-        self._push = [_MessageStream(codecs.to(rank, owner), part) for owner, part in enumerate(parts)]
+        self._push = [_MessageStream(codecs.between(rank, owner), part) for owner, part in enumerate(parts)]
         self._pull = _MessageStream(codecs.pull, parts[rank])
         super().__init__(parameters, numels, parts, rank, self._push, self._pull, gives_mean=gives_mean)
         self._codecs = codecs
@@ -118,7 +118,7 @@ class CodedBucket(BucketResiduals):
         self._others = [other for other in range(len(parts)) if other != rank]
         # What others will send: their headers say so.
         self._incoming_rooms = {
-            other: codecs.to(rank, other).room(self._own.lengths) for other in self._others
+            other: codecs.between(rank, other).room(self._own.lengths) for other in self._others
         }
         self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
         self._is_whole = False
@@ -231,7 +231,7 @@ class CodedBucket(BucketResiduals):
             is_finite = is_finite and finite
             exact.add_(message.exact)
             if finite and part.coded:
-                codec: Codec = _WHOLE if self._is_whole else self._codecs.to(self.rank, rank)
+                codec: Codec = _WHOLE if self._is_whole else self._codecs.between(self.rank, rank)
                 codec.add_decoded(message.coded, part.lengths, values)
                 used = [
                     mine or bool(theirs) for mine, theirs in zip(used, message.used.tolist(), strict=True)

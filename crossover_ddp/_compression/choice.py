@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from crossover_ddp.errors import UnsupportedConfigurationError
+
 from .codec import Codec
 from .whole import Whole
 
@@ -25,12 +27,19 @@ class PerPair:
 
     Args:
         codecs: a row for each rank of the group, and in it a codec for each peer, the same in both directions; None:
-            float32. The diagonal means nothing.
+            float32. The diagonal means nothing, and becomes None.
+
+    Raises ``ValueError`` for a table that is not square or not symmetric.
     """
 
     codecs: tuple[tuple[Codec | None, ...], ...]
 
     def __post_init__(self) -> None:
+        rows = [
+            tuple([None if one == other else codec for other, codec in enumerate(row)])
+            for one, row in enumerate(self.codecs)
+        ]
+        object.__setattr__(self, "codecs", tuple(rows))
         size = len(self.codecs)
         if not size or any(len(row) != size for row in self.codecs):
             raise ValueError(
@@ -53,15 +62,17 @@ class PerPair:
             far: for ranks on different nodes.
             near: for ranks on one node. Default: float32.
         """
-        return cls(tuple([tuple([near if one == other else far for other in nodes]) for one in nodes]))
+        names = list(nodes)
+        return cls(tuple([tuple([near if one == other else far for other in names]) for one in names]))
 
     def between(self, one: int, other: int) -> Codec:
         """Return what two ranks send each other with."""
-        return self.codecs[one][other] or _WHOLE
+        codec = self.codecs[one][other]
+        return _WHOLE if codec is None else codec
 
     def all(self) -> list[Codec]:
         """Return what all pairs of different ranks send with."""
-        return [codec or _WHOLE for _, _, codec in self._off_diagonal()]
+        return [self.between(one, other) for one, other, _ in self._off_diagonal()]
 
     def _off_diagonal(self) -> Iterator[tuple[int, int, Codec | None]]:
         for one, row in enumerate(self.codecs):
@@ -80,8 +91,8 @@ class Codecs(NamedTuple):
     push: Codec | PerPair
     pull: Codec
 
-    def to(self, rank: int, peer: int) -> Codec:
-        """Return what ``rank`` and ``peer``, as owners, send each other with."""
+    def between(self, rank: int, peer: int) -> Codec:
+        """Return what two ranks send each other with, each as the owner of its part."""
         return self.push.between(rank, peer) if isinstance(self.push, PerPair) else self.push
 
 
@@ -96,6 +107,15 @@ def codecs_of(codec: CodecChoice) -> Codecs:
     for each in push.all() if isinstance(push, PerPair) else (push,):
         _check(each)
     return Codecs(push, _check(pull))
+
+
+def check_size(push: Codec | PerPair, ranks: int) -> None:
+    """Refuse a table for another number of ranks."""
+    if isinstance(push, PerPair) and len(push.codecs) != ranks:
+        raise UnsupportedConfigurationError(
+            f"expected a PerPair with a row for each of {ranks} ranks, got {len(push.codecs)} rows; make it anew for "
+            "this group, plan_codec() does"
+        )
 
 
 def _check(codec: Codec) -> Codec:

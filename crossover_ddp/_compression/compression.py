@@ -26,7 +26,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .achieved import AchievedRate
 from .bucket import Buffers, CodedBucket
-from .choice import CodecChoice, Codecs, PerPair, codecs_of
+from .choice import CodecChoice, Codecs, check_size, codecs_of
 from .cut import cut
 from .device_bucket import DeviceBucket, can_encode_on_device
 from .scratch import Scratch
@@ -203,11 +203,7 @@ def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool
 
 def check_coded(flat: torch.Tensor, group: dist.ProcessGroup, codecs: Codecs) -> bool:
     """Return whether messages travel over gloo, not by a backend's own collectives; refuse what no codec works for."""
-    if isinstance(codecs.push, PerPair) and len(codecs.push.codecs) != group.size():
-        raise UnsupportedConfigurationError(
-            f"expected a PerPair with a row for each of {group.size()} ranks, got {len(codecs.push.codecs)} rows; make "
-            "it anew for this group, plan_codec() does"
-        )
+    check_size(codecs.push, group.size())
     on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
     if on_ring and flat.device.type != "cpu":
         raise UnsupportedConfigurationError(

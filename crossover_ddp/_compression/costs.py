@@ -9,7 +9,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._planning import EXACT, CodecCost
 
 from .bucket import Buffers, CodedBucket
-from .choice import CodecChoice, Codecs, codecs_of
+from .choice import CodecChoice, Codecs, check_size, codecs_of
 from .cut import cut
 
 _NUMEL: Final = 1 << 19
@@ -26,7 +26,9 @@ def measure_codec(codec: CodecChoice | None, world_size: int, numel: int = _NUME
     """
     if codec is None or world_size < 2:
         return EXACT
-    trial = _CodecTrial(codecs_of(codec), world_size, numel)
+    codecs = codecs_of(codec)
+    check_size(codecs.push, world_size)
+    trial = _CodecTrial(codecs, world_size, numel)
     taken = [trial.round() for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
     hook_s, worker_s = (min(each) for each in zip(*taken, strict=True))
     nbytes = trial.values.nbytes

@@ -15,7 +15,7 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Sharded
 
 from .bucket import Buffers
-from .choice import Codecs
+from .choice import Codecs, PerPair
 from .codec import DeviceCodec, PieceWriter
 from .cut import Part
 from .message import CodedMessage, total
@@ -46,7 +46,8 @@ class DeviceBucket(BucketResiduals):
         rank: int,
         device: torch.device,
     ) -> None:
-        push_codec = codecs.to(rank, rank)  # that of all pairs, see `can_encode_on_device`
+        assert not isinstance(codecs.push, PerPair)  # see `can_encode_on_device`
+        push_codec = codecs.push
         push = [Stream(push_codec, part, device) for part in parts]
         pull = Stream(codecs.pull, parts[rank], device)
         super().__init__(parameters, numels, parts, rank, push, pull)

@@ -23,6 +23,7 @@ from crossover_ddp._planning import (
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
+from .codec import Codec
 from .costs import measure_codec
 from .half import Half
 from .int8 import Int8
@@ -38,8 +39,8 @@ class CodecPlan:
     """Which codec to take, and what steps are expected to take.
 
     Args:
-        codec: the choice; None: none. Where links differ, a pair: a `PerPair`, which spares fast ones, and the choice.
-        step_s: predicted seconds per step with it.
+        codec: the choice; None: none. Where links differ, a `PerPair` that spares fast ones, and the choice for all.
+        step_s: predicted seconds per step with the choice for all pairs.
         compute_s: of these the computation, encoding and decoding included.
         options: each candidate with its rate and its predicted seconds per step.
     """
@@ -96,17 +97,24 @@ def plan_from(
         )
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
+    if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
+        raise ValueError(
+            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs: tables are "
+            "made where links differ"
+        )
     link = measure_link(group)
     costs = [measure_codec(codec, group.size()) for codec in candidates]
     bare = _without(work, measure_codec(present, group.size()))
     place, predicted = weakest_codec(bare, link, costs, predict)
     total = sum(bucket.size_bytes for bucket in work.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
-    choice: list[Any] = [(place, predicted, [cost.rate for cost in costs], compute_s, link)]
+    rates = [cost.rate for cost in costs]
+    pushed = [_push_rate(codec, cost, group.size()) for codec, cost in zip(candidates, costs, strict=True)]
+    choice: list[Any] = [(place, predicted, rates, pushed, compute_s, link)]
     dist.broadcast_object_list(choice, group=group, group_src=0)
-    place, predicted, rates, compute_s, link = choice[0]
+    place, predicted, rates, pushed, compute_s, link = choice[0]
     options = tuple([*zip(candidates, rates, predicted, strict=True)])
-    return CodecPlan(_by_pair(group, link, candidates, rates, place), predicted[place], compute_s, options)
+    return CodecPlan(_by_pair(group, link, candidates, pushed, place), predicted[place], compute_s, options)
 
 
 def _by_pair(
@@ -120,21 +128,21 @@ def _by_pair(
     codec, routes = candidates[chosen], Exchange.of(group).routes
     if codec is None or group.size() == 2 or not all(map(routes.is_on_ring, routes.sides)):
         return codec
-    pushes = []
-    for each in candidates[: chosen + 1]:
-        push = each[0] if isinstance(each, tuple) else each
-        if isinstance(push, PerPair):
-            return codec
-        pushes.append(push)
+    pushes = [_push_of(each) for each in candidates]
     places = pair_codecs(rates, chosen, measure_pairs(group), link)
-    table = tuple(
-        [
-            tuple([None if one == other else pushes[place] for other, place in enumerate(row)])
-            for one, row in enumerate(places)
-        ]
-    )
-    pairs = PerPair(table)
-    return codec if set(pairs.all()) == {pushes[chosen]} else (pairs, codecs_of(codec).pull)
+    pairs = PerPair(tuple([tuple([pushes[place] for place in row]) for row in places]))
+    return codec if all(each == pushes[chosen] for each in pairs.all()) else (pairs, codecs_of(codec).pull)
+
+
+def _push_rate(codec: AnyCodec, cost: CodecCost, world_size: int) -> float:
+    """Return the bytes of a message to an owner over those of float32."""
+    return measure_codec(_push_of(codec), world_size).rate if isinstance(codec, tuple) else cost.rate
+
+
+def _push_of(codec: AnyCodec) -> Codec | None:
+    push = codec[0] if isinstance(codec, tuple) else codec
+    assert not isinstance(push, PerPair)  # refused before
+    return push
 
 
 def _without(work: Workload, cost: CodecCost) -> Workload:

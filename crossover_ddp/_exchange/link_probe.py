@@ -15,6 +15,8 @@ _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
 _SMALL_PROBE_BYTES: Final = 1 << 10
 _PAIR_PROBE_BYTES: Final = 1 << 18
+_MAX_PAIR_PROBE_BYTES: Final = 1 << 24
+_PAIR_PROBE_S: Final = 0.01
 
 
 class _ProbeBucket:
@@ -59,8 +61,8 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
 def measure_pairs(process_group: dist.ProcessGroup) -> list[list[float]]:
     """Return the seconds per byte between each two ranks, the same on all ranks; the diagonal is 0.
 
-    In each of W − 1 rounds (W with an odd number of ranks) every rank is in one pair, so ranks that share a card share
-    it here as in an exchange; a pair sends some two megabytes.
+    In each of W − 1 rounds (W with an odd number of ranks, one of which rests) ranks meet in pairs, so ranks that share
+    a card mostly share it here as in an exchange. A pair sends messages that take some hundredth of a second each.
 
     **Collective**: all ranks of the gloo group, with nothing else on the wire.
     """
@@ -68,13 +70,27 @@ def measure_pairs(process_group: dist.ProcessGroup) -> list[list[float]]:
     found = torch.zeros(size, size, dtype=torch.float64)
     for peer in _peers(rank, size):
         if peer is not None:
-            link = measure_pair(peer, rank < peer, process_group, _PAIR_PROBE_BYTES, _REPEATS)
+            each_s = _seconds_per_byte(peer, rank < peer, process_group)
             if rank < peer:
-                found[rank, peer] = found[peer, rank] = link.beta_s
+                found[rank, peer] = found[peer, rank] = each_s
         dist.all_reduce(torch.zeros(1), group=process_group)  # gloo's even in a group with two backends
     dist.all_reduce(found, group=process_group)
     rows: list[list[float]] = found.tolist()
     return rows
+
+
+def _seconds_per_byte(peer: int, leads: bool, process_group: dist.ProcessGroup) -> float:
+    """Time ever larger messages until they take so long that the wire, and not the machine, decides; the fastest."""
+    size = _PAIR_PROBE_BYTES
+    while True:
+        took_s = min(_round_trips_s(peer, leads, process_group, size, _REPEATS))
+        told = torch.tensor(
+            [took_s], dtype=torch.float64
+        )  # the leader's time counts, so that both go on alike
+        _pass(told, peer, leads, process_group)
+        if float(told) >= _PAIR_PROBE_S or size >= _MAX_PAIR_PROBE_BYTES:
+            return max(float(told), 1e-9) / size
+        size *= 4
 
 
 def _peers(rank: int, size: int) -> list[int | None]:
@@ -96,16 +112,27 @@ def measure_pair(
     peer: int, leads: bool, process_group: dist.ProcessGroup | None, size_bytes: int, repeats: int
 ) -> Link:
     """Time round trips with one peer; return the cost of one way. Both call it; one of them ``leads``."""
-    samples = []
-    for size in (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES)):
-        message, times = torch.zeros(size, dtype=torch.uint8), []
-        for _ in range(repeats + 1):  # the first one connects the pair
-            begin_s = time.perf_counter()
-            for sends in (leads, not leads):
-                if sends:
-                    dist.send(message, group=process_group, group_dst=peer)
-                else:
-                    dist.recv(message, group=process_group, group_src=peer)
-            times.append((time.perf_counter() - begin_s) / 2)
-        samples.append((size, min(times[1:])))
-    return Link.fitted(samples)
+    sizes = (_SMALL_PROBE_BYTES, max(size_bytes, 2 * _SMALL_PROBE_BYTES))
+    return Link.fitted(
+        [(size, min(_round_trips_s(peer, leads, process_group, size, repeats))) for size in sizes]
+    )
+
+
+def _round_trips_s(
+    peer: int, leads: bool, process_group: dist.ProcessGroup | None, size: int, repeats: int
+) -> list[float]:
+    """Return the seconds of one way, half of a round trip each."""
+    message, times = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(repeats + 1):  # the first one connects the pair
+        begin_s = time.perf_counter()
+        for sends in (leads, not leads):
+            _pass(message, peer, sends, process_group)
+        times.append((time.perf_counter() - begin_s) / 2)
+    return times[1:]
+
+
+def _pass(message: torch.Tensor, peer: int, sends: bool, process_group: dist.ProcessGroup | None) -> None:
+    if sends:
+        dist.send(message, group=process_group, group_dst=peer)
+    else:
+        dist.recv(message, group=process_group, group_src=peer)

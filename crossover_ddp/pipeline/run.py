@@ -26,12 +26,12 @@ from .model import BACKWARD, FORWARD, Action
 from .plan import Plan
 from .turns import BandTurns
 
-_POSTED_AHEAD: Final = 4
 # Buffers stay each replica's own; torch 2.14 has given the argument another name, and warns of the old one.
 _ARGUMENTS: Final = inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: Final[dict[str, Any]] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
+_POSTED_AHEAD: Final = 4
 """Receives that are posted before they are needed; gloo sends only what is received."""
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
