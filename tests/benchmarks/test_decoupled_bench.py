@@ -30,8 +30,7 @@ def test_decoupled_against_the_others(tmp_path: Path, bench_form: BenchForm, ben
     for row in rows:
         name = f"{row['preset']} {row['ratio']}"
         benchmark.extra_info[name] = {key: value for key, value in row.items() if key != "runs"}
-        # In the smoke form's few steps what else is on the wire counts as much: 1.55 was seen on a busy machine.
-        assert row["wire_ratio"] == pytest.approx(1.0, abs=0.05 if bench_form == "full" else 0.9)
+        assert row["wire_ratio"] == pytest.approx(1.0, abs=0.05 if bench_form == "full" else 0.5)
     if bench_form == "full":
         assert all(row["of_limit"] >= OF_LIMIT for row in rows if row["ratio"] >= 1.0)
         assert max(row["speed_up"]["ddp"] for row in rows) >= BEST_SPEED_UP

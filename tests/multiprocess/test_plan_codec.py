@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp.codecs import CodecPlan, CompressedState, Int8, compressed_hook
+from crossover_ddp._compression.whole import Whole
+from crossover_ddp.codecs import CodecPlan, CompressedState, Int8, PerPair, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from tests.harness import run_ranks
 from tests.multiprocess.compressed_training import backward, wrapped
@@ -55,8 +56,11 @@ def test_all_ranks_have_the_plan_of_rank_0(function: object, world_size: int) ->
     first, *others = run_ranks(function, world_size)
     assert others == [first] * (world_size - 1)
     for plan in first:
-        # Processes on one machine may find each other differently busy.
-        codec = plan.codec[1] if isinstance(plan.codec, tuple) else plan.codec
+        codec = plan.codec
+        if isinstance(codec, tuple):  # processes on one machine may find each other differently busy
+            pairs, codec = codec
+            assert world_size > 2 and isinstance(pairs, PerPair)
+            assert set(pairs.all()) == {Whole(), codec}
         assert codec in CANDIDATES
         assert [codec for codec, _, _ in plan.options] == list(CANDIDATES)
         assert [rate for _, rate, _ in plan.options] == pytest.approx([1.0, 0.254], abs=0.002)
