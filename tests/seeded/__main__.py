@@ -1,0 +1,67 @@
+"""Seed each fault and run its tests; the exit code is the number of faults that nothing has found."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.seeded.fault import Fault, copy_tree
+from tests.seeded.faults import FAULTS
+
+TIMEOUT_S = 900.0
+FAILED = 1  # pytest's code where tests ran and some failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.seeded", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only faults with one of these in their file or reason")
+    words = parser.parse_args().words
+    chosen = [each for each in FAULTS if not words or any(word in each.path + each.why for word in words)]
+    if not chosen:
+        parser.error(f"no fault has any of {words} in its file or reason")
+    with tempfile.TemporaryDirectory(prefix="seeded-") as directory:
+        root = Path(directory)
+        copy_tree(root)
+        unseen = sum(not is_seen(fault, root, f"{n} of {len(chosen)}") for n, fault in enumerate(chosen, 1))
+    print(f"{len(chosen) - unseen} of {len(chosen)} seeded faults were seen", flush=True)
+    return unseen
+
+
+def is_seen(fault: Fault, root: Path, number: str) -> bool:
+    """Seed a fault, run its tests, and take it out again."""
+    path = root / fault.path
+    sound, seeded = path.read_text(), fault.seeded(root)
+    path.write_text(seeded)
+    begin_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests],
+            cwd=root,
+            env=environment(root),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    finally:
+        path.write_text(sound)
+    seen = done.returncode == FAILED
+    verdict = "seen" if seen else f"NOT SEEN (pytest's exit code {done.returncode})"
+    print(f"{number}: {fault.path}: {fault.why}: {verdict}, {time.monotonic() - begin_s:.0f} s", flush=True)
+    if not seen:
+        print(done.stdout[-2000:] + done.stderr[-2000:], flush=True)
+    return seen
+
+
+def environment(root: Path) -> Mapping[str, str]:
+    """Return the variables under which the copy is imported, in the suite's short form."""
+    kept = {name: value for name, value in os.environ.items() if name != "CROSSOVER_CAMPAIGN"}
+    return {**kept, "PYTHONPATH": str(root), "CROSSOVER_BENCH": "smoke"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

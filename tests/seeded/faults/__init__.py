@@ -1,0 +1,27 @@
+"""The faults, by what is broken. A fault stands here when a test that found it was shortened, moved or shared."""
+
+from typing import Final
+
+from tests.seeded.fault import Fault
+
+from .averaging import AVERAGING
+from .codecs import CODECS
+from .decoupled import DECOUPLED
+from .exchange import EXCHANGE
+from .kfac import KFAC
+from .owners import OWNERS
+from .pipeline import PIPELINE
+from .recipes import RECIPES
+from .turns import TURNS
+
+FAULTS: Final[tuple[Fault, ...]] = (
+    *EXCHANGE,
+    *DECOUPLED,
+    *KFAC,
+    *CODECS,
+    *AVERAGING,
+    *OWNERS,
+    *PIPELINE,
+    *TURNS,
+    *RECIPES,
+)

@@ -1,0 +1,7 @@
+"""Faults of averaging."""
+
+from typing import Final
+
+from tests.seeded.fault import Fault
+
+AVERAGING: Final[tuple[Fault, ...]] = ()

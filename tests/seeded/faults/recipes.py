@@ -1,0 +1,7 @@
+"""Faults of recipes."""
+
+from typing import Final
+
+from tests.seeded.fault import Fault
+
+RECIPES: Final[tuple[Fault, ...]] = ()
