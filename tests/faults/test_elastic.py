@@ -13,6 +13,7 @@ from typing import Any
 from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
+from tests.harness import spawn_script
 from tests.harness.groups import files_of, new_group
 
 STEPS = 24
@@ -20,6 +21,7 @@ SEED = 1  # of both jobs, so that one run alone tells what both should compute
 DIES = [1, 8]  # rank, step
 RANKS = 2
 TIMEOUT_S = 90.0
+WORKER = ROOT / "tests" / "faults" / "elastic_worker.py"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
@@ -28,13 +30,31 @@ ENVIRONMENT = {
 }
 
 
-class Torchrun:
-    """A job of two ranks under an elastic agent; ended, with all its ranks, at the end of the block."""
+class Elastic:
+    """A job of two ranks, and what they log in each of their lives."""
 
     def __init__(self, directory: Path, name: str, **order: Any) -> None:
         self._log = directory / name
         self.stop = directory / f"{name}.stop"
-        told = {"log": str(self._log), "stop": str(self.stop), **order}
+        self._slow = directory / f"{name}.slow"
+        told = {"log": str(self._log), "stop": str(self.stop), "slow": str(self._slow), **order}
+        self.order = json.dumps(told)
+
+    def rank(self, rank: int, life: int = 0) -> Rank:
+        return Rank(0, Path(f"{self._log}-rank{rank}-life{life}"))
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Let steps take longer while nothing is to be seen of them: as many are computed once more alone."""
+        self._slow.touch()
+        yield
+        self._slow.unlink()
+
+
+class Agent:
+    """torchrun's elastic agent with a job; ended, with all its ranks, at the end of the block."""
+
+    def __init__(self, directory: Path, job: Elastic) -> None:
         command = [
             sys.executable,
             "-m",
@@ -44,65 +64,68 @@ class Torchrun:
             str(RANKS),
         ]
         command += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "tests.faults.elastic_worker"]
-        self._output = (directory / f"{name}.output").open("w+")
-        self.process = Child(
-            [*command, json.dumps(told)],
+        self._output = (directory / "agent.output").open("w+")
+        self._process = Child(
+            [*command, job.order],
             {**os.environ, **ENVIRONMENT},
             cwd=ROOT,
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
 
-    def rank(self, rank: int, life: int = 0) -> Rank:
-        return Rank(0, Path(f"{self._log}-rank{rank}-life{life}"))
-
     def wait(self) -> None:
-        status = self.process.wait(TIMEOUT_S)
-        assert status == 0, self.output()
-
-    def output(self) -> str:
+        status = self._process.wait(TIMEOUT_S)
         self._output.seek(0)
-        return self._output.read()[-3000:]
+        assert status == 0, self._output.read()[-3000:]
 
     def end(self) -> None:
-        end([self.process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
+        end([self._process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
         self._output.close()
 
 
 @contextlib.contextmanager
-def torchrun(directory: Path, name: str, **order: Any) -> Iterator[Torchrun]:
-    job = Torchrun(directory, name, **order)
+def torchrun(directory: Path, job: Elastic) -> Iterator[Agent]:
+    agent = Agent(directory, job)
     try:
-        yield job
+        yield agent
     finally:
-        job.end()
+        agent.end()
 
 
-def wait_for_steps(job: Torchrun, steps: int) -> None:
+def wait_for_steps(job: Elastic, steps: int, *, life: int = 0) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while len(job.rank(0).steps()) < steps:
-        assert time.monotonic() < deadline_s and job.process.poll() is None, job.output()
-        time.sleep(0.2)
+    while len(job.rank(0, life).steps()) < steps:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
     group = new_group()
     shared = {"group": group, "hook": "crossover"}
+    steady = Elastic(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared)
+    victim = Elastic(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared)
+    alone = {**ENVIRONMENT, "TORCHELASTIC_RESTART_COUNT": "0"}  # nobody starts the steady job again
     with (
-        torchrun(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared) as steady,
-        torchrun(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared) as victim,
+        spawn_script(WORKER, RANKS, args=[steady.order], environment=alone, forked=True) as ranks,
+        torchrun(tmp_path, victim) as agent,
     ):
-        victim.wait()
-        steps = len(steady.rank(0).steps())
-        wait_for_steps(steady, steps + 3)
+        with steady.slowed():
+            wait_for_steps(victim, 1)
+        wait_for_steps(victim, DIES[1])
+        with steady.slowed():
+            wait_for_steps(victim, 1, life=1)
+        wait_for_steps(victim, STEPS, life=1)
+        with steady.slowed():
+            agent.wait()
+        wait_for_steps(steady, len(steady.rank(0).steps()) + 3)
         steady.stop.touch()
-        steady.wait()
+        ranks.wait(TIMEOUT_S)
     assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
     lived = [victim.rank(rank, life=1) for rank in range(RANKS)]
     assert all(len(rank.steps()) == STEPS for rank in lived), "and was started again once"
     count = max(STEPS, len(steady.rank(0).steps()))
-    alone = losses_alone(tmp_path, seed=SEED, steps=count, ranks=RANKS, group=group)
-    for rank, expected in enumerate(alone):
+    references = losses_alone(tmp_path, seed=SEED, steps=count, ranks=RANKS, group=group)
+    for rank, expected in enumerate(references):
         found = steady.rank(rank).losses()
         assert len(found) > DIES[1]
         assert found == expected[: len(found)]
