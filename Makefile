@@ -6,10 +6,10 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# So many tests run at a time, a file in one worker; WORKERS= runs one after the other. Tests of faults and of the
-# emulated cluster, which have bounds in seconds, run alone nevertheless (tests/harness/turnstile.py).
+# So many tests run at a time, a file in one worker, in the order of tests/conftest.py; WORKERS= runs one after the
+# other. Tests marked `alone`, which have bounds in seconds, run beside none (tests/harness/turnstile.py).
 WORKERS ?= 2
-PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile)
+PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 .DEFAULT_GOAL := help
 .PHONY: help test marked demo bench campaign lint format setup clean

@@ -13,13 +13,6 @@ from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
 from tests.harness.turnstile import Turnstile
 
-# Their bounds are in seconds; beside the tests of another worker some were not met on a slow machine.
-ALONE = (
-    "tests/benchmarks/",
-    "tests/faults/",
-    "tests/recipes/test_advice",
-    "tests/recipes/test_lab",
-)
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
 hypothesis.settings.register_profile(
     "untimed",
@@ -38,8 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test the harness before what relies on it."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/harness/"))
+    """Test the harness before what relies on it, and last the files in which a test runs alone.
+
+    Each such test waits for that of the other worker to end, which costs nothing while all are of this kind.
+    """
+    last = {item.path for item in items if _runs_alone(item)}
+    items.sort(key=lambda item: (item.path in last, not item.nodeid.startswith("tests/harness/")))
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 def _make_turnstile(config: pytest.Config) -> Turnstile | None:
@@ -56,7 +57,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     turnstile = item.config.stash[_turnstile]
     if turnstile is None:
         return (yield)
-    with turnstile.passed(alone=item.nodeid.startswith(ALONE)):
+    with turnstile.passed(alone=_runs_alone(item)):
         return (yield)
 
 

@@ -17,7 +17,7 @@ pytestmark = [
 OF_LIMIT = 0.90
 BEST_SPEED_UP = 1.20
 UNSHAPED_SPEED_UP = 0.98
-SMOKE = ["--preset", "tiny", "--ratio", "1.0", "--repeats", "1", "--other-repeats", "1", "--steps", "1"]
+SMOKE = ["--preset", "tiny", "--ratio", "1.0", "--repeats", "1", "--other-repeats", "1", "--steps", "4"]
 SMOKE += ["--warm-up", "5"]
 FULL = ["--preset", "convnet", "deep_vit", "convnext", "--ratio", "0.75", "1.0", "1.25", "1.5", "2.0"]
 

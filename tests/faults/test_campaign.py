@@ -2,9 +2,12 @@
 
 import time
 
+import pytest
+
 from tests.faults import campaign
 
 
+@pytest.mark.alone
 def test_a_steady_job_survives_guests_that_come_go_die_and_stop() -> None:
     seed = int(time.time())
     arguments = ["--events", "8", "--seed", str(seed), "--long-stop", "5.5", "--pace", "0.3", "--rate", "300"]

@@ -38,7 +38,10 @@ def why_no_containers() -> str:
 
 
 WHY_NOT = why_no_containers()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "containers can be made")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "containers can be made"),
+]
 
 
 class Container:

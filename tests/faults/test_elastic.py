@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, LEASE_S, ROOT, SLACK_S, Rank
@@ -99,6 +101,7 @@ def wait_for_steps(job: Elastic, steps: int, *, life: int = 0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.alone
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
     group = new_group()
     shared = {"group": group, "hook": "crossover"}

@@ -29,6 +29,7 @@ STEPS, SETTLED = 10, 4
 # things to do lengthens C more than the rest, since each sleep then ends late.
 TOLERANCE = 0.35
 LATE = 0.8
+pytestmark = pytest.mark.alone
 
 
 def job(name: str, hook: str) -> Job:

@@ -40,7 +40,11 @@ def test_the_suite_runs_in_venv_with_the_newest_torch() -> None:
     assert "bin/mypy" in lines
     assert ".venv-" not in lines
     assert re.search(r"--editable '\.\[dev\]'\s*$", lines, flags=re.MULTILINE)
-    assert re.search(r" \.venv/bin/python -m pytest -n 2 --dist loadfile\s*$", lines, flags=re.MULTILINE)
+    assert re.search(
+        r" \.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder\s*$",
+        lines,
+        flags=re.MULTILINE,
+    )
     assert re.search(r" \.venv/bin/python -m pytest\s*$", commands("test", "WORKERS="), flags=re.MULTILINE)
 
 
