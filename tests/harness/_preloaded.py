@@ -23,14 +23,14 @@ from typing import Any, Final, NamedTuple
 
 from crossover_ddp._system.children import Child
 
-context: Final = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
-        *("sklearn.datasets", "pytest", "crossover_ddp"),
-        *(f"{__package__}._worker", f"{__package__}._server"),
-    ]
+PRELOADED: Final = (
+    *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
+    *("sklearn.datasets", "pytest", "crossover_ddp"),
+    *(f"{__package__}._worker", f"{__package__}._server"),
 )
+# The only one in the tests: there is one server for all contexts, and who names modules last has named them for all.
+context: Final = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(list(PRELOADED))
 START_TIMEOUT_S = 120.0
 _PR_SET_PDEATHSIG: Final = 1
 _CLONE_NEWNET: Final = 0x40000000

@@ -1,7 +1,6 @@
 """Segments and processes that have joined them, for the tests of what goes on between them."""
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -10,11 +9,9 @@ from typing import Any
 
 from crossover_ddp._turns.rules import Member
 from crossover_ddp._turns.segment import TurnSegment
+from tests.harness._preloaded import context
 
 DEVICE = "dev0"
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "tests.harness._worker"])
 
 Join = Callable[..., TurnSegment]
 
