@@ -47,9 +47,14 @@ def test_after_{kind}():
     assert not dist.is_initialized()
 """
 
-CONFTEST = (
-    "from tests.conftest import *\nfrom tests.conftest import _nothing_left_behind, _end_ranks_with_session\n"
-)
+# What leaks here never ends: a shorter grace changes nothing but how long it is looked for.
+CONFTEST = """
+from tests.conftest import *
+from tests.conftest import _nothing_left_behind, _end_ranks_with_session
+from tests.harness import leaks
+
+leaks.GRACE_S = 0.5
+"""
 
 
 def test_each_leak_fails_its_test_and_no_other(pytester: pytest.Pytester) -> None:

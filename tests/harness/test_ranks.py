@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Job, RankError, run_jobs, run_ranks
+from tests.harness import Job, RankError, leaks, run_jobs, run_ranks
 from tests.harness.waiting import eventually
+
+SHORT_GRACE_S = 0.5  # for what never ends; the rank that leaks it is ended with its test
 
 
 class _Unpicklable(Exception):
@@ -73,12 +75,14 @@ def _return_unpicklable_on_rank_one(rank: int, world_size: int) -> object:
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
     if rank == 1:
+        leaks.GRACE_S = SHORT_GRACE_S
         child = subprocess.Popen(["sleep", "600"])
         Path(where).write_text(str(child.pid))
 
 
 def _leak_a_thread_on_rank_one(rank: int, world_size: int) -> None:
     if rank == 1:
+        leaks.GRACE_S = SHORT_GRACE_S
         threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
 
 
