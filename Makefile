@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # So many tests run at a time, a file in one worker, in the order of tests/conftest.py; WORKERS= runs one after the
-# other. Tests marked `alone`, which have bounds in seconds, run beside none (tests/harness/turnstile.py).
+# other. Tests marked `alone` or `quiet` have bounds in seconds and choose their company (tests/harness/turnstile.py).
 WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 

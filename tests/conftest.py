@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
-from tests.harness.turnstile import Turnstile
+from tests.harness.turnstile import Company, Turnstile
 
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
 hypothesis.settings.register_profile(
@@ -31,16 +31,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test the harness before what relies on it, and last the files in which a test runs alone.
+    """Test the harness before what relies on it, and last the files with tests that do not run beside all others.
 
-    Each such test waits for that of the other worker to end, which costs nothing while all are of this kind.
+    Each such test waits for that of the other worker to end, which costs little while all are of one kind.
     """
-    last = {item.path for item in items if _runs_alone(item)}
-    items.sort(key=lambda item: (item.path in last, not item.nodeid.startswith("tests/harness/")))
+    kinds: dict[Path, Company] = {}
+    for item in items:
+        kinds[item.path] = max(_company(item), kinds.get(item.path, Company.CROWD))
+    items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
 
 
-def _runs_alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker("alone") is not None
+def _company(item: pytest.Item) -> Company:
+    marked = (kind for kind in Company if item.get_closest_marker(kind.name.lower()))
+    return max(marked, default=Company.CROWD)
 
 
 def _make_turnstile(config: pytest.Config) -> Turnstile | None:
@@ -57,7 +60,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     turnstile = item.config.stash[_turnstile]
     if turnstile is None:
         return (yield)
-    with turnstile.passed(alone=_runs_alone(item)):
+    with turnstile.passed(_company(item)):
         return (yield)
 
 

@@ -21,7 +21,7 @@ def run(tmp_path: Path, arguments: Sequence[object]) -> dict[str, Any]:
     return averaging_campaign.main([*map(str, arguments), "--keep", str(tmp_path)])
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_random_faults_leave_no_hang_and_no_wrong_bit(tmp_path: Path) -> None:
     seed = int(time.time()) % 10**6
     found = run(tmp_path, ["--seed", seed, "--events", SHORT_EVENTS, "--lanes", 1])

@@ -7,7 +7,7 @@ import pytest
 from tests.faults import campaign
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_a_steady_job_survives_guests_that_come_go_die_and_stop() -> None:
     seed = int(time.time())
     arguments = ["--events", "8", "--seed", str(seed), "--long-stop", "5.5", "--pace", "0.3", "--rate", "300"]

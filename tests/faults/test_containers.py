@@ -39,7 +39,7 @@ def why_no_containers() -> str:
 
 WHY_NOT = why_no_containers()
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.quiet,
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "containers can be made"),
 ]
 

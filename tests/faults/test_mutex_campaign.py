@@ -30,7 +30,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return mutex_campaign.main([*arguments, "--keep", str(tmp_path / "kept")])
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     seed = int(time.time()) % 10**6
     found = run(tmp_path, "--seed", str(seed), "--events", str(SHORT_EVENTS), "--lanes", "3")
@@ -50,7 +50,7 @@ def run_broken(tmp_path: Path, sabotage: str) -> tuple[int, dict[str, Any]]:
     raise AssertionError(f"nobody noticed {sabotage}: {violations}")
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_the_campaign_notices_a_broken_package(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(SABOTAGES)) as pool:
         results = dict(

@@ -26,7 +26,7 @@ LEASE_S = 0.6
 STOP_S = 1.5
 TIMEOUT_S = 40.0
 TURNS_AFTER = 30
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.quiet
 
 
 class Wait(NamedTuple):

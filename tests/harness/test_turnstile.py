@@ -3,15 +3,17 @@
 import threading
 from pathlib import Path
 
-from .turnstile import Turnstile
+import pytest
+
+from .turnstile import Company, Turnstile
 from .waiting import eventually
 
 
 def enter(
-    turnstile: Turnstile, log: list[str], name: str, go_on: threading.Event, *, alone: bool
+    turnstile: Turnstile, log: list[str], name: str, go_on: threading.Event, company: Company
 ) -> threading.Thread:
     def run() -> None:
-        with turnstile.passed(alone=alone):
+        with turnstile.passed(company):
             log.append(name)
             assert go_on.wait(20)
             log.append(f"{name} ends")
@@ -21,15 +23,16 @@ def enter(
     return thread
 
 
-def test_one_alone_waits_for_the_others_and_they_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("company", [Company.ALONE, Company.QUIET])
+def test_one_alone_waits_for_the_others_and_they_for_it(company: Company, tmp_path: Path) -> None:
     first, second = Turnstile(tmp_path, 0, 2), Turnstile(tmp_path, 1, 2)
     log: list[str] = []
     beside, alone, later = threading.Event(), threading.Event(), threading.Event()
-    threads = [enter(first, log, "a", beside, alone=False)]
+    threads = [enter(first, log, "a", beside, Company.CROWD)]
     assert eventually(lambda: log == ["a"])
-    threads.append(enter(second, log, "alone", alone, alone=True))
+    threads.append(enter(second, log, "alone", alone, company))
     third = Turnstile(tmp_path, 0, 2)  # the first worker's next test
-    threads.append(enter(third, log, "b", later, alone=False))
+    threads.append(enter(third, log, "b", later, Company.CROWD))
     beside.set()
     assert eventually(lambda: "alone" in log or "b" in log)
     alone.set()
@@ -40,11 +43,12 @@ def test_one_alone_waits_for_the_others_and_they_for_it(tmp_path: Path) -> None:
     assert log[begins + 1] == "alone ends", "nobody entered meanwhile"
 
 
-def test_two_that_need_not_be_alone_run_beside_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("company", [Company.CROWD, Company.QUIET])
+def test_two_of_a_kind_run_beside_each_other(company: Company, tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=20)
 
     def run(worker: int) -> None:
-        with Turnstile(tmp_path, worker, 2).passed(alone=False):
+        with Turnstile(tmp_path, worker, 2).passed(company):
             both.wait()
 
     threads = [threading.Thread(target=run, args=(worker,)) for worker in range(2)]
@@ -53,3 +57,17 @@ def test_two_that_need_not_be_alone_run_beside_each_other(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert not both.broken
+
+
+def test_one_alone_waits_for_quiet_ones_too(tmp_path: Path) -> None:
+    first, second = Turnstile(tmp_path, 0, 2), Turnstile(tmp_path, 1, 2)
+    log: list[str] = []
+    quiet, alone = threading.Event(), threading.Event()
+    threads = [enter(first, log, "quiet", quiet, Company.QUIET)]
+    assert eventually(lambda: log == ["quiet"])
+    threads.append(enter(second, log, "alone", alone, Company.ALONE))
+    alone.set()
+    quiet.set()
+    for thread in threads:
+        thread.join()
+    assert log == ["quiet", "quiet ends", "alone", "alone ends"]

@@ -1,14 +1,26 @@
-"""Let some tests run alone although several workers of pytest-xdist run tests.
+"""Let some tests run alone, or beside their like only, although several workers of pytest-xdist run tests.
 
-Tests of faults and of the emulated cluster have bounds in seconds, which the tests of another worker would break. A
-worker takes its own slot for the time of a test, and all slots for a test that runs alone. Who waits holds the gate, so
-that a test which waits for all slots is not overtaken. The kernel gives the locks of a dead worker away.
+Tests of faults and of the emulated cluster have bounds in seconds. Most of them wait for most of their time: such
+*quiet* tests run beside each other, not beside the *crowd* of tests that keep all cores busy. What keeps the cores busy
+and has bounds runs *alone*. A worker takes a slot of its own for the time of a test, one of the test's kind, or all
+slots for a test that runs alone. Who waits holds the gate, so that nobody who waits is overtaken. The kernel gives the
+locks of a dead worker away.
 """
 
 import contextlib
 import fcntl
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
+from typing import TextIO
+
+
+class Company(IntEnum):
+    """Beside which tests a test may run."""
+
+    CROWD = 0
+    QUIET = 1
+    ALONE = 2
 
 
 class Turnstile:
@@ -22,19 +34,38 @@ class Turnstile:
 
     def __init__(self, directory: Path, worker: int, workers: int) -> None:
         self._gate = (directory / "gate").open("w")
-        self._slots = [(directory / f"slot{each}").open("w") for each in range(workers)]
+        self._slots = {
+            kind: [(directory / f"{kind.name.lower()}{each}").open("w") for each in range(workers)]
+            for kind in (Company.CROWD, Company.QUIET)
+        }
         self._worker = worker
 
     @contextlib.contextmanager
-    def passed(self, *, alone: bool) -> Iterator[None]:
-        """Hold the own slot, or all, for the time of the block."""
-        slots = self._slots if alone else [self._slots[self._worker]]
+    def passed(self, company: Company) -> Iterator[None]:
+        """Hold the own slot of a kind, or all slots, for the time of the block; nobody holds one of the other kind."""
+        own = self._own(company)
         fcntl.flock(self._gate, fcntl.LOCK_EX)
-        for slot in slots:
+        for slot in self._others(company):
+            fcntl.flock(slot, fcntl.LOCK_EX)
+            fcntl.flock(slot, fcntl.LOCK_UN)
+        for slot in own:
             fcntl.flock(slot, fcntl.LOCK_EX)
         fcntl.flock(self._gate, fcntl.LOCK_UN)
         try:
             yield
         finally:
-            for slot in slots:
+            for slot in own:
                 fcntl.flock(slot, fcntl.LOCK_UN)
+
+    def _own(self, company: Company) -> list[TextIO]:
+        if company is Company.ALONE:
+            return [slot for slots in self._slots.values() for slot in slots]
+        return [self._slots[company][self._worker]]
+
+    def _others(self, company: Company) -> list[TextIO]:
+        return [
+            slot
+            for kind, slots in self._slots.items()
+            if company not in (kind, Company.ALONE)
+            for slot in slots
+        ]

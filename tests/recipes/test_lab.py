@@ -26,7 +26,7 @@ needs_root = [
 ]
 shaped = pytest.param(True, marks=needs_root, id="shaped")
 unshaped = pytest.param(False, id="unshaped")
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.quiet, pytest.mark.timeout(60)]
 
 SHOW_ENVIRONMENT = """
 import json, os
