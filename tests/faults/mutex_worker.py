@@ -153,8 +153,9 @@ class Rank:
             self._book.note("refused", type(error).__name__, str(error))
             return None
         membership = membership_of(mutex)
-        slot = membership.segment.slot
-        incarnation = membership.segment.table.read()[slot].incarnation
+        slot, own = membership.segment.slot, membership.segment._own
+        assert own is not None
+        incarnation = own.incarnation  # not read from the file, which a deed may have removed already
         self._book.note("lease", mutex.stats()["lease_s"])
         self._book.note("joined", slot, incarnation, membership.is_lead, mutex.job)
         self._watch(mutex)
