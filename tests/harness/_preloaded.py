@@ -25,7 +25,7 @@ from crossover_ddp._system.children import Child
 
 PRELOADED: Final = (
     *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
-    *("sklearn.datasets", "pytest", "crossover_ddp"),
+    *("sklearn.datasets", "pytest", "crossover_ddp", "crossover_ddp.pipeline"),
     *(f"{__package__}._worker", f"{__package__}._server"),
 )
 # The only one in the tests: there is one server for all contexts, and who names modules last has named them for all.
@@ -101,8 +101,8 @@ class ForkedScript(Child):
                 self.stdout = os.fdopen(mine, "r" if text else "rb")
                 theirs.callback(os.close, written)
             else:
-                written = stdout.fileno()
-            errors = written if stderr == subprocess.STDOUT else stderr.fileno()
+                written = _descriptor(stdout)
+            errors = written if stderr == subprocess.STDOUT else _descriptor(stderr)
             order = _Order(
                 list(words[words.index(sys.executable) + 1 :]),
                 dict(environment),
@@ -140,6 +140,10 @@ class ForkedScript(Child):
             if stream is not None:
                 stream.close()
         return code
+
+
+def _descriptor(stream: Any) -> int:
+    return stream if isinstance(stream, int) else int(stream.fileno())
 
 
 def is_script(words: Sequence[str]) -> bool:
@@ -182,6 +186,7 @@ def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
         output.reconfigure(write_through=True)
     faulthandler.enable(all_threads=True)
     _take_variables(order.environment)
+    start_like_anybody()
     sys.argv[:] = order.words
     sys.path[:0] = [str(Path(order.words[0]).resolve().parent)]
     try:
@@ -189,6 +194,14 @@ def _run(order: _Order, begun: "Connection[Any, Any]") -> None:
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+
+
+def start_like_anybody() -> None:
+    """Let this process start others as one that nobody has forked: a loader's workers by the platform's own way.
+
+    Who is forked by the server starts its own processes by a server of its own, which imports all that this one has.
+    """
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _take_variables(environment: Mapping[str, str]) -> None:

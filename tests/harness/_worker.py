@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ._preloaded import start_like_anybody
 from .leaks import Snapshot
 
 # A rank outlives its deadline by this much only when nobody is left to end it.
@@ -58,6 +59,7 @@ def serve(orders: "Connection[Any, Any]", output: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(all_threads=True)  # shows the stack of a crash, and of a hang ended by SIGABRT
     torch.set_num_threads(1)
+    start_like_anybody()
     orders.send(Report())
     with contextlib.suppress(EOFError):
         while True:
