@@ -15,6 +15,10 @@ from crossover_ddp import cli
 from crossover_ddp.cli.advise.advice import DECOUPLED_TRAINING
 from crossover_ddp.cli.output import FINE
 from lab import Cluster, Job
+from tests.harness._preloaded import forked_if_script
+from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import free_port
+from tests.harness.waiting import gone
 
 from . import RECIPES
 
@@ -29,7 +33,14 @@ STEPS, SETTLED = 10, 4
 # things to do lengthens C more than the rest, since each sleep then ends late.
 TOLERANCE = 0.35
 LATE = 0.8
-pytestmark = pytest.mark.alone
+# A process that becomes rank 0 and starts rank 1; both leave their numbers where the script is.
+PAIR = """
+import os, pathlib, runpy, sys
+rank = "01"[os.fork() == 0]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+pathlib.Path(__file__).with_name(rank).write_text(str(os.getpid()))
+runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+"""
 
 
 def job(name: str, hook: str) -> Job:
@@ -42,6 +53,7 @@ def step_s(log: Path) -> float:
     return float(ends_s[-1] - ends_s[SETTLED - 1]) / (STEPS - SETTLED)
 
 
+@pytest.mark.quiet
 @pytest.mark.root
 @pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
 @pytest.mark.timeout(180)
@@ -70,11 +82,8 @@ def test_what_is_measured_and_predicted_is_what_happens(
     assert own["wire_s"] == pytest.approx(WIRE_S, rel=TOLERANCE)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("hook", ["crossover", "wrapped"])
-def test_a_job_under_torchrun_is_measured_and_ended(hook: str, capfd: pytest.CaptureFixture[str]) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
-    code = cli.main(["advise", "--json", "--steps", "12", "--", *launch, "--hook", hook])
+def check_measured(hook: str, command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["advise", "--json", "--steps", "12", "--", *command, "--hook", hook])
     out, err = capfd.readouterr()
     assert code == FINE, err
     found = json.loads(out)["figures"]
@@ -82,7 +91,27 @@ def test_a_job_under_torchrun_is_measured_and_ended(hook: str, capfd: pytest.Cap
     assert found["ranks"] == [0, 1]
     assert found["compute_s"] >= 4 * 0.006
     assert (found["wire_s"] is None) == (hook == "wrapped")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("hook", ["crossover", "wrapped"] if IN_CAMPAIGN else ["crossover"])
+def test_a_job_under_torchrun_is_measured_and_ended(hook: str, capfd: pytest.CaptureFixture[str]) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
+    check_measured(hook, launch, capfd)
     running = subprocess.run(
         ["pgrep", "-f", "sleepy_job.py --hook " + hook], capture_output=True, check=False
     )
     assert running.stdout == b""
+
+
+@pytest.mark.timeout(120)
+def test_a_wrapped_job_is_measured_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same without torchrun, whose imports take longer than all the rest."""
+    monkeypatch.setattr("crossover_ddp.cli.advise.short_run.Child", forked_if_script)
+    monkeypatch.setenv("SCRIPT", SCRIPT)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    (pair := tmp_path / "pair.py").write_text(PAIR)
+    check_measured("wrapped", [sys.executable, str(pair)], capfd)
+    assert all(gone(int((tmp_path / rank).read_text())) for rank in "01")

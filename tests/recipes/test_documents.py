@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     what: str
 
 
-TINY = "--steps 2 --image-size 32 --batch-size 4"
+TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
 STATUS, RUN, TIMELINE = (
     "tests/unit/cli/test_cli_status.py",
     "tests/unit/cli/test_cli_run.py",
@@ -161,7 +161,7 @@ COMMANDS: dict[str, Short | Elsewhere | Needs] = {
     "torchrun --nproc-per-node 2 recipes/train.py --data-dir": Elsewhere(
         "tests/recipes/test_train.py::test_image_folder_trains_and_does_not_depend_on_workers"
     ),
-    "torchrun --nproc-per-node 2 recipes/train.py --preset gpt": Short("--steps 2"),
+    "torchrun --nproc-per-node 2 recipes/train.py --preset gpt": Short("--steps 2 --model-option depth=1"),
     "torchrun --nproc-per-node 2 recipes/train.py --hook kfac": Short("--model timm:resnet10t " + TINY),
     "python recipes/studies/scaling_model.py": Elsewhere(
         "tests/recipes/test_scaling_model.py::test_the_script_prints_what_the_docs_say"

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ import lab
 from lab import Cluster, Job, JobFailedError, LabError, RunTimeoutError, command, network, nodes
 from lab.cluster import RUN_FILE
 from lab.network import NAMESPACE_DIRECTORY, LabId
+from tests.harness._preloaded import ForkedScript
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.waiting import eventually, gone
 
 from . import RECIPES
@@ -252,19 +254,31 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def start_lab(tmp_path: Path, *, on_links: bool) -> "subprocess.Popen[str]":
-    """Start the command line with two stubborn ranks, and return when both are ready."""
+def start_lab(tmp_path: Path, *, on_links: bool, forked: bool = False) -> "subprocess.Popen[str]":
+    """Start the command line with two stubborn ranks, and return when both are ready.
+
+    Forked, it imports nothing, for tests in which it does not live to end by itself.
+    """
     command = f"a: python -c '{STUBBORN}' {tmp_path}"
-    words = [sys.executable, str(RECIPES / "lab"), "run", "--out", str(tmp_path / "out"), "--job", command]
-    process = subprocess.Popen(
-        preexec_fn=hear_interrupts,
-        args=words + ([] if on_links else ["--unshaped"]),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    words = ["run", "--out", str(tmp_path / "out"), "--job", command, *([] if on_links else ["--unshaped"])]
+    process: subprocess.Popen[str]
+    if forked:
+        process = forked_lab_command(words)
+    else:
+        process = subprocess.Popen(
+            preexec_fn=hear_interrupts,
+            args=[sys.executable, str(RECIPES / "lab"), *words],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
     assert eventually(lambda: all((tmp_path / rank).exists() for rank in "01"), 30)
     return process
+
+
+def forked_lab_command(words: Sequence[str]) -> ForkedScript:
+    script = str(RECIPES / "lab" / "__main__.py")
+    return ForkedScript([sys.executable, script, *words], os.environ, stdout=subprocess.PIPE, text=True)
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -275,8 +289,15 @@ def namespaces_of(pid: int) -> list[str]:
     return [name for owner, name in network.lab_namespaces() if owner.pid == pid]
 
 
-@pytest.mark.parametrize("on_links", [shaped, unshaped])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+# In the campaign each signal with and without links; else each once, one of them with links where there can be some.
+ENDINGS = [
+    pytest.param(number, status, on_links, marks=needs_root if on_links else [])
+    for number, status, usual in ((signal.SIGINT, 130, _REASON is None), (signal.SIGTERM, 143, False))
+    for on_links in ((True, False) if IN_CAMPAIGN else (usual,))
+]
+
+
+@pytest.mark.parametrize(("number", "status", "on_links"), ENDINGS)
 def test_interrupted_labs_clean_up(number: int, status: int, on_links: bool, tmp_path: Path) -> None:
     process = start_lab(tmp_path, on_links=on_links)
     assert bool(namespaces_of(process.pid)) == on_links
@@ -294,18 +315,20 @@ def test_interrupted_labs_clean_up(number: int, status: int, on_links: bool, tmp
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
 @pytest.mark.parametrize("how", ["command", "next lab"])
 def test_what_a_killed_lab_leaves_is_cleaned(how: str, on_links: bool, tmp_path: Path) -> None:
-    process = start_lab(tmp_path, on_links=on_links)
-    process.kill()
-    process.communicate(timeout=20)
+    process = start_lab(tmp_path, on_links=on_links, forked=True)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=20) == -signal.SIGKILL
     ranks, children = pids(tmp_path)[0::2], pids(tmp_path)[1::2]
     assert eventually(lambda: all(gone(rank) for rank in ranks))  # they die with the lab
     assert not any(gone(child) for child in children)
     assert bool(namespaces_of(process.pid)) == on_links
     if how == "command":
-        words = [sys.executable, str(RECIPES / "lab"), "clean"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-        assert done.stdout.count("removed process") >= 2
-        assert ("removed namespace" in done.stdout) == on_links
+        cleaning = forked_lab_command(["clean"])
+        assert cleaning.stdout is not None
+        said = cleaning.stdout.read()
+        assert cleaning.wait(timeout=30) == 0, said
+        assert said.count("removed process") >= 2
+        assert ("removed namespace" in said) == on_links
     else:
         with Cluster(shaped=False):
             pass

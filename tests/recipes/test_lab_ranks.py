@@ -1,7 +1,7 @@
 """Several ranks on each node of the emulated cluster: they share its link, and one centre of EA-wild."""
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 
 import lab
 from lab import Cluster, Job, load_run
+from tests.harness._preloaded import ForkedScript
 
 ROOT = Path(__file__).resolve().parents[2]
 _REASON = lab.why_not_shaped()
@@ -103,7 +104,11 @@ def test_ranks_of_a_node_share_a_wild_centre_and_nodes_meet(on_links: bool, tmp_
 def test_the_command_takes_ranks_per_node(tmp_path: Path) -> None:
     words = ["run", "--unshaped", "--ranks-per-node", "3", "--out", str(tmp_path / "x"), "--json"]
     job = f"a: {sys.executable} -c 'import os; print(os.environ[\"RANK\"])'"
-    subprocess.run([sys.executable, "recipes/lab", *words, "--job", job], cwd=ROOT, check=True, timeout=60)
+    script = str(ROOT / "recipes" / "lab" / "__main__.py")
+    command = [sys.executable, script, *words, "--job", job]
+    with (tmp_path / "said").open("wb") as said:
+        process = ForkedScript(command, os.environ, cwd=ROOT, stdout=said)
+        assert process.wait(60) == 0
     logs = sorted((tmp_path / "x" / "a").glob("rank*.log"))
     assert [log.read_text().strip() for log in logs] == [str(rank) for rank in range(6)]
 

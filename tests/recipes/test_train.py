@@ -189,7 +189,8 @@ def test_checkpoints_in_between_serve_after_a_crash(reference: list[list[Record]
 
 
 def test_resume_across_epochs_with_adamw(tmp_path: Path) -> None:
-    arguments = [*GPT, "--batch-size", "100", "--epochs", "2", "--checkpoint", str(tmp_path / "checkpoint")]
+    small = [*GPT, "--model-option", "depth=1", "--vocabulary", "64", "--batch-size", "100"]
+    arguments = [*small, "--epochs", "2", "--checkpoint", str(tmp_path / "checkpoint")]
     whole = train_ranks(arguments, tmp_path / "whole")
     per_epoch = len(losses(whole[0])) // 2
     train_ranks([*arguments, "--stop-after", str(per_epoch + 2)], tmp_path / "begun")
