@@ -21,13 +21,16 @@ from tests.multiprocess.kfac_training import Training
 from tests.multiprocess.test_kfac import SETTINGS, TINY_MB, Everything, batch
 
 WORLD_SIZES = (2, 3, 4)
+IDENTITY_WORLDS = WORLD_SIZES if IN_CAMPAIGN else (2, 3)
+CODED_WORLDS = WORLD_SIZES if IN_CAMPAIGN else (2, 4)
 CODECS: dict[str, Codec | tuple[Codec, Codec] | None] = {
     "none": None,
     "identity": Identity(),
     "int8": Int8(64),
     "pair": (SIDCo(0.2), Int8(64)),
 }
-STEPS = 6
+# Two steps travel exact; in the fourth and fifth there are new solvers and factors also where they are seldom.
+STEPS = 6 if IN_CAMPAIGN else 5
 # What else K-FAC can be told decides about factors, which no codec touches.
 CODED_SETTINGS = tuple(SETTINGS) if IN_CAMPAIGN else ("inverse", "seldom")
 
@@ -65,7 +68,7 @@ def identity_errors(rank: int, world_size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", IDENTITY_WORLDS)
 def test_an_identity_codec_changes_the_order_of_additions_only(world_size: int) -> None:
     for errors in run_ranks(identity_errors, world_size):
         assert max(errors.values()) < 1e-4, errors
@@ -93,7 +96,7 @@ def all_coded(world_size: int) -> list[dict[str, tuple[str, float, float]]]:
     return run_ranks(coded, world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", CODED_WORLDS)
 def test_directions_are_the_same_on_all_ranks(world_size: int) -> None:
     first, *others = all_coded(world_size)
     for other in others:
@@ -102,7 +105,7 @@ def test_directions_are_the_same_on_all_ranks(world_size: int) -> None:
         }
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", CODED_WORLDS)
 def test_int8_directions_are_near_and_a_sparse_push_far_at_first(world_size: int) -> None:
     for found in all_coded(world_size):
         assert found["int8"][1] < 0.06

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import run_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.muon_training import (
     ByOwners,
     Training,
@@ -21,11 +21,9 @@ from tests.multiprocess.muon_training import (
 
 pytestmark = pytest.mark.torch_version
 
-STEPS = 200
-FEW = 12
-LONG = pytest.mark.skipif(
-    not os.environ.get("CROSSOVER_CAMPAIGN"), reason="half a minute: only with CROSSOVER_CAMPAIGN=1"
-)
+STEPS = 200 if IN_CAMPAIGN else 24
+FEW = 12 if IN_CAMPAIGN else 8
+OWNERS_WALKS = [(4, FEW), (3, STEPS), (4, STEPS)] if IN_CAMPAIGN else []
 VARIANTS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "no nesterov": {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
@@ -79,10 +77,7 @@ def by_owners(rank: int, world_size: int, steps: int) -> tuple[list[int], int, l
     return different, ours.state.newton_schulz_calls, norms
 
 
-@pytest.mark.parametrize(
-    ("world_size", "steps"),
-    [(3, FEW), (4, FEW), pytest.param(3, STEPS, marks=LONG), pytest.param(4, STEPS, marks=LONG)],
-)
+@pytest.mark.parametrize(("world_size", "steps"), [(3, FEW), *OWNERS_WALKS])
 def test_parameters_are_those_of_muon_fed_the_owners_sums(world_size: int, steps: int) -> None:
     results = run_ranks(by_owners, world_size, args=(steps,))
     assert [different for different, _, _ in results] == [[]] * world_size
@@ -113,7 +108,7 @@ def scaled(rank: int, world_size: int) -> tuple[list[int], list[float], list[boo
     """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
     found = []
     for hook in (True, False):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         training = Training(mixture(), hook=hook, loss_scale=scaler.get_scale if hook else 1.0)
         walk, scales, nans = [], [], []
         for step in range(FEW):
