@@ -133,14 +133,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
     "diloco": ({"sync_every": 4}, (0.7, 0.9)),
     "streaming_diloco": ({"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1}, (0.7, 0.9)),
 }
-CELLS = list(itertools.product(SETTINGS, MAKERS))
 
 
-def walk_all(rank: int, world_size: int, steps: int) -> dict[tuple[str, str], tuple[torch.Tensor, Any]]:
+def walk_all(
+    rank: int, world_size: int, steps: int, cells: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], tuple[torch.Tensor, Any]]:
     """Return this rank's values of each cell, and on rank 0 what the copies say of all ranks."""
     torch.set_num_threads(1)
     found = {}
-    for name, optimizer in CELLS:
+    for name, optimizer in cells:
         expected = None
         if rank == 0:
             settings, outer = SETTINGS[name]

@@ -205,15 +205,17 @@ class ByOwners:
     def step(self, tokens: Tensor) -> None:
         loss_of(self.module, tokens).backward()
         world_size = dist.get_world_size()
-        for parameter, owner in self._owners:
-            assert parameter.grad is not None
-            mine = parameter.grad.contiguous() / world_size
-            everyone = [torch.empty_like(mine) for _ in range(world_size)]
-            dist.all_gather(everyone, mine)
-            total = everyone[(owner + 1) % world_size]
+        gradients = [parameter.grad for parameter, _ in self._owners if parameter.grad is not None]
+        assert len(gradients) == len(self._owners)
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) / world_size
+        everyone = [torch.empty_like(flat) for _ in range(world_size)]
+        dist.all_gather(everyone, flat)
+        of_ranks = [each.split([gradient.numel() for gradient in gradients]) for each in everyone]
+        for place, (gradient, (_, owner)) in enumerate(zip(gradients, self._owners, strict=True)):
+            total = of_ranks[(owner + 1) % world_size][place]
             for rank in range(2, world_size + 1):
-                total = everyone[(owner + rank) % world_size] + total
-            parameter.grad.copy_(total)
+                total = of_ranks[(owner + rank) % world_size][place] + total
+            gradient.copy_(total.view(gradient.shape))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Ranks that die, stop or blow up: an error in bounded time, on all ranks, and no wrong parameters."""
 
+import functools
 import os
 import signal
 import time
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from crossover_ddp import CrossoverError, ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
-from tests.harness import run_ranks
+from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.averaging_oracle import Trainer
 
 PATIENCE_S = 6.0
@@ -82,9 +84,19 @@ def stop_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]
     return found
 
 
-@pytest.mark.parametrize("kind", ["delayed", "async", "wild"])
+STOPPED = ("delayed", "async", "wild")
+
+
+@functools.cache
+def after_stops() -> dict[str, tuple[str, float, int]]:
+    """Stop a peer in a job of each kind at the same time: all of them do is wait."""
+    jobs = [Job(stop_a_peer, 2, (kind,), deaths={1: signal.SIGKILL}, name=kind) for kind in STOPPED]
+    return {kind: found for kind, (found, _) in zip(STOPPED, run_jobs(jobs), strict=True)}
+
+
+@pytest.mark.parametrize("kind", STOPPED)
 def test_a_stopped_peer_is_an_error_after_the_timeout(kind: str) -> None:
-    error, took_s, steps = run_ranks(stop_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL})[0]
+    error, took_s, steps = after_stops()[kind]
     assert error == ExchangeError.__name__
     assert took_s < 2 * PATIENCE_S
     if kind in ("async", "wild"):
@@ -118,9 +130,7 @@ def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(kind: str
     assert fine, "the healthy rank took the mean over"
 
 
-@pytest.mark.skipif(
-    not os.environ.get("CROSSOVER_CAMPAIGN"), reason="only with CROSSOVER_CAMPAIGN=1: many faults"
-)
+@pytest.mark.skipif(not IN_CAMPAIGN, reason="only with CROSSOVER_CAMPAIGN=1: many faults")
 @pytest.mark.parametrize("kind", STATES)
 def test_many_deaths_and_stops(kind: str) -> None:
     for seed in range(int(os.environ.get("CROSSOVER_FAULTS", "125"))):

@@ -19,6 +19,7 @@ from tests.harness import Job, run_jobs, run_ranks
 from tests.multiprocess.averaging_oracle import NESTEROV, PLAIN, Trainer, network
 
 STEPS = 9
+INTERVALS = {"blocking": (4,), "delayed": (4, 3), "streamed": (4, 2, 3), "warm": (3, 1, 1, 2)}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -39,22 +40,19 @@ def walk(rank: int, state: Any, hook: Any = None, *, steps: int = STEPS, accumul
 def identities(rank: int, world_size: int) -> dict[str, bool]:
     split = walk(rank, None, reduce_scatter_all_gather_hook)
     plain = walk(rank, None, allreduce_hook)
+    every_step = walk(rank, LocalSGDState(1))
+    without_outer = {name: walk(rank, LocalSGDState(*given)) for name, given in INTERVALS.items()}
     found = {
-        "every step is the split hook": same(walk(rank, LocalSGDState(1)), split),
+        "every step is the split hook": same(every_step, split),
         "warm-up is the split hook": same(walk(rank, LocalSGDState(8, 3, 2, warmup_steps=100)), split),
-        "every step is DDP": same(walk(rank, LocalSGDState(1)), plain) or world_size > 2,
-        "a local step is not DDP": world_size == 1 or not same(walk(rank, LocalSGDState(4)), plain),
+        "every step is DDP": same(every_step, plain) or world_size > 2,
+        "a local step is not DDP": world_size == 1 or not same(without_outer["blocking"], plain),
     }
-    for name, given in {
-        "blocking": (4,),
-        "delayed": (4, 3),
-        "streamed": (4, 2, 3),
-        "warm": (3, 1, 1, 2),
-    }.items():
+    for name, given in INTERVALS.items():
         with_outer = walk(rank, LocalSGDState(*given, outer_optimizer=PLAIN))  # type: ignore[arg-type]
-        found[f"outer rate 1 is local SGD, {name}"] = same(with_outer, walk(rank, LocalSGDState(*given)))
+        found[f"outer rate 1 is local SGD, {name}"] = same(with_outer, without_outer[name])
         if world_size == 1:
-            found[f"one rank is local, {name}"] = same(walk(rank, LocalSGDState(*given)), plain)
+            found[f"one rank is local, {name}"] = same(without_outer[name], plain)
     return found
 
 

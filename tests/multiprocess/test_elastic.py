@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
 from tests.harness import run_ranks
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.averaging_oracle import MAKERS, Trainer
 from tests.multiprocess.elastic_oracle import Replay, together_oracle
 
@@ -63,6 +64,7 @@ def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optim
 # --- at their own pace ------------------------------------------------------------------------------------------------
 
 OWN_STEPS = (60, 20, 45, 30)
+PACES = [(2, "adamw"), (4, "momentum"), *([(2, "sgd")] if IN_CAMPAIGN else [])]
 
 
 def train_at_own_pace(
@@ -79,7 +81,7 @@ def train_at_own_pace(
 
 
 @pytest.mark.usefixtures("single_thread")
-@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (2, "adamw"), (4, "momentum")])
+@pytest.mark.parametrize(("world_size", "optimizer"), PACES)
 def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) -> None:
     found = run_ranks(train_at_own_pace, world_size, args=(optimizer,))
     logs = [log for _, log, _ in found]
