@@ -1,7 +1,54 @@
-"""Faults of pipeline."""
+"""Faults of pipelines."""
 
 from typing import Final
 
 from tests.seeded.fault import Fault
 
-PIPELINE: Final[tuple[Fault, ...]] = ()
+_RUN = "tests/multiprocess/test_pipeline_run.py"
+
+PIPELINE: Final[tuple[Fault, ...]] = (
+    Fault(
+        "replicas of a stage have the mean of their parts of the gradients, not the sum",
+        "crossover_ddp/pipeline/run.py",
+        "    bucket.buffer().mul_(state.replicas)\n",
+        "",
+        (
+            _RUN,
+            "-k",
+            "whole_model and three",
+        ),
+    ),
+    Fault(
+        "replicas count the gradients that were there as often as there are replicas",
+        "crossover_ddp/pipeline/run.py",
+        "            parameter.grad.div_(replicas)\n",
+        "            pass\n",
+        (
+            _RUN,
+            "-k",
+            "step_before",
+        ),
+    ),
+    Fault(
+        "each micro-batch counts as much as a batch",
+        "crossover_ddp/pipeline/run.py",
+        "(output, self._targets[micro]) / self._plan.microbatches",
+        "(output, self._targets[micro])",
+        (
+            _RUN,
+            "-k",
+            "torch_runs and 4-False",
+        ),
+    ),
+    Fault(
+        "targets are those of the micro-batch that came last",
+        "crossover_ddp/pipeline/run.py",
+        "self._targets[micro]",
+        "self._targets[-1 - micro]",
+        (
+            _RUN,
+            "-k",
+            "torch_runs and 2-True",
+        ),
+    ),
+)
