@@ -35,10 +35,11 @@ bench: $(INSTALLED) ## the benchmarks in full; figures are ratios, printed as a 
 	@CROSSOVER_BENCH=full $(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(PYTEST_ARGS)
 
 campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and the studies behind docs/measurements.md
-	@echo "campaign: three fault campaigns (about 45 minutes), the benchmarks in full, then the studies; keep the machine idle"
+	@echo "campaign: three fault campaigns (about 45 minutes), seeded faults, the benchmarks in full, then the studies; keep the machine idle"
 	@$(BIN)/python -m tests.faults.mutex_campaign --events 10000 --lanes 5
 	@$(BIN)/python -m tests.faults.campaign --events 200
 	@$(BIN)/python -m tests.faults.averaging_campaign --events 1000
+	@$(BIN)/python -m tests.seeded
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit tests/multiprocess tests/recipes tests/faults/test_averaging_campaign.py
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
