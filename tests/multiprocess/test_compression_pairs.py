@@ -172,11 +172,12 @@ def planned_for(nodes: list[int], rank: int) -> tuple[str, str]:
 
 
 LINKS: list[tuple[list[int], object]] = [
-    ([0, 0, 1, 1], (PerPair.by_node([0, 0, 1, 1], far=Int8()), Int8())),
     ([0, 0, 1], (PerPair.by_node([0, 0, 1], far=Int8()), Int8())),
     ([0, 1, 2], Int8()),
     ([0, 1], Int8()),
 ]
+if IN_CAMPAIGN:
+    LINKS.append(([0, 0, 1, 1], (PerPair.by_node([0, 0, 1, 1], far=Int8()), Int8())))
 
 
 @functools.cache

@@ -53,9 +53,9 @@ def decoupled_plan(rank: int, world_size: int) -> list[CodecPlan]:
     return [state.plan_codec(CANDIDATES)]
 
 
-CELLS = (
-    itertools.product((plans, decoupled_plan), (2, 3)) if IN_CAMPAIGN else [(plans, 3), (decoupled_plan, 2)]
-)
+CELLS: list[tuple[object, int]] = [(plans, 3), (decoupled_plan, 2)]
+if IN_CAMPAIGN:
+    CELLS = [*itertools.product((plans, decoupled_plan), (2, 3))]
 
 
 @pytest.mark.parametrize(("function", "world_size"), CELLS)
