@@ -54,7 +54,7 @@ def cases(hook: str, world_size: int) -> list[str]:
         repeated = set(pairs)
     elif (
         world_size != 2 or hook == "decoupled_and_copied"
-    ):  # no layout tells views apart; with views it is ``decoupled``
+    ):  # no layout tells views apart; with views: ``decoupled``
         repeated = set(pairs.values())
     return [name for name in CASES if IN_CAMPAIGN or name not in repeated]
 
