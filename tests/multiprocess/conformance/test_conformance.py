@@ -52,9 +52,8 @@ def cases(hook: str, world_size: int) -> list[str]:
     repeated: set[str] = set()
     if HOOKS[hook].options:  # these are views, whatever the case asks for
         repeated = set(pairs)
-    elif (
-        world_size != 2 or hook == "decoupled_and_copied"
-    ):  # no layout tells views apart; with views: ``decoupled``
+    # No layout tells views apart, and that hook is ``decoupled`` with them.
+    elif world_size != 2 or hook == "decoupled_and_copied":
         repeated = set(pairs.values())
     return [name for name in CASES if IN_CAMPAIGN or name not in repeated]
 
