@@ -4,6 +4,8 @@ The jobs' compute is sleep and their links are slow, so that a busy machine chan
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,5 +115,11 @@ def test_a_wrapped_job_is_measured_and_ended(
     monkeypatch.setenv("SCRIPT", SCRIPT)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     (pair := tmp_path / "pair.py").write_text(PAIR)
-    check_measured("wrapped", [sys.executable, str(pair)], capfd)
-    assert all(gone(int((tmp_path / rank).read_text())) for rank in "01")
+    try:
+        check_measured("wrapped", [sys.executable, str(pair)], capfd)
+    finally:
+        left = [pid for path in tmp_path.glob("[01]") if not gone(pid := int(path.read_text()))]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert len(list(tmp_path.glob("[01]"))) == 2
+    assert left == []
