@@ -75,6 +75,7 @@ def test_parameters_without_an_optimizer_are_refused_by_name() -> None:
         model(inputs(0)).sum().backward()
 
 
+@pytest.mark.usefixtures("set_aside_again")
 def test_a_model_that_cannot_be_found_is_refused() -> None:
     """Nobody would bring its parameters up to date."""
     model = DistributedDataParallel(network(), gradient_as_bucket_view=True)

@@ -90,14 +90,6 @@ def hasty_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.fixture
-def imports_set_aside() -> Iterator[None]:
-    """A search among all that was imported takes a hundred times as long, in C and undisturbed."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 # --- the right one -------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +209,7 @@ def test_a_model_is_not_kept_alive() -> None:
 # --- what others are making ------------------------------------------------------------------------------------------
 
 
-def test_no_tuple_in_the_making_is_touched(imports_set_aside: None, hasty_threads: None) -> None:
+def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
     """CPython cannot finish ``tuple(generator)`` while somebody else has the unfinished tuple in hand."""
     model = DistributedDataParallel(network(40))
     parameters = list(model.parameters())
@@ -287,6 +279,7 @@ def test_a_model_of_a_destroyed_group_does_not_speak_for_its_successor() -> None
     check_group(bucket, dist.group.WORLD)
 
 
+@pytest.mark.usefixtures("set_aside_again")
 def test_a_hidden_model_is_told_once_and_trains_on(caplog: pytest.LogCaptureFixture) -> None:
     ddp_checks._tell_hidden.cache_clear()
     model = DistributedDataParallel(network(12), bucket_cap_mb=0.005)
