@@ -23,6 +23,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("untimed")
 _turnstile = pytest.StashKey[Turnstile | None]()
+_kinds = pytest.StashKey[dict[Path, Company]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,15 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Test the harness before what relies on it, and last the files with tests that do not run beside all others.
 
-    Each such test waits for that of the other worker to end, which costs little while all are of one kind.
+    Each such test waits for that of the other worker to end, which costs little while all are of one kind. So the
+    other tests of such a file keep its company.
     """
-    kinds: dict[Path, Company] = {}
+    if not items:
+        return
+    kinds = items[0].config.stash.setdefault(_kinds, {})
     for item in items:
-        kinds[item.path] = max(_company(item), kinds.get(item.path, Company.CROWD))
+        kinds[item.path] = max(_marked(item), kinds.get(item.path, Company.CROWD))
     items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
 
 
-def _company(item: pytest.Item) -> Company:
+def _marked(item: pytest.Item) -> Company:
     marked = (kind for kind in Company if item.get_closest_marker(kind.name.lower()))
     return max(marked, default=Company.CROWD)
 
@@ -71,7 +75,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     turnstile = item.config.stash[_turnstile]
     if turnstile is None:
         return (yield)
-    with turnstile.passed(_company(item)):
+    with turnstile.passed(item.config.stash[_kinds][item.path]):
         return (yield)
 
 
