@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -33,7 +33,12 @@ class ScriptRanks:
     """The running processes of a script, a context manager that lets none of them survive its block."""
 
     def __init__(
-        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, *, forked: bool
+        self,
+        words: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        cwd: Path,
+        *,
+        forked: Collection[int],
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="script-"))
         self.words = list(words)
@@ -41,7 +46,7 @@ class ScriptRanks:
         for rank, environment in enumerate(environments):
             with self._path(rank).open("wb") as output:
                 start = functools.partial(
-                    ForkedScript if forked else Child,
+                    ForkedScript if rank in forked else Child,
                     environment=environment,
                     death_signal=signal.SIGKILL,
                     cwd=cwd,
@@ -49,7 +54,7 @@ class ScriptRanks:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
-                options = [] if forked else ["-X", "faulthandler"]  # on in what is forked
+                options = [] if rank in forked else ["-X", "faulthandler"]  # on in what is forked
                 self.processes.append(start([sys.executable, *options, *self.words]))
 
     def __enter__(self) -> "ScriptRanks":
@@ -148,7 +153,7 @@ def spawn_script(
     args: Sequence[str] = (),
     environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: Path = ROOT,
-    forked: bool = False,
+    forked: bool | Collection[int] = False,
 ) -> ScriptRanks:
     """Start a Python script in that many processes, with the variables that torchrun sets.
 
@@ -161,7 +166,7 @@ def spawn_script(
         forked: Fork the ranks from a process that has imported torch, which saves six seconds of
             processor time for each, instead of starting an interpreter. Not for tests of how a process
             ends, of how others find it by its variables, or of variables that libraries read as they
-            are loaded.
+            are loaded. A collection: only these ranks.
     """
     port = free_port()
     own = environment or {}
@@ -176,6 +181,8 @@ def spawn_script(
         }
         for rank in range(world_size)
     ]
+    if isinstance(forked, bool):
+        forked = range(world_size) if forked else ()
     return ScriptRanks([os.fspath(script), *args], environments, cwd, forked=forked)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -98,6 +99,26 @@ class Oracle:
             g_damped = g_ + damping**0.5 / pi * torch.eye(len(g_), dtype=torch.float64)
             directions.append(torch.linalg.solve(g_damped, gradient) @ torch.linalg.inv(a_damped))
         return torch.stack(directions)
+
+
+def step_for_all(
+    oracle: Oracle, replicas: Sequence[nn.Module], batches: Sequence[Batch], model: nn.Module
+) -> dict[str, Tensor]:
+    """Let rank 0 compute what all ranks expect of ``model``; the others pass no replicas and take what it found.
+
+    Every rank would compute the same from the data of all, for as long as its parameters are those of rank 0.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    numels = [shape.numel() for shape in shapes.values()]
+    flat = torch.zeros(sum(numels) + 1, dtype=torch.float64)
+    if replicas:
+        found = oracle.step(replicas, batches)
+        parts = [found[name].reshape(-1) for name in shapes]
+        flat = torch.cat([*parts, torch.tensor([oracle.least_scale], dtype=torch.float64)])
+    dist.broadcast(flat, 0)
+    *parts, scale = flat.split([*numels, 1])
+    oracle.least_scale = float(scale)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 class RankRun:

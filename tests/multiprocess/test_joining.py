@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, SegmentHeader, digest, lock_slots
 from tests.harness import Job, run_jobs
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
 from tests.harness.waiting import eventually
 
@@ -180,9 +182,14 @@ def run(world_size: int, *args: Any) -> list[Outcome]:
     ]
 
 
+@cache
+def plain_run(world_size: int) -> list[Outcome]:
+    return run(world_size, False)
+
+
 def check_trains_on(found: list[Outcome], *, cause: str, warnings: int = 1) -> None:
     """Assert that training was that of a job without turns, bit for bit, and that it was said once."""
-    for rank, plain in enumerate(run(len(found), False)):
+    for rank, plain in enumerate(plain_run(len(found))):
         assert found[rank].losses == plain.losses
         assert found[rank].parameters == plain.parameters
         assert cause in found[rank].stats[0]["disabled_because"]
@@ -200,6 +207,8 @@ def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 both_sizes = pytest.mark.parametrize("world_size", [2, 4])
+# Where every rank meets the same by itself, four of them only in the campaign.
+sizes_alike = pytest.mark.parametrize("world_size", [2, 4] if IN_CAMPAIGN else [2])
 
 
 @needs_root
@@ -218,7 +227,7 @@ def test_shared_memory_that_is_full(world_size: int, spoil: str, tmp_path: Path)
     check_trains_on(run(world_size, True, spoil, str(tmp_path)), cause="No space left on device")
 
 
-@both_sizes
+@sizes_alike
 def test_shared_memory_that_is_missing(world_size: int, tmp_path: Path) -> None:
     check_trains_on(run(world_size, True, "", str(tmp_path / "missing")), cause="expected Linux with")
 
@@ -288,7 +297,7 @@ def all_slots_locked(group: str, base: Path) -> Iterator[TurnSegment]:
         segment.forget()
 
 
-@both_sizes
+@sizes_alike
 def test_slots_that_stay_locked(
     world_size: int, group_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +330,7 @@ def test_a_store_that_one_rank_does_not_reach(world_size: int) -> None:
     begin_s = time.monotonic()
     found = run(world_size, True, "broken store")
     assert time.monotonic() - begin_s < TIMEOUT_S / 2
-    for rank, plain in enumerate(run(world_size, False)):
+    for rank, plain in enumerate(plain_run(world_size)):
         assert (found[rank].losses, found[rank].parameters) == (plain.losses, plain.parameters)
         assert len(found[rank].warnings) == 1
         assert found[rank].stats[0]["turns"] == 0
@@ -361,10 +370,15 @@ def _alternate(rank: int, world_size: int, hooked: bool, ranks: Sequence[int], t
         return outcome(trainings, losses, warnings)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize(
-    ("world_size", "ranks"), [(2, (0, 1)), (2, (1,)), (4, (0, 1, 2, 3)), (4, (0, 2))], ids=str
-)
+PAIR, ONE, ALL, SOME = (2, (0, 1)), (2, (1,)), (4, (0, 1, 2, 3)), (4, (0, 2))
+GROUPS = [
+    *((size, ranks, together) for size, ranks in (PAIR, ONE) for together in (False, True)),
+    *((*ALL, True), (*SOME, False)),
+    *([(*ALL, False), (*SOME, True)] if IN_CAMPAIGN else []),
+]
+
+
+@pytest.mark.parametrize(("world_size", "ranks", "together"), GROUPS, ids=str)
 def test_models_on_several_groups_are_one_job(
     world_size: int, ranks: tuple[int, ...], together: bool
 ) -> None:
@@ -456,7 +470,7 @@ def test_turns_need_no_gloo_group_and_no_host_name(tmp_path: Path) -> None:
         environment=environment(2),
     )
     found = run_jobs([job], timeout_s=TIMEOUT_S)[0]
-    for rank, plain in zip(found, run(2, False), strict=True):
+    for rank, plain in zip(found, plain_run(2), strict=True):
         assert rank.stats[0]["disabled_because"] is None
         assert rank.stats[0]["turns"] == STEPS
         assert rank.losses == plain.losses

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
-from tests.multiprocess.kfac_oracle import Oracle, Settings
+from tests.harness.campaign import IN_CAMPAIGN
+from tests.multiprocess.kfac_oracle import Oracle, Settings, step_for_all
 
 TINY_MB = 0.0015
 LR = 0.05
@@ -30,6 +31,20 @@ SETTINGS: dict[str, Settings] = {
     "early": Settings(),
 }
 PLANNED_AFTER = 2  # the first step has another bucket
+
+
+def is_short(name: str, cap_mb: float, world_size: int) -> bool:
+    """Two ranks do all; of the others' settings one arrangement of buckets each is for the campaign alone."""
+    if world_size == 4:
+        return cap_mb == TINY_MB or name in ("inverse", "early")
+    return world_size == 2 or cap_mb != TINY_MB
+
+
+CELLS = [
+    (name, cap_mb, world_size)
+    for name, cap_mb, world_size in itertools.product(SETTINGS, (TINY_MB, 25.0), (1, 2, 4))
+    if IN_CAMPAIGN or is_short(name, cap_mb, world_size)
+]
 
 
 class Everything(nn.Module):
@@ -76,8 +91,9 @@ def model_and_state(
 def errors_of_rank(rank: int, world_size: int) -> dict[tuple[str, float], list[float]]:
     """Return the greatest relative error of each step, by setting and bucket cap."""
     return {
-        (name, cap_mb): list(errors(settings, cap_mb, rank, world_size, early=name == "early"))
-        for (name, settings), cap_mb in itertools.product(SETTINGS.items(), (TINY_MB, 25.0))
+        (name, cap_mb): list(errors(SETTINGS[name], cap_mb, rank, world_size, early=name == "early"))
+        for name, cap_mb, of_size in CELLS
+        if of_size == world_size
     }
 
 
@@ -91,12 +107,12 @@ def errors(settings: Settings, cap_mb: float, rank: int, world_size: int, *, ear
             assert plan.early and state._preconditioner.traffic.early.layers
             assert "twice" not in {names[index] for index in state._preconditioner.traffic.early.layers}
         batches = [batch(each, step) for each in range(world_size)]
-        replicas = [copy.deepcopy(model.module).double() for _ in range(world_size)]
+        replicas = [copy.deepcopy(model.module).double() for _ in range(0 if rank else world_size)]
         optimizer.zero_grad()
         inputs, targets = batches[rank]
         nn.functional.cross_entropy(model(inputs), targets).backward()
         wide = [(inputs.double(), targets) for inputs, targets in batches]
-        expected = oracle.step(replicas, wide)
+        expected = step_for_all(oracle, replicas, wide, model.module)
         yield relative_error(model.module, expected)
         optimizer.step()
     state.close()
@@ -200,9 +216,7 @@ def findings(world_size: int) -> list[dict[tuple[str, float], list[float]]]:
     return run_ranks(errors_of_rank, world_size, timeout_s=240)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("cap_mb", [TINY_MB, 25.0], ids=["many buckets", "one bucket"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "cap_mb", "world_size"), CELLS)
 def test_gradients_are_those_of_an_independent_computation(name: str, cap_mb: float, world_size: int) -> None:
     for rank, of_rank in enumerate(findings(world_size)):
         assert max(of_rank[name, cap_mb]) < RELATIVE, (rank, of_rank[name, cap_mb])

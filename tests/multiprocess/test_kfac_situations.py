@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
-from tests.multiprocess.kfac_oracle import Oracle, Settings
+from tests.multiprocess.kfac_oracle import Oracle, Settings, step_for_all
 from tests.multiprocess.test_kfac import relative_error
 
 LR = 0.05
@@ -120,7 +120,7 @@ def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
     oracle = Oracle(settings, LR)
     for step in range(STEPS):
         oracle.lr = optimizer.param_groups[0]["lr"]
-        replicas = [reference(plain) for _ in range(world_size)]
+        replicas = [reference(plain) for _ in range(0 if rank else world_size)]
         optimizer.zero_grad()
         inputs, targets = batch(rank, step)
         if situation.channels_last:
@@ -132,7 +132,7 @@ def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
                     loss = nn.functional.cross_entropy(model(x.clone()), y) / len(parts)
                 loss.backward()
         wide = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
-        expected = oracle.step(replicas, wide)
+        expected = step_for_all(oracle, replicas, wide, without_spare(plain))
         if isinstance(spare := getattr(plain, "spare", None), nn.Module):
             expected |= {f"spare.{name}": torch.zeros_like(p) for name, p in spare.named_parameters()}
             for parameter in spare.parameters():
