@@ -21,4 +21,11 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
         "steps = [(ring.rank - 2 + step) % ring.size for step in range(ring.size - 1)]",
         ("tests/multiprocess/test_collectives.py", "-k", "halves_and_engine_are_exact"),
     ),
+    Fault(
+        "a thread of the exchange that waits for a peer keeps its process alive",
+        "crossover_ddp/_system/worker.py",
+        "name=self._name, daemon=True",
+        "name=self._name, daemon=False",
+        ("tests/multiprocess/test_exchange_exit.py",),
+    ),
 )
