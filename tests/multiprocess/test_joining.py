@@ -164,7 +164,12 @@ def _late_rank(rank: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(turn_channel.TurnChannel, "gather", late)
 
 
+def _impatient(rank: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(turn_segment, "_SLOT_PATIENCE_S", 0.5)
+
+
 SPOILERS: dict[str, Callable[[int, pytest.MonkeyPatch], None]] = {
+    "impatient": _impatient,
     "full": _full,
     "full on one rank": _full_on_one_rank,
     "broken store": _broken_store,
@@ -302,7 +307,7 @@ def test_slots_that_stay_locked(
     world_size: int, group_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with all_slots_locked(group_name, tmp_path):
-        check_trains_on(run(world_size, True, "", str(tmp_path)), cause="expected a free slot")
+        check_trains_on(run(world_size, True, "impatient", str(tmp_path)), cause="expected a free slot")
 
 
 def test_slots_that_are_locked_for_a_moment_are_waited_for(group_name: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
 ]
-LAYERS, WIDTH = 4, 512
+LAYERS, WIDTH = 4, 256
 SAMPLES = {"columns": 32, "triangles": 256}
 HEADERS = 1.009
 WIRE, PACKINGS = 0.02, 0.03
@@ -26,7 +26,7 @@ def found(
 ) -> "dict[str, list[KfacRuns]]":
     @cache
     def measured(form: str) -> list[KfacRuns]:
-        plan = Plan(("ddp", "split", "kfac", "early", "local"), LAYERS, WIDTH, SAMPLES[form])
+        plan = Plan(("ddp", "split", "kfac", "early", "local"), LAYERS, WIDTH, SAMPLES[form], cap_mb=1.0)
         return measure_kfac(tmp_path_factory.mktemp(form), plan, rate_mbit=2000)
 
     return {form: measured(form) for form in SAMPLES}

@@ -57,4 +57,11 @@ KFAC: Final[tuple[Fault, ...]] = (
         "self._lrs = self._lrs or self._learning_rates(now.kl_clip is not None)",
         ("tests/multiprocess/test_kfac_situations.py", "-k", "scheduler"),
     ),
+    Fault(
+        "the room for factors travels in steps that take none, too",
+        "crossover_ddp/_kfac/payload.py",
+        "self._with_factors = plan.takes_factors and plan.factors_travel",
+        "self._with_factors = plan.factors_travel",
+        ("tests/multiprocess/test_kfac_wire.py",),
+    ),
 )

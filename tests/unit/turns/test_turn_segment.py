@@ -18,6 +18,7 @@ import pytest
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
 from crossover_ddp._turns import private_files
+from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import SLOT_COUNT
 from crossover_ddp.errors import SegmentError
@@ -135,7 +136,8 @@ def test_the_last_one_of_a_group_leaves_the_files_of_other_groups(join: Join) ->
     assert other.draw_turn() == 1
 
 
-def test_more_processes_than_slots_are_refused(join: Join) -> None:
+def test_more_processes_than_slots_are_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_segment, "_SLOT_PATIENCE_S", 0.2)  # nobody removes the files
     for _ in range(SLOT_COUNT):
         join()
     with pytest.raises(
