@@ -69,6 +69,10 @@ def _make_turnstile(config: pytest.Config) -> Turnstile | None:
     return Turnstile(shared, int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries that count what is left complain below pytest's closing line
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Cover setup and teardown, too: fixtures start ranks and labs."""

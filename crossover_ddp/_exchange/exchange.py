@@ -67,7 +67,7 @@ class Exchange:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.spans = ExchangeSpans(timeline)
-        self._buffers = ModuleBuffers(self.rank)
+        self.buffers = ModuleBuffers(self.rank)
         with Exchange._registry_lock:
             channel = next(Exchange._channels.setdefault(process_group, itertools.count()))
         ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
@@ -300,7 +300,7 @@ class Exchange:
         """Launch a bucket, and with the step's last one the model's buffers; return these."""
         device, buffers = transfer.tensor.device, None
         if transfer.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
-            buffers = self._buffers.copy(bucket, state, functools.partial(self._agree, device))
+            buffers = self.buffers.copy(bucket, state, functools.partial(self._agree, device))
         if buffers is None:
             self._begin(transfer)
             return None

@@ -120,10 +120,14 @@ class _Source:
 
 
 class ModuleBuffers:
-    """The buffers of all models of one process group; rank 0's count."""
+    """The buffers of all models of one process group; rank 0's count.
+
+    ``stay_with_ddp``, set on all ranks before the first backward, leaves them all to DDP, and nobody asks the others.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.stay_with_ddp = False
         self._sources: Any = WeakTensorKeyDictionary()
 
     def copy(self, bucket: dist.GradBucket, state: object, agree: Agree) -> BufferCopy | None:
@@ -135,6 +139,8 @@ class ModuleBuffers:
             agree: tells whether all ranks have this number of bytes, not 0. **Collective**; called once for each model
                 and state.
         """
+        if self.stay_with_ddp:
+            return None
         parameter = bucket.parameters()[0]
         sources: list[_Source] = self._sources.setdefault(parameter, [])
         source = next((each for each in sources if each.is_for(state)), None)

@@ -3,6 +3,12 @@
 [Note: gradients leave early]
 The gradient of a stage's input is sent from a hook on that leaf, not after ``backward()``: a stage with replicas is a
 DDP model, whose backward ends only with its gradient exchange, and the stage before it need not wait for that.
+
+[Note: nobody waits for a replica within a step]
+A replica that has done its last backward may have to send on what another replica's last forward depends on, by way of
+the stages before. So no forward and no backward may wait for the other replicas. Ours do not: the exchange asks nobody
+about buffers, which each replica keeps to itself anyway, and DDP's one collective of its own, which makes buckets anew
+in the forward after the first backward, comes at the end of the step.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -18,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -68,7 +75,8 @@ class PipelineRunner:
         plan: the same on all ranks, without ``split``.
         layers: the whole chain, built alike on all ranks; this rank keeps its stages only. On the CPU.
         loss_fn: ``loss_fn(output, target)``, a mean over the micro-batch.
-        hook: of the stages with replicas, which are DDP models: a function ``hook(state, bucket)`` that averages.
+        hook: of the stages with replicas, which are DDP models: a function ``hook(state, bucket)`` that averages,
+            and waits for no other rank until the Future that it returns.
         hook_state: makes the hook's state from the stage's process group; default the group itself.
         mutex: takes turns with sibling jobs, one for each band of a step (`BandTurns`). The hook must take none.
 
@@ -121,6 +129,7 @@ class PipelineRunner:
                 state = _ReplicaState(len(stage.devices), hook, hook_state(group) if hook_state else group)
                 model = DistributedDataParallel(module, process_group=group, **_OWN_BUFFERS)
                 model.register_comm_hook(state, _summing_hook)
+                Exchange.of(group).buffers.stay_with_ddp = True
                 self._models[number] = model
         # A rank's last backward of a stage is the one whose gradients are exchanged.
         self._final = {
@@ -151,6 +160,9 @@ class PipelineRunner:
                 with contextlib.nullcontext() if turns is None else turns.band(number):
                     run.compute(band)
         run.finish()
+        for model in self._models.values():  # see [Note: nobody waits for a replica within a step]
+            if isinstance(model, DistributedDataParallel) and model.reducer._rebuild_buckets():
+                model._has_rebuilt_buckets = True
         if self._last not in self.modules:
             return None
         loss, group = torch.stack(run.losses).sum(), self._groups[self._last]

@@ -17,7 +17,7 @@ from torch import nn
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, Stage
-from crossover_ddp.pipeline.model import StagedChain
+from crossover_ddp.pipeline.model import BACKWARD, FORWARD, Action, Orders, StagedChain
 from crossover_ddp.pipeline.schedule import best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import simulate
 from tests.harness import Job, run_jobs, run_ranks
@@ -56,6 +56,7 @@ def plan_of(
             "gpipe": gpipe,
             "1f1b": one_forward_one_backward,
             "interleaved": lambda each: interleaved(each, ranks),
+            "one by one": one_by_one,
         }[order](staged)
         assert orders is not None
         step = simulate(staged, orders)
@@ -65,6 +66,17 @@ def plan_of(
         tuple((profile.layers[s.stop - 1].shape, profile.layers[s.stop - 1].dtype) for s in stages),
         step.spans, split,
     )  # fmt: skip
+
+
+def one_by_one(staged: StagedChain) -> Orders:
+    """Let each micro-batch go all the way before the next one begins."""
+    orders: dict[int, list[Action]] = {}
+    for micro in range(M):
+        forward = [Action(stage, FORWARD, micro) for stage in range(len(staged.stages))]
+        for action in [*forward, *(each._replace(kind=BACKWARD) for each in reversed(forward))]:
+            devices = staged.stages[action.stage].devices
+            orders.setdefault(devices[micro % len(devices)], []).append(action)
+    return orders
 
 
 def whole_model() -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
@@ -147,6 +159,12 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name: str) -> None:
     stages, ranks = PLANS[name]
     plan = plan_of(stages, ranks)
     assert_equal(run_ranks(train, ranks, args=[plan.to_json()]), plan)
+
+
+def test_a_replica_that_is_done_keeps_back_no_gradient_that_another_one_needs() -> None:
+    """The first stage computes nothing for the second replica before it has the first one's last gradient."""
+    plan = plan_of([Stage(0, 5, (0,)), Stage(5, 9, (1, 2))], 3, "one by one")
+    assert_equal(run_ranks(train, 3, args=[plan.to_json()], timeout_s=30), plan)
 
 
 def accumulate(rank: int, world_size: int, document: Any) -> Any:

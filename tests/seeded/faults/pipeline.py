@@ -8,6 +8,20 @@ _RUN = "tests/multiprocess/test_pipeline_run.py"
 
 PIPELINE: Final[tuple[Fault, ...]] = (
     Fault(
+        "replicas ask each other about buffers within their first backward, before they send gradients on",
+        "crossover_ddp/pipeline/run.py",
+        "                Exchange.of(group).buffers.stay_with_ddp = True\n",
+        "",
+        ("tests/multiprocess/test_pipeline_run.py", "-k", "keeps_back"),
+    ),
+    Fault(
+        "replicas make their buckets anew within the second step's first forward",
+        "crossover_ddp/pipeline/run.py",
+        "if isinstance(model, DistributedDataParallel) and model.reducer._rebuild_buckets():",
+        "if False:",
+        ("tests/multiprocess/test_pipeline_run.py", "-k", "keeps_back"),
+    ),
+    Fault(
         "replicas of a stage have the mean of their parts of the gradients, not the sum",
         "crossover_ddp/pipeline/run.py",
         "    bucket.buffer().mul_(state.replicas)\n",
