@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 # other. Tests marked `alone` or `quiet` have bounds in seconds and choose their company (tests/harness/turnstile.py).
 WORKERS ?= 2
 PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
+# Some machines forbid Python to keep what it has compiled; each of a hundred processes then compiles all of it again.
+COMPILE_ONCE := PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help test marked demo bench campaign lint format setup clean
@@ -20,11 +22,11 @@ help: ## say what each target does
 # Torch's own annotations differ between its versions, so the code is checked against the newest only.
 test: $(if $(TORCH),$(INSTALLED),lint) ## lint, type check and all tests; benchmarks in their smoke form
 	@echo "test: all tests; benchmarks run once, untimed"
-	@CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	@$(COMPILE_ONCE) CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 marked: $(INSTALLED) ## only the tests that depend on what torch itself does
 	@echo "marked: the tests that depend on what torch itself does"
-	@$(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS)
+	@$(COMPILE_ONCE) $(BIN)/python -m pytest -m torch_version $(PARALLEL) $(PYTEST_ARGS)
 
 demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, picture, JSON in runs/demo/
 	@echo "demo: two sibling jobs on an emulated two-node cluster, results in runs/demo/"

@@ -60,7 +60,8 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
 def environment(root: Path) -> Mapping[str, str]:
     """Return the variables under which the copy is imported, in the suite's short form."""
     kept = {name: value for name, value in os.environ.items() if name != "CROSSOVER_CAMPAIGN"}
-    return {**kept, "PYTHONPATH": str(root), "CROSSOVER_BENCH": "smoke"}
+    # No bytecode: a fault may be as long as what it replaces, and be there in the same second.
+    return {**kept, "PYTHONPATH": str(root), "CROSSOVER_BENCH": "smoke", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 if __name__ == "__main__":
