@@ -76,9 +76,14 @@ class Agent:
         )
 
     def wait(self) -> None:
-        status = self._process.wait(TIMEOUT_S)
+        assert self._process.wait(TIMEOUT_S) == 0, self.output()
+
+    def has_failed(self) -> bool:
+        return self._process.poll() not in (None, 0)
+
+    def output(self) -> str:
         self._output.seek(0)
-        assert status == 0, self._output.read()[-3000:]
+        return self._output.read()[-3000:]
 
     def end(self) -> None:
         end([self._process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
@@ -94,10 +99,10 @@ def torchrun(directory: Path, job: Elastic) -> Iterator[Agent]:
         agent.end()
 
 
-def wait_for_steps(job: Elastic, steps: int, *, life: int = 0) -> None:
+def wait_for_steps(job: Elastic, steps: int, agent: Agent, *, life: int = 0) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while len(job.rank(0, life).steps()) < steps:
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_s and not agent.has_failed(), agent.output()
         time.sleep(0.05)
 
 
@@ -113,14 +118,14 @@ def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> Non
         torchrun(tmp_path, victim) as agent,
     ):
         with steady.slowed():
-            wait_for_steps(victim, 1)
-        wait_for_steps(victim, DIES[1])
+            wait_for_steps(victim, 1, agent)
+        wait_for_steps(victim, DIES[1], agent)
         with steady.slowed():
-            wait_for_steps(victim, 1, life=1)
-        wait_for_steps(victim, STEPS, life=1)
+            wait_for_steps(victim, 1, agent, life=1)
+        wait_for_steps(victim, STEPS, agent, life=1)
         with steady.slowed():
             agent.wait()
-        wait_for_steps(steady, len(steady.rank(0).steps()) + 3)
+        wait_for_steps(steady, len(steady.rank(0).steps()) + 3, agent)
         steady.stop.touch()
         ranks.wait(TIMEOUT_S)
     assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
