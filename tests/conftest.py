@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
+from tests.harness.net import is_inside
 from tests.harness.turnstile import Company, Turnstile
 
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
@@ -33,17 +34,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test the harness before what relies on it, and last the files with tests that do not run beside all others.
+    """Mark what knows the engine; test the harness first, and last the files with tests that choose their company.
 
     Each such test waits for that of the other worker to end, which costs little while all are of one kind. So the
     other tests of such a file keep its company.
     """
+    for item in items:
+        if is_inside(item.path):
+            item.add_marker("inside")
     if not items:
         return
     kinds = items[0].config.stash.setdefault(_kinds, {})
     for item in items:
         kinds[item.path] = max(_marked(item), kinds.get(item.path, Company.CROWD))
     items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    ran = {report.nodeid: "inside" in report.keywords for report in reports if hasattr(report, "keywords")}
+    inside = sum(ran.values())
+    terminalreporter.write_line(f"tests of public names: {len(ran) - inside}; inside the engine: {inside}")
 
 
 def _marked(item: pytest.Item) -> Company:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.inside import force_native
 from tests.multiprocess.compressed_training import backward, digest, gradients, network, wrapped
 
 STEPS = 12 if IN_CAMPAIGN else 8
@@ -33,16 +33,6 @@ CELLS = [
 if IN_CAMPAIGN:
     CELLS = list(itertools.product(("compressed", "crossover", "decoupled"), WORLD_SIZES))
 PAIR = (Int8(), Half())
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def force_native() -> None:
-    """Let gloo count as a backend with collectives of its own; it has all that is needed."""
-    Exchange.of(group()).routes.backends = {"cpu": "some-native-backend"}
 
 
 def train(
@@ -82,9 +72,8 @@ def train(
 def both_ways(rank: int, world_size: int, hook: str) -> None:
     for codec in (Int8(), PAIR):
         on_ring, ring_rate = train(rank, hook, codec)
-        force_native()
-        native, rate = train(rank, hook, codec)
-        Exchange.of(group()).routes.backends = {"cpu": "gloo"}
+        with force_native():
+            native, rate = train(rank, hook, codec)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, native)
         assert all(each == native for each in everyone), f"{codec}: ranks differ"
@@ -102,9 +91,9 @@ def test_parameters_are_equal_on_all_ranks_and_those_of_gloo(hook: str, world_si
     run_ranks(both_ways, world_size, args=[hook])
 
 
+@force_native()
 def conservation(rank: int, world_size: int) -> None:
     """What was applied and what is kept make up all gradients; a drained step leaves nothing."""
-    force_native()
     model, alone = wrapped(), network()
     state = CompressedState(Int8())
     model.register_comm_hook(state, compressed_hook)
@@ -134,10 +123,10 @@ def test_nothing_is_lost(world_size: int) -> None:
     run_ranks(conservation, world_size)
 
 
+@force_native()
 def with_turns(rank: int, world_size: int) -> None:
     """A mutex goes on as with exact collectives."""
-    force_native()
-    mutex = GPUMutex(device=f"native-{rank}", process_group=group())
+    mutex = GPUMutex(device=f"native-{rank}", process_group=dist.group.WORLD)
     model = wrapped()
     model.register_comm_hook(CompressedState(Int8(), mutex=mutex), compressed_hook)
     for step in range(4):
@@ -152,8 +141,8 @@ def test_turns_are_taken() -> None:
     run_ranks(with_turns, 2)
 
 
+@force_native()
 def refused(rank: int, world_size: int, case: str) -> None:
-    force_native()
     options: dict[str, Any] = {"find_unused_parameters": True} if case == "unused" else {}
     model = wrapped(**options)
     codec = SIDCo(0.05) if case == "size" else Int8()
@@ -177,9 +166,9 @@ def test_what_cannot_work_is_refused(case: str) -> None:
     run_ranks(refused, 2, args=[case])
 
 
+@force_native()
 def checkpoint(rank: int, world_size: int) -> None:
     """Residuals of one way go on in the other."""
-    force_native()
     model = wrapped()
     state = CompressedState(Int8())
     model.register_comm_hook(state, compressed_hook)

@@ -22,8 +22,8 @@ from crossover_ddp import (
     kfac_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._exchange import module_buffers
 from tests.harness import run_ranks
+from tests.harness.inside import hide_model
 
 STEPS = 5
 HOOKS = ("split", "crossover", "decoupled", "kfac", "wrapped split", "wrapped all-reduce")
@@ -102,9 +102,7 @@ def test_ddp_broadcasts_only_before_the_first_step(hook: str, world_size: int) -
 
 
 def train_without_finding_the_model(rank: int, world_size: int, hook: str) -> tuple[int, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(module_buffers, "model_of", lambda *_, **__: None)
+    with hide_model() if rank == 1 else contextlib.nullcontext():
         return count_broadcasts(rank, world_size, hook)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -21,6 +20,7 @@ from crossover_ddp.comm_hooks import (
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
 
 # Registers a hook for the time of the block, and leaves nothing behind.
@@ -118,7 +118,7 @@ def kfac_of_nothing(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 ) -> Iterator[Callable[[], None]]:
     """All layers pass through K-FAC's payload, which a user is not allowed."""
-    with mock.patch("crossover_ddp.kfac_hooks.check_any"):
+    with inside.kfac_of_no_layer():
         state = KFACState(model, optimizer, skip=["*"])
     model.register_comm_hook(state, kfac_hook)
     yield lambda: None

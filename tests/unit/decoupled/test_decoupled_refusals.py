@@ -10,40 +10,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from crossover_ddp._decoupled.training import DecoupledTraining
-from crossover_ddp._exchange.routes import Routes
 from crossover_ddp.codecs import Int8
+from tests.harness.inside import refuse_bucket
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
-REFUSED: dict[str, Callable[[dist.GradBucket], bool]] = {
-    "first": lambda bucket: bucket.index() == 0,
-    "second": lambda bucket: bucket.index() == 1,
-    "last": lambda bucket: bucket.is_last(),
-    "every": lambda bucket: True,
-}
 
-
-@pytest.mark.parametrize("refused", REFUSED)
-@pytest.mark.parametrize("where", ["state", "engine"])
-def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
-    refused: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, name = (DecoupledTraining, "_checked_parameters") if where == "state" else (Routes, "of_bucket")
-    original = getattr(owner, name)
-
-    def picky(self: object, bucket: dist.GradBucket, *args: object) -> object:
-        if REFUSED[refused](bucket):
-            raise KeyError("ours")
-        return original(self, bucket, *args)
-
+@pytest.mark.parametrize("refused", [0, 1, "last", "every"])
+def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(refused: int | str) -> None:
     training, plain = Training(decoupled=True).run(), Training(decoupled=False).run()
     assert training.state is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, picky)
-        with pytest.raises(KeyError, match="ours"):
-            training.backward()
+    with refuse_bucket(refused), pytest.raises(KeyError, match="ours"):
+        training.backward()
     for _ in range(2):
         for use in (training.optimizer.step, lambda: training.state.clip_grad_norm_(1.0)):  # type: ignore[union-attr]
             with pytest.raises(UnsupportedConfigurationError, match="expected a whole backward"):

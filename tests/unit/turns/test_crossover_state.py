@@ -17,6 +17,7 @@ from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, crossover_hoo
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
+from tests.harness.inside import break_engine
 from tests.unit.turns.mutexes import membership_of
 
 Hook = default_hooks.allreduce_hook
@@ -186,13 +187,6 @@ def test_a_pickled_state_leaves_the_process_behind() -> None:
     assert copy.process_group is None
 
 
-@pytest.mark.usefixtures("process_group", "group_name")
-def test_ddp_takes_one_hook_only() -> None:
-    state = CrossoverState()
-    with registered(state) as model, pytest.raises(RuntimeError, match="register_comm_hook"):
-        model.register_comm_hook(CrossoverState(), crossover_hook)
-
-
 class RecordingTurn:
     """A turn that notes what is done to it."""
 
@@ -252,18 +246,12 @@ def test_a_state_made_after_another_was_closed_joins_anew() -> None:
 
 @pytest.mark.usefixtures("process_group", "group_name")
 @pytest.mark.parametrize("hook", [crossover_hook, crossover_wrapper(default_hooks.allreduce_hook)])
-def test_no_exception_leaves_the_hook(hook: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_exception_leaves_the_hook(hook: object) -> None:
     """DDP survives: the error comes out of backward, and the next step works again."""
-
-    def broken(group: dist.ProcessGroup) -> None:
-        raise ValueError("broken on purpose")
-
     state = CrossoverState()
     with registered(state, hook) as model:
-        with monkeypatch.context() as patch:
-            patch.setattr("crossover_ddp.comm_hooks.Exchange.of", broken)
-            with pytest.raises(ValueError, match="broken on purpose"):
-                losses(model, steps=1)
+        with break_engine(ValueError("broken on purpose")), pytest.raises(ValueError, match="broken on"):
+            losses(model, steps=1)
         assert len(losses(model, steps=2)) == 2
 
 

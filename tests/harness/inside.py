@@ -1,0 +1,88 @@
+"""All that tests of public names must know of the engine's private ones: ways to make it fail, or do what is rare.
+
+Each is a context manager for this process, so ranks enter it themselves.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from crossover_ddp import kfac_hooks
+from crossover_ddp._exchange import module_buffers
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.routes import Routes
+
+
+@contextlib.contextmanager
+def refuse_bucket(
+    which: int | str | Callable[[dist.GradBucket], bool] = 0,
+    *,
+    error: Exception | None = None,
+    times: int | None = None,
+) -> Iterator[None]:
+    """Refuse a bucket before anything of it is sent, whatever the hook.
+
+    Args:
+        which: its index, "last", "every", or a function that tells whether a bucket is it.
+        error: what is raised; ``KeyError("ours")`` if none is given.
+        times: so often at most; None: always.
+    """
+    original, left = Routes.of_bucket, float("inf") if times is None else times
+
+    def is_it(bucket: dist.GradBucket) -> bool:
+        if callable(which):
+            return which(bucket)
+        return which == "every" or (bucket.is_last() if which == "last" else bucket.index() == which)
+
+    def of_bucket(self: Routes, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        if left > 0 and is_it(bucket):
+            left -= 1
+            raise error or KeyError("ours")
+        return original(self, bucket, *args, **options)
+
+    with mock.patch.object(Routes, "of_bucket", of_bucket):
+        yield
+
+
+@contextlib.contextmanager
+def break_engine(error: Exception) -> Iterator[None]:
+    """Let no hook reach its group's engine: what a mistake of our own would look like."""
+    with mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)):
+        yield
+
+
+@contextlib.contextmanager
+def force_native() -> Iterator[None]:
+    """Let gloo count as a backend with collectives of its own; it has all that is needed."""
+    with mock.patch.object(Routes, "is_on_ring", lambda self, device: False):
+        yield
+
+
+@contextlib.contextmanager
+def hide_model() -> Iterator[None]:
+    """Let no engine find the model behind a hook, as if somebody else held it in a strange place."""
+    with mock.patch.object(module_buffers, "model_of", lambda *_, **__: None):
+        yield
+
+
+@contextlib.contextmanager
+def kfac_of_no_layer() -> Iterator[None]:
+    """Let `KFACState` take a model of which it treats no layer, which a user is not allowed."""
+    with mock.patch.object(kfac_hooks, "check_any"):
+        yield
+
+
+@contextlib.contextmanager
+def fail_buckets(error: Exception) -> Iterator[None]:
+    """Let the owner's part of each bucket fail that is under way, which is the end of its exchange."""
+    submit = Exchange.submit
+
+    def failing(self: Exchange, bucket: dist.GradBucket, **options: Any) -> Any:
+        return submit(self, bucket, **{**options, "owner_step": mock.Mock(side_effect=error)})
+
+    with mock.patch.object(Exchange, "submit", failing):
+        yield
