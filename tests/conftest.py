@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    ran = {report.nodeid: "inside" in report.keywords for report in reports if hasattr(report, "keywords")}
+    ran = {each.nodeid: "inside" in each.keywords for each in reports if isinstance(each, pytest.TestReport)}
     inside = sum(ran.values())
     terminalreporter.write_line(f"tests of public names: {len(ran) - inside}; inside the engine: {inside}")
 

@@ -1,6 +1,9 @@
 """Whether the long form of tests was asked for, as `make campaign` does."""
 
 import os
+import random
 from typing import Final
 
 IN_CAMPAIGN: Final = bool(os.environ.get("CROSSOVER_CAMPAIGN"))
+# Of tests with random faults: the same tree gives the same result twice, but in the campaign.
+SEED: Final = random.SystemRandom().randrange(10**6) if IN_CAMPAIGN else 1

@@ -60,9 +60,9 @@ def _names(module: Path, root: Path) -> frozenset[str]:
         found.update(re.findall(rf"\b(?:{PACKAGE}|tests)(?:\.\w+)+", text))
         found.update(re.findall(r"^\w+\.py$", text))
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1):
-        owner, name = call.args[:2]
-        if isinstance(owner, ast.Name) and isinstance(name, ast.Constant) and owner.id in imported:
-            found.add(f"{imported[owner.id]}.{name.value}")
+        owner, what = call.args[:2]
+        if isinstance(owner, ast.Name) and isinstance(what, ast.Constant) and owner.id in imported:
+            found.add(f"{imported[owner.id]}.{what.value!s}")
     return frozenset(found)
 
 
