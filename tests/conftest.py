@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
+from tests.fake_cuda import session as fake_cuda
 from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
@@ -31,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_turnstile] = _make_turnstile(config)
     # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
+    if (plugin := fake_cuda.plugin(config)) is not None:
+        config.pluginmanager.register(plugin)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,160 @@
+"""Build the fake device for this interpreter's torch, once for each version of its sources and of torch.
+
+The libraries go to ``$XDG_CACHE_HOME/crossover_ddp/fake_cuda``. Several processes may ask at the same time: the first
+one builds, the others wait for it.
+"""
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+SOURCES: Final = Path(__file__).parent / "device"
+TORCH: Final = Path(torch.__file__).parent
+_COMPILER: Final = ("g++", "-std=c++20", "-fPIC", "-shared", "-pthread", "-Wno-interference-size")
+
+
+class BuildError(RuntimeError):
+    """The sources do not compile."""
+
+
+class Toolkit(NamedTuple):
+    """What NVIDIA's packages, which torch's CUDA build depends on, bring along."""
+
+    runtime: Path  # libcudart.so.N
+    nccl: Path
+    headers: Path
+    nccl_headers: Path
+    crt: Path  # host headers that only triton's package has
+
+
+def why_not() -> str | None:
+    """Say why the device cannot be built here, or None; what does not compile is an error, not a reason."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA; the fake device runs torch's CUDA build"
+    for tool in ("g++", "nm"):
+        if shutil.which(tool) is None:
+            return f"no {tool} here; the fake device is compiled with g++ and binutils"
+    toolkit = _find()
+    return toolkit if isinstance(toolkit, str) else None
+
+
+@functools.cache
+def _find() -> Toolkit | str:
+    """Find NVIDIA's packages beside torch, or say what is missing."""
+    packages = TORCH.parent
+    wanted = {
+        "runtime": "nvidia/**/lib/libcudart.so.*",
+        "nccl": "nvidia/**/lib/libnccl.so.2",
+        "headers": "nvidia/**/include/cuda_runtime_api.h",
+        "nccl_headers": "nvidia/**/include/nccl.h",
+        "crt": "triton/backends/nvidia/include/crt/host_defines.h",
+    }
+    found = {name: next(packages.glob(pattern), None) for name, pattern in wanted.items()}
+    missing = [wanted[name] for name, path in found.items() if path is None]
+    if missing:
+        return f"no {' and no '.join(missing)} in {packages}; the fake device is built with them"
+    return Toolkit(**{name: path for name, path in found.items() if path is not None})
+
+
+def _key(toolkit: Toolkit) -> str:
+    """Name the libraries by all that they are made of."""
+    digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {_COMPILER}".encode())
+    for source in sorted(path for path in [*SOURCES.rglob("*"), Path(__file__)] if path.is_file()):
+        digest.update(source.name.encode() + source.read_bytes())
+    for library in (toolkit.runtime, toolkit.nccl):
+        digest.update(f"{library.name} {library.stat().st_size}".encode())
+    return digest.hexdigest()[:16]
+
+
+def build() -> Path:
+    """Return the directory of the libraries, building them first where they are not there yet."""
+    reason = why_not()
+    toolkit = _find()
+    assert reason is None and isinstance(toolkit, Toolkit), reason
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover_ddp" / "fake_cuda"
+    cache.mkdir(parents=True, exist_ok=True)
+    libraries = cache / _key(toolkit)
+    if libraries.exists():
+        return libraries
+    with (cache / f"{libraries.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not libraries.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as work:
+                _build_all(toolkit, Path(work))
+                made = Path(work) / "libraries"
+                made.rename(libraries)
+    return libraries
+
+
+def _build_all(toolkit: Toolkit, work: Path) -> None:
+    """Compile the three libraries at the same time."""
+    out, runtime = work / "libraries", toolkit.runtime.name
+    out.mkdir()
+    (work / "include").mkdir()
+    (work / "include" / "crt").symlink_to(toolkit.crt.parent)
+    (work / "names.map").write_text(f"{runtime} {{ global: *; }};")
+    headers = _options("-I", work / "include", toolkit.headers.parent, toolkit.nccl_headers.parent)
+    of_torch = _options("-I", TORCH / "include", TORCH / "include/torch/csrc/api/include")
+    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
+    _run_all(
+        _compile("-c", "-O1", *headers, SOURCES / "runtime.cpp", "-o", work / "runtime.o"),
+        _compile("-c", "-O2", f"-I{SOURCES / 'stub'}", *headers, SOURCES / "nccl.cpp", "-o", work / "nccl.o"),
+        _compile("-O1", *headers, *of_torch, SOURCES / "kernels.cpp", *libraries, "-o", out / "kernels.so"),
+    )
+    _write_rest(toolkit.runtime, work / "runtime.o", ("cuda", "__cuda"), 801)  # cudaErrorNotSupported
+    _write_rest(toolkit.nccl, work / "nccl.o", ("nccl",), 5)  # ncclInvalidUsage
+    names = [f"-Wl,-soname,{runtime}", f"-Wl,--version-script={work / 'names.map'}"]
+    of_nccl = ["-Wl,-soname,libnccl.so.2", "-o", out / "libnccl.so.2"]
+    _run_all(
+        _compile(work / "runtime.o", work / "runtime.o.cpp", *names, "-ldl", "-o", out / runtime),
+        _compile(work / "nccl.o", work / "nccl.o.cpp", *of_nccl),
+    )
+    (out / "libcuda.so.1").symlink_to(runtime)
+
+
+def _compile(*words: str | Path) -> list[str]:
+    return [*_COMPILER, *map(str, words)]
+
+
+def _options(letter: str, *paths: Path) -> list[str]:
+    return [f"{letter}{path}" for path in paths]
+
+
+def _write_rest(real: Path, mine: Path, prefixes: tuple[str, ...], error: int) -> None:
+    """Write a source file with each name of the real library that ours lacks: whoever calls one is told so."""
+    lacking = sorted(name for name in _names(real, "-D") - _names(mine) if name.startswith(prefixes))
+    lines = ["#include <cstdio>", '#define API extern "C" __attribute__((visibility("default")))']
+    for name in lacking:
+        told = f'std::fputs("fake CUDA device: {name} is not covered\\n", stderr)'
+        lines.append(f"API int {name}() {{ {told}; return {error}; }}")
+    Path(f"{mine}.cpp").write_text("\n".join(lines))
+
+
+def _names(library: Path, *options: str) -> set[str]:
+    shown = subprocess.run(
+        ["nm", "--defined-only", *options, str(library)], check=True, capture_output=True, text=True
+    )
+    return {line.split()[-1].split("@")[0] for line in shown.stdout.splitlines() if line}
+
+
+def _run_all(*commands: Sequence[str]) -> None:
+    running = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for words in commands
+    ]
+    failures = []
+    for process in running:
+        output, _ = process.communicate()
+        if process.returncode:
+            failures.append(f"{' '.join(map(str, process.args))}\n{output}")  # type: ignore[arg-type]
+    if failures:
+        raise BuildError("\n".join(failures))

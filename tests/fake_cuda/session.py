@@ -1,0 +1,160 @@
+"""Tests marked ``fake_cuda`` run in a pytest process of their own, which was started on the fake device.
+
+Libraries must be preloaded when a process starts, so no test can ask for them later. Whatever such a test uses, ranks
+and scripts included, is a child of that process and has the device as well. One such process serves all marked tests
+of a pytest worker; its reports are the tests' own.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+from crossover_ddp._system.children import Child, end, wait_any
+
+from . import environment, is_here, why_not
+
+MARKER: Final = "fake_cuda"
+_CONNECTION: Final = "FAKE_CUDA_ORDERS"
+_DUMP_TIMEOUT_S: Final = 5.0
+_OUTPUT_LIMIT_BYTES: Final = 20_000
+
+
+class Order(NamedTuple):
+    """What the other process is to run."""
+
+    nodeid: str
+    following: str | None  # for fixtures that both use
+
+
+def plugin(config: pytest.Config) -> "OnFakeDevice | Served | None":
+    """Return what runs marked tests of this process, or None where any test may run in it."""
+    if _CONNECTION in os.environ:
+        return Served(config, Connection(int(os.environ.pop(_CONNECTION))))
+    return None if is_here() else OnFakeDevice()
+
+
+class Server:
+    """The pytest process on the device, as its parent sees it."""
+
+    def __init__(self, files: list[Path], root: Path) -> None:
+        self._orders, theirs = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._process = Child(
+                [
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    "-m",
+                    "pytest",
+                    "-p",
+                    "no:cacheprovider",
+                    *map(str, files),
+                ],
+                {**os.environ, **environment(), _CONNECTION: str(theirs.fileno())},
+                death_signal=signal.SIGKILL,
+                cwd=root,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def run(self, order: Order) -> Iterator[dict[str, Any]]:
+        """Have one test run and yield its reports; raise `EOFError` if the process ends in it."""
+        try:
+            self._orders.send(order)
+            while (report := self._orders.recv()) is not None:
+                yield report
+        except OSError as error:  # a broken pipe
+            raise EOFError from error
+
+    def fail(self) -> str:
+        """End the process, with the stacks of its threads, and return what it has written."""
+        self._process.signal_session(signal.SIGABRT)
+        wait_any([self._process], _DUMP_TIMEOUT_S)
+        self.close(grace_s=0.0)
+        self._output.seek(0)
+        return self._output.read()[-_OUTPUT_LIMIT_BYTES:].decode(errors="replace")
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Let the process end, then make sure that it does."""
+        self._orders.close()
+        if grace_s:
+            wait_any([self._process], grace_s)
+        end([self._process], grace_s=0.0)
+
+
+class OnFakeDevice:
+    """Hands marked tests on; without a device they are skipped and say why."""
+
+    def __init__(self) -> None:
+        self._server: Server | None = None
+        self._files: list[Path] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        marked = [item for item in items if item.get_closest_marker(MARKER)]
+        if marked and (reason := why_not()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        elif marked:
+            self._files = sorted({item.path for item in marked})
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if not self._files or not item.get_closest_marker(MARKER):
+            return None
+        follows = nextitem is not None and nextitem.get_closest_marker(MARKER)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        order = Order(item.nodeid, nextitem.nodeid if nextitem is not None and follows else None)
+        for report in self._reports(item, order):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _reports(self, item: pytest.Item, order: Order) -> Iterator[pytest.TestReport]:
+        try:
+            if self._server is None:
+                self._server = Server(self._files, item.config.rootpath)
+            for data in self._server.run(order):
+                yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        except (EOFError, pytest.fail.Exception) as error:  # the latter is pytest-timeout's
+            what = "the process on the fake device died" if isinstance(error, EOFError) else str(error)
+            written = self._server.fail() if self._server is not None else ""
+            self._server = None
+            yield pytest.TestReport(
+                item.nodeid, item.location, {}, "failed", f"{what}; it had written:\n{written}", "call"
+            )
+
+    def pytest_unconfigure(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class Served:
+    """The other side: runs what it is told and sends the reports."""
+
+    def __init__(self, config: pytest.Config, orders: "Connection[Any, Any]") -> None:
+        self._config, self._orders = config, orders
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        try:
+            while True:
+                order: Order = self._orders.recv()
+                following = None if order.following is None else items[order.following]
+                self._config.hook.pytest_runtest_protocol(item=items[order.nodeid], nextitem=following)
+                self._orders.send(None)
+        except EOFError:
+            return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._orders.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
