@@ -100,9 +100,11 @@ class MuonState(Pausable):
         self._rank, self._world_size = group.rank(), group.size()
         pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
         self._matrices = [matrix for matrix, _ in pairs]
-        self._ownership = own(
-            [newton_schulz_flop(_shape(matrix), each["ns_steps"]) for matrix, each in pairs], group.size()
-        )
+        costs = [
+            newton_schulz_flop(_shape(matrix), each["ns_steps"]) if matrix.requires_grad else 0
+            for matrix, each in pairs
+        ]
+        self._ownership = own(costs, group.size())
         self.owners, self.loads = self._ownership.owners, self._ownership.loads
         self._stepping: Stepping | None = None
         if turns_disabled():

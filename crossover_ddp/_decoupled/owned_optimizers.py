@@ -1,6 +1,6 @@
 """Optimizers of which each rank runs the part of the parameters that it owns, and what they keep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owner_trial import costs_of
 from .owners import assign
-from .partial_optimizer import PartialOptimizer, StepPlan, Update, ramp, tiny_like
+from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import view_of
 from .state_tensors import described, filled, in_memory, places_in, tensors_in
 
@@ -28,10 +28,6 @@ class OwnedUpdate(NamedTuple):
 class OwnedOptimizer:
     """One optimizer, whose step is taken for some of its parameters.
 
-    [Note: groups without an own parameter] An optimizer may count its steps in a parameter group. A rank that owns none
-    of the group's parameters, or none that has a gradient now, would not count. It takes the step on a tiny parameter
-    instead, whose values nobody reads; `check_separable` has tried the likes of it.
-
     Args:
         optimizer: the user's, with its own ``step``.
     """
@@ -41,11 +37,6 @@ class OwnedOptimizer:
         self.partial = PartialOptimizer(optimizer)
         self.costs = costs_of(optimizer)
         self.parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stand_ins: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        costs = iter(self.costs)
-        for number, group in enumerate(optimizer.param_groups):
-            if any([next(costs).writes_group for _ in group["params"]]):
-                self._stand_ins[number] = tiny_like(group["params"])[0], {}
 
     def returning_numel(self, numel: int, itemsize: int) -> int:
         """Return how many elements of a buffer come back for a parameter: its new values.
@@ -72,31 +63,6 @@ class OwnedOptimizer:
         if others:
             torch._foreach_copy_([each.update.parameter for each in others], [each.piece for each in others])
 
-    def count(self, plan: StepPlan, own: Iterable[Update], others: Iterable[torch.Tensor]) -> None:
-        """End a step: see [Note: groups without an own parameter].
-
-        Args:
-            plan: of the step.
-            own: all updates that this rank has made in the step.
-            others: parameters that other ranks have updated.
-        """
-        if not self._stand_ins:
-            return
-        counted = {plan.group_of[id(update.parameter)] for update in own}
-        for number in {plan.group_of[id(parameter)] for parameter in others} - counted:
-            if number in self._stand_ins:
-                self._count_alone(plan, number)
-
-    def _count_alone(self, plan: StepPlan, number: int) -> None:
-        stand_in, kept = self._stand_ins[number]
-        plan.group_of[id(stand_in)] = number
-        if kept:
-            self.optimizer.state[stand_in] = kept
-        try:
-            self.partial.apply(plan, [Update(stand_in, ramp(stand_in, 0.5))])
-        finally:
-            self._stand_ins[number] = stand_in, self.optimizer.state.pop(stand_in, {})
-
 
 class OwnedOptimizers:
     """All optimizers of a model; every parameter has an owner, which alone keeps the optimizer's state of it.
@@ -110,7 +76,7 @@ class OwnedOptimizers:
         self.each = each
         self.parameters = [p for owned in self.each for p in owned.parameters]
         self._rank = rank
-        costs = [cost.size_bytes for owned in self.each for cost in owned.costs]
+        costs = [cost for owned in self.each for cost in owned.costs]
         self.owners, self.loads = assign(costs, world_size)
         self.owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
         self.number_of = {id(p): number for number, owned in enumerate(self.each) for p in owned.parameters}

@@ -20,6 +20,7 @@ from .owned_optimizers import OwnedOptimizers
 from .owned_share import Packed
 from .owners import OwnedLayout, OwnedPart, owned_layout
 from .shares import view_of
+from .withheld import withhold
 
 Key = tuple[object, ...]
 
@@ -51,7 +52,7 @@ class Packing:
 
     @torch.no_grad()
     def pack(self, bucket: dist.GradBucket) -> tuple[Packed, Key]:
-        """Return the bucket's gradients by owner, and leave zeros in the bucket; ``Key`` is for `travels`."""
+        """Return the bucket's gradients by owner, and withhold them in the bucket; ``Key`` is for `travels`."""
         buffer = bucket.buffer()
         contents = contents_of(bucket, buffer)
         if any(each.parameter.dtype != buffer.dtype for each in contents):
@@ -71,7 +72,7 @@ class Packing:
         there, back = self._lend(key, buffer, layout.numel, back_layout.numel)
         for each, place in zip(contents, places, strict=True):
             _part(there, place).copy_(_part(buffer, each.span))
-        buffer.data.zero_()  # counts no version: changes of the user's do
+        withhold(buffer)
         gradients = [view_of(there, p, place.start) for p, place in zip(parameters, places, strict=True)]
         pieces = [
             self._owned.of(p).piece(_part(back, place), p)

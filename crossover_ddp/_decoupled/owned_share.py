@@ -13,10 +13,11 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .owned_optimizers import OwnedOptimizer, OwnedUpdate
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import Share
+from .withheld import is_computed_with, withhold
 
 TOUCHED: Final = (
     "expected the gradients that backward() left, got gradients that were changed (by "
-    "torch.nn.utils.clip_grad_norm_, GradScaler, p.grad.mul_): with owners='layers' they are zero, and only a "
+    "torch.nn.utils.clip_grad_norm_, GradScaler, p.grad.mul_): with owners='layers' they are NaN, and only a "
     "parameter's owner has its mean; use state.clip_grad_norm_ to clip, and bfloat16 instead of a GradScaler"
 )
 
@@ -73,24 +74,31 @@ class OwnedShare(Share):
             update.gradient.data.copy_(gradient)  # counts no version
 
     def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
-        """Return what comes of the updates of one optimizer, that of ``plan``."""
+        """Return what comes of the updates of one optimizer, that of ``plan``, which may reuse gradients' memory."""
         assert self.packed is not None
         piece_of = {id(p): piece for p, piece in zip(self.parameters, self.packed.pieces, strict=True)}
         return [
-            OwnedUpdate(update, piece_of[id(update.parameter)], self._is_own(update))
+            OwnedUpdate(
+                # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
+                Update(update.parameter, update.gradient.data),
+                piece_of[id(update.parameter)],
+                self._is_own(update),
+            )
             for update in self.updates
             if id(update.parameter) in plan.group_of
         ]
 
     def clear(self) -> None:
-        """Leave zeros where the mean of owned parameters was."""
+        """Withhold the mean of owned parameters again."""
         for update in self.updates:
             if self._is_own(update):
-                update.gradient.data.zero_()
+                withhold(update.gradient)
 
-    def others(self) -> list[torch.Tensor]:
-        """Return the parameters that other ranks update in this step."""
-        return [update.parameter for update in self.updates if not self._is_own(update)]
+    def check_dropped(self) -> None:
+        """Refuse to drop a step whose gradients somebody has computed with: he may skip all for what he saw."""
+        separate = [each.gradient for each in self._separate.values()]
+        if any([is_computed_with(gradient) for gradient in separate or [self.buffer]]):
+            raise UnsupportedConfigurationError(TOUCHED)
 
     def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
         assert self.packed is not None
@@ -105,7 +113,7 @@ class OwnedShare(Share):
     # --- as of `Share` ---------------------------------------------------------------------------------------
 
     def check_gradients(self) -> None:
-        """Refuse gradients that somebody has changed; theirs are zeros, see `Share`."""
+        """Refuse gradients that somebody has changed, see [Note: gradients that are withheld]."""
         try:
             Share.check_gradients(self)
         except UnsupportedConfigurationError:

@@ -14,15 +14,16 @@ threads, and forward needs first what was reduced last, so that little could run
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.ddp_checks import check_not_joined
+from crossover_ddp._exchange.ddp_checks import Bucket, check_not_joined
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.transfer import MakeMessages, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -34,10 +35,14 @@ from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
 from .owned_packing import Packing
 from .owned_share import TOUCHED, OwnedShare
-from .partial_optimizer import PartialOptimizer, StepPlan, Update
+from .partial_optimizer import PartialOptimizer, StepPlan
 from .shares import Share
 from .training import DecoupledTraining, copies_gradients
 from .updates import Updates, as_in_step
+
+logger = logging.getLogger(__name__)
+
+_SKIPPED_STEPS_TO_WARN: Final = 3
 
 
 class OwnedUpdates(Updates):
@@ -90,6 +95,7 @@ class OwnedTraining(DecoupledTraining):
         self._plans: dict[int, StepPlan] = {}
         self._dropped: set[int] = set()
         self._is_checked = False
+        self._skipped = 0
         super().__init__(
             optimizers[0], turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates
         )
@@ -136,6 +142,17 @@ class OwnedTraining(DecoupledTraining):
         if not round_.is_open:
             self._dropped.clear()
         return super()._take(state, process_group, bucket)
+
+    def _checked_parameters(self, bucket: Bucket, state: object) -> list[torch.Tensor]:
+        parameters = super()._checked_parameters(bucket, state)
+        new = [p for p in parameters if id(p) not in self.owned.owner_of]
+        if new:
+            raise UnsupportedConfigurationError(
+                f"expected the parameters that the optimizers had when the state was made, got {len(new)} more, of "
+                "shape "
+                f"{tuple(new[0].shape)} the first; after add_param_group() make the state and its DDP model anew"
+            )
+        return parameters
 
     def _defer(
         self,
@@ -192,8 +209,17 @@ class OwnedTraining(DecoupledTraining):
         parameters = [p for share in round_.shares for p in share.parameters]
         numbers = {self.owned.number_of[id(p)] for p in parameters}
         if numbers <= self._dropped or all(p.grad is None for p in parameters):
-            round_.shares = []
+            shares, round_.shares = cast(list[OwnedShare], round_.shares), []
             self.updates.lower_guards()
+            for share in shares if not round_.is_broken else ():  # else a refused backward has added to them
+                share.check_dropped()
+            self._skipped += 1
+            if self._skipped == _SKIPPED_STEPS_TO_WARN:
+                logger.warning(
+                    "%d steps in a row were skipped: with owners='layers' gradients are NaN until step(), whatever "
+                    "they are on their owners; who skips steps for that never trains: ask state.clip_grad_norm_",
+                    self._skipped,
+                )
 
     # --- the optimizers --------------------------------------------------------------------------------------
 
@@ -216,7 +242,8 @@ class OwnedTraining(DecoupledTraining):
         if closure is not None:
             with torch.enable_grad():  # as torch's optimizers do
                 loss = closure()
-        result = self._step_of(number)
+        with self.updates.lock:
+            result = self._step_of(number)
         return result if closure is None else loss
 
     def _step_of(self, number: int) -> Any:
@@ -232,6 +259,11 @@ class OwnedTraining(DecoupledTraining):
             return owned.partial.step()
         _check_plain(owned)
         owned.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        if number in self._plans:
+            raise UnsupportedConfigurationError(
+                f"expected step() of all optimizers once after each backward(), got a second one of "
+                f"{type(owned.optimizer).__name__} before all had stepped; call each once, one after the other"
+            )
         with self.unwatched():
             self._plans[number] = owned.partial.plan()
         needed = {
@@ -246,25 +278,19 @@ class OwnedTraining(DecoupledTraining):
     def _update_owned(self, shares: list[OwnedShare], plans: dict[int, StepPlan]) -> None:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         assert self.exchange is not None
-        if self._turn is not None and not self._has_turn:
+        if not self._held_turn.is_held:
             shares[0].deferred.own_part()  # there is something to compute
-            self._take_turn(self._turn)
-            self._has_turn = True
-        done: dict[int, list[Update]] = {number: [] for number in plans}
+            self._take_turn()
         with as_in_step(shares[0].buffer.device.type), self.unwatched():
             for share in shares:
                 share.receive()
                 for number, plan in plans.items():
                     own = [each for each in share.owned_updates(plan) if each.is_own]
                     self.owned.each[number].compute(plan, own)
-                    done[number] += [each.update for each in own]
                 share.clear()
                 share.steps = [(self.owned.each[number], plan) for number, plan in plans.items()]
-            others = [p for share in shares for p in share.others()]
-            for number, plan in plans.items():
-                theirs = [p for p in others if self.owned.number_of[id(p)] == number]
-                self.owned.each[number].count(plan, done[number], theirs)
         self.owned.stepped()
+        self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
             share.gathered = self.exchange.spread(share.travelling())

@@ -8,7 +8,7 @@ the values of gradients, such as clipping that begins at a large norm, does not 
 """
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,28 +23,21 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _STEPS = 2
 
 
-class ParameterCost(NamedTuple):
-    """What owning a parameter means.
+def costs_of(optimizer: Optimizer) -> list[int]:
+    """Return the bytes that each parameter costs, in the order of the groups; raise if it cannot run on owners alone.
 
-    Args:
-        size_bytes: of the parameter and of what the optimizer keeps of it.
-        writes_group: whether a step changes its parameter group (a count of steps).
-    """
-
-    size_bytes: int
-    writes_group: bool
-
-
-def costs_of(optimizer: Optimizer) -> list[ParameterCost]:
-    """Return the cost of each parameter, in the order of the groups; raise if it cannot run on owners alone.
+    A parameter costs itself and what the optimizer keeps of it; a frozen one nothing.
 
     Not collective; takes the time of two steps on one parameter of each shape.
     """
-    known: dict[object, ParameterCost] = {}
+    known: dict[object, int] = {}
     costs = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             key = (number, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+            if not parameter.requires_grad:
+                costs.append(0)
+                continue
             if key not in known:
                 known[key] = _tried_alone(optimizer, group, parameter)
             costs.append(known[key])
@@ -64,18 +57,16 @@ class _CollectiveError(Exception):
     """An optimizer talks to other ranks."""
 
 
-def _tried_alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> ParameterCost:
+def _tried_alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
     stand_in = _wave(parameter, 0).requires_grad_()
     tried = copy_on(optimizer, [(group, [stand_in])])
     if optimizer.state.get(parameter):
         tried.state[stand_in] = copy.deepcopy(optimizer.state[parameter])
-    partial, writes = PartialOptimizer(tried), False
+    partial = PartialOptimizer(tried)
     try:
         with torch.random.fork_rng(), _NoCollectives():  # type: ignore[no-untyped-call]
             for step in range(_STEPS):
-                plan = partial.plan()
-                partial.apply(plan, [Update(stand_in, _wave(parameter, step + 1))])
-                writes = writes or any(plan.written)
+                partial.apply(partial.plan(), [Update(stand_in, _wave(parameter, step + 1))])
     except _CollectiveError as error:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that leaves the exchange to the hook, got {type(optimizer).__name__}, whose step() "
@@ -86,8 +77,7 @@ def _tried_alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.T
             f"expected an optimizer that works on one parameter alone, got {type(optimizer).__name__}, which failed on "
             f"one of shape {tuple(parameter.shape)} ({type(error).__name__}: {error}); use owners=None, or another hook"
         ) from error
-    kept_bytes = sum(each.nbytes for each in tensors_in(tried.state.get(stand_in, {})))
-    return ParameterCost(parameter.nbytes + kept_bytes, writes)
+    return parameter.nbytes + sum(each.nbytes for each in tensors_in(tried.state.get(stand_in, {})))
 
 
 def _wave(like: torch.Tensor, phase: int) -> torch.Tensor:

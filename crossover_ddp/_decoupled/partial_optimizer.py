@@ -3,15 +3,21 @@
 [Note: one step in several parts] A torch optimizer goes through its ``param_groups`` and skips what has no
 gradient. So a part of a step is a whole call of ``step()`` on groups that hold only some parameters, with the
 hyper-parameters of the moment when the user called ``step()``. What the optimizer keeps per parameter stays where
-it is, and so does its state dict. What it keeps per group (a step count) must come out the same for every
-part and is then written back once. Optimizers that mix parameters (a global norm, a line search) are found by
-trying two tiny ones, see `check_separable`.
+it is, and so does its state dict. What it keeps per group, or of itself (a count of steps), is written by a dry step:
+at ``step()`` the optimizer runs once on groups without parameters, so that groups are counted that have no gradient,
+too. Parts run on copies of the groups, whose writes are dropped.
+
+Both run on a shadow: an object of the optimizer's class with its attributes and other groups. So a thread that brings
+parameters up to date shows no part's groups to a scheduler. Only where somebody else's function stands around
+``step``, which is bound to the optimizer itself, are its groups exchanged meanwhile.
+
+Optimizers that mix parameters (a global norm, a line search) are found by trying two tiny ones, see `check_separable`.
 """
 
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +29,8 @@ Group = dict[str, Any]
 
 _OWN_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-_WRAPPING_MODULES: Final = ("torch.optim.optimizer", "torch.optim.lr_scheduler")
+_SPANS: Final = "torch.optim.optimizer"
+_SCHEDULERS: Final = "torch.optim.lr_scheduler"
 _MISSING: Final = object()
 _PROBE_GROUPS: Final = 3
 _PROBE_STEPS: Final = 2
@@ -37,11 +44,11 @@ class Update(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What ``step()`` would have used when it was called: hyper-parameters, and whose they are."""
+    """What ``step()`` would have used when it was called: hyper-parameters, whose they are, and its attributes."""
 
     groups: list[Group]
     group_of: dict[int, int]
-    written: list[Group]
+    attributes: dict[str, Any]
 
 
 class PartialOptimizer:
@@ -57,18 +64,27 @@ class PartialOptimizer:
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
         self.optimizer = optimizer
         self.step = step or optimizer.step
-        self._bare_step = _bare(self.step, optimizer)
+        # With torch's spans for a profiler, and without: a part of a step has no step hooks, see `is_watched`, and a
+        # scheduler counts whole steps.
+        is_own = self.runs(type(optimizer).step)
+        self._spanned_step = _stripped(self.step, _SCHEDULERS) if is_own else None
+        self._bare_step = _stripped(self.step, _SCHEDULERS, _SPANS) if is_own else None
 
     def runs(self, step: Callable[..., Any]) -> bool:
         """Tell whether its step is this method of a class, but for what torch itself puts around it."""
-        bare = _bare(types.MethodType(step, self.optimizer), self.optimizer)
-        return getattr(self._bare_step, "__func__", None) is getattr(bare, "__func__", bare)
+        return _stripped(self.step, _SCHEDULERS, _SPANS) is _stripped(step, _SPANS)
+
+    def take_whole(self) -> None:
+        """Take the step as it is, without torch's spans and hooks."""
+        (self.step if self._bare_step is None else types.MethodType(self._bare_step, self.optimizer))()
 
     def plan(self) -> StepPlan:
-        """Note the hyper-parameters of this moment."""
+        """Note the hyper-parameters of this moment, and count the step, see [Note: one step in several parts]."""
         groups = self.optimizer.param_groups
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        return StepPlan([_hyper_parameters(group) for group in groups], group_of, [{} for _ in groups])
+        plan = StepPlan([_hyper_parameters(group) for group in groups], group_of, {**vars(self.optimizer)})
+        self._count(groups, plan.attributes)
+        return plan
 
     def is_watched(self) -> bool:
         """Tell whether somebody has registered hooks that expect a whole step."""
@@ -83,40 +99,47 @@ class PartialOptimizer:
         for parameter, gradient in updates:
             index = plan.group_of[id(parameter)]
             if index not in used:
-                used[index] = {"params": [], **plan.groups[index]}
+                used[index] = {"params": [], **_hyper_parameters(plan.groups[index])}
             used[index]["params"].append(parameter)
             kept.append((parameter, parameter.grad, gradient))
         if not kept:
             return
-        whole = self.optimizer.param_groups
-        self.optimizer.param_groups = list(used.values())
+        # A profiler gets its span for each part, at a cost that is not paid where there is none.
+        step = self._spanned_step if torch.autograd._profiler_enabled() else self._bare_step
         try:
             for parameter, _, gradient in kept:
                 parameter.grad = gradient
-            # A profiler gets its span for each part, at a cost that is not paid where there is none.
-            (self.step if torch.autograd._profiler_enabled() else self._bare_step)()
+            self._run(step, list(used.values()), plan.attributes)
         finally:
-            self.optimizer.param_groups = whole
             for parameter, former, _ in kept:
                 parameter.grad = former
-        for index, group in used.items():
-            self._write_back(plan, index, group)
 
-    def _write_back(self, plan: StepPlan, index: int, used: Group) -> None:
-        """Keep what the optimizer has changed in a group, once for all the parts of a step."""
-        before = plan.groups[index]
-        for key, value in used.items():
-            former = before.get(key, _MISSING)
-            if former is value or key == "params" or (former is not _MISSING and _same(former, value)):
-                continue
-            written = plan.written[index]
-            if key in written and not _same(written[key], value):
-                raise UnsupportedConfigurationError(
-                    f"expected an optimizer that treats each parameter by itself, got {_name(self.optimizer)}, whose "
-                    f"param_groups[{index}][{key!r}] became {written[key]!r} and {value!r} in parts of one step; "
-                    "use another optimizer or hook"
-                )
-            written[key] = self.optimizer.param_groups[index][key] = value
+    def _count(self, groups: list[Group], attributes: dict[str, Any]) -> None:
+        """Have the optimizer change in its groups, and of itself, what a step changes there."""
+        empty = [{**group, "params": []} for group in groups]
+        after = self._run(self._bare_step, empty, attributes)
+        for group, counted in zip(groups, empty, strict=True):
+            _take_over(counted, group, group)
+        _take_over(after, attributes, vars(self.optimizer))
+
+    def _run(
+        self, step: Callable[..., Any] | None, groups: list[Group], attributes: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Take a step with other groups; return the attributes that the optimizer has then."""
+        if step is None:
+            return self._run_on_itself(groups)
+        shadow: Optimizer = object.__new__(type(self.optimizer))
+        shadow.__dict__.update(attributes, param_groups=groups)
+        step(shadow)
+        return vars(shadow)
+
+    def _run_on_itself(self, groups: list[Group]) -> dict[str, Any]:
+        whole, self.optimizer.param_groups = self.optimizer.param_groups, groups
+        try:
+            self.step()
+        finally:
+            self.optimizer.param_groups = whole
+        return {}
 
 
 def check_separable(optimizer: Optimizer) -> None:
@@ -139,33 +162,45 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer that treats each parameter by itself and needs no closure, got {_name(optimizer)}, "
             f"which failed on one parameter at a time ({type(error).__name__}: {error}); use another optimizer or hook"
         ) from error
-    if not all(_same(a, b) for a, b in zip(whole, parts, strict=True)):
+    for index, (group, counted) in enumerate(zip(whole.param_groups, parts.param_groups, strict=True)):
+        for key in sorted(({*group} | {*counted}) - {"params"}):
+            a, b = group.get(key), counted.get(key)
+            if not _same(a, b):
+                raise UnsupportedConfigurationError(
+                    f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose "
+                    f"param_groups[{index}][{key!r}] becomes {a!r} in a step and {b!r} in one without gradients; use "
+                    "another optimizer or hook"
+                )
+    if not all(_same(a, b) for a, b in zip(_parameters(whole), _parameters(parts), strict=True)):
         raise UnsupportedConfigurationError(
             f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose update of one "
             "parameter depends on the others (a global norm, randomness); switch that off or use another hook"
         )
 
 
-def _bare(step: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Strip from ``step`` what torch itself puts around it for profilers, step hooks and schedulers.
+def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, Any]) -> None:
+    """Write into ``target`` what a step has changed in other keys than those of parameters."""
+    for key, value in after.items():
+        if key not in ("params", "param_groups") and before.get(key, _MISSING) is not value:
+            target[key] = value
 
-    A part of a step has no step hooks, see `PartialOptimizer.is_watched`, and a scheduler counts whole steps.
-    """
+
+def _stripped(step: Callable[..., Any], *modules: str) -> Callable[..., Any]:
+    """Strip from ``step`` what these modules of torch put around it."""
     function: Any = getattr(step, "__func__", step)
-    bare = function
-    while _is_wrapper_of_torch(bare):
-        bare = bare.__wrapped__
-    return step if bare is function else types.MethodType(bare, optimizer)
+    while _is_wrapper(function, modules):
+        function = function.__wrapped__
+    return cast(Callable[..., Any], function)
 
 
-def _is_wrapper_of_torch(function: Any) -> bool:
+def _is_wrapper(function: Any, modules: Sequence[str]) -> bool:
     # By its code: functools.wraps copies names and marks.
     code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__")
-    return code is not None and code.co_name == "wrapper" and module in _WRAPPING_MODULES
+    return code is not None and code.co_name == "wrapper" and module in modules
 
 
-def _tried_both_ways(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what becomes of tiny parameters in whole steps, and in parts.
+def _tried_both_ways(optimizer: Optimizer) -> tuple[Optimizer, Optimizer]:
+    """Return copies that have taken whole steps with tiny parameters, and steps in parts.
 
     Most optimizers make their state in the first step. Some make it in the constructor, as Adagrad does before torch
     2.14: their copy begins with the likes of what they have.
@@ -181,14 +216,16 @@ def _tried_both_ways(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[tor
     )
 
 
-def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) -> list[torch.Tensor]:
-    """Take some steps with a copy of ``optimizer`` on tiny parameters; return what becomes of them."""
-    copy = copy_on(
-        optimizer, [(group, tiny_like(group["params"])) for group in optimizer.param_groups[:_PROBE_GROUPS]]
-    )
-    tiny = [parameter for group in copy.param_groups for parameter in group["params"]]
+def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) -> Optimizer:
+    """Take some steps with a copy of ``optimizer`` on tiny parameters; return it.
+
+    Parts come in the order opposite to that of a step: what is drawn for each parameter then shows.
+    """
+    groups = optimizer.param_groups[:_PROBE_GROUPS]
+    copy = copy_on(optimizer, [(group, tiny_like(group["params"])) for group in groups])
+    tiny = _parameters(copy)
     if with_state:
-        originals = [p for group in optimizer.param_groups[:_PROBE_GROUPS] for p in _chosen(group["params"])]
+        originals = [p for group in groups for p in _chosen(group["params"])]
         for original, stand_in in zip(originals, tiny, strict=True):
             entries = optimizer.state.get(original, {})
             copy.state[stand_in] = {
@@ -198,13 +235,19 @@ def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) ->
     with torch.random.fork_rng():
         for step in range(_PROBE_STEPS):
             gradients = [ramp(p, 0.1 + 3.0 * place + step) for place, p in enumerate(tiny)]
-            updates = [
-                Update(parameter, gradient) for parameter, gradient in zip(tiny, gradients, strict=True)
-            ]
-            plan = partial.plan()
-            for part in [[update] for update in updates] if in_parts else [updates]:
-                partial.apply(plan, part)
-    return [parameter.detach() for parameter in tiny]
+            if in_parts:
+                plan = partial.plan()
+                for parameter, gradient in reversed([*zip(tiny, gradients, strict=True)]):
+                    partial.apply(plan, [Update(parameter, gradient)])
+            else:
+                for parameter, gradient in zip(tiny, gradients, strict=True):
+                    parameter.grad = gradient
+                partial.take_whole()
+    return copy
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tensor]]]) -> Optimizer:
@@ -227,7 +270,8 @@ def tiny_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameters[0], parameters[-1]] if parameters else []
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [trained[0], trained[-1]] if trained else []
 
 
 def _tiny_entry(value: Any, original: torch.Tensor, stand_in: torch.Tensor) -> Any:

@@ -5,6 +5,7 @@ its own, so a change of the counter that gradients carry is somebody else's, mad
 Changes through ``.data`` are not counted: see [Note: changes that no counter sees].
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -245,16 +246,20 @@ def gradient_norm(
             "torch.nn.utils.clip_grad_norm_"
         )
     infinite = math.isinf(norm_type)
-    summed = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for share in shares:
         for piece in share.own_pieces(process_group.rank()):
             norm = torch.linalg.vector_norm(piece, norm_type).to(device, torch.float64)
-            summed = torch.maximum(summed, norm) if infinite else summed + norm**norm_type
+            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    exchanged = torch.stack((summed, torch.full_like(summed, not shares)))
+    # gloo's maximum loses NaN.
+    exchanged = torch.stack(
+        (total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan(), torch.full_like(total, not shares))
+    )
     dist.all_reduce(exchanged, operation, group=process_group)
-    if not shares or exchanged[1]:
+    if not shares or exchanged[2]:
         return None
-    summed = exchanged[0]
-    total = (summed if infinite else summed ** (1.0 / norm_type)).to(shares[0].buffer.dtype)
+    total = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
+    total = total if infinite else total ** (1.0 / norm_type)
+    total = total.to(functools.reduce(torch.promote_types, [share.buffer.dtype for share in shares]))
     return total if shares[0].factor is None else total * shares[0].factor

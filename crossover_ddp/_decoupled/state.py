@@ -72,7 +72,7 @@ class DecoupledState(Pausable):
             is that of ``kfac_hook``, to the last bit; ``defer`` has no effect. Its own methods, such as its state dict,
             stay in use. See docs/kfac.md. Default: none.
 
-    With owners, gradients are zero after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
+    With owners, gradients are NaN after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
     `flush` does not fill them. Call `consolidate` on all ranks before ``optimizer.state_dict()``.
 
     On failure: combinations that cannot work raise ``UnsupportedConfigurationError``, here or from the first
@@ -223,10 +223,15 @@ class DecoupledState(Pausable):
         return self._training.coding.stats()
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac``. **Collective**."""
+        """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
         if isinstance(self._training, PayloadTraining):
             raise UnsupportedConfigurationError(
                 "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
+            )
+        if isinstance(self._training, OwnedTraining):
+            raise UnsupportedConfigurationError(
+                "expected a state without owners to plan a codec for, got one with owners='layers', which takes no "
+                "codec; use owners=None"
             )
         self.flush()
         group = resolve_group(self.process_group)

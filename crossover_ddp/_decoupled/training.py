@@ -8,9 +8,8 @@ The hook hands in buckets, the optimizer its steps, forward asks for parameters;
 import contextlib
 import functools
 import logging
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,9 +36,10 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .coded import Coding
 from .compiled import called_by_compiled_code, uncompiled
 from .guards import Guards
+from .held_turn import HeldTurn
 from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
-from .round import parameters_of
+from .round import Round, parameters_of
 from .shares import CHANGED, Share, gradient_norm, views_of
 from .trial import Trial
 from .updates import Updates
@@ -80,7 +80,7 @@ class DecoupledTraining:
         self._loaded_order: list[str] = []
         self._closed = False
         self._buffers: BufferCopy | None = None
-        self._has_turn = False
+        self._held_turn = HeldTurn(turn)
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(intercept(optimizer, self))
 
@@ -164,6 +164,7 @@ class DecoupledTraining:
             times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
             self._buffers = share.deferred.buffers
         if bucket.is_last():
+            self._held_turn.given_away()
             self._end_round()
             self._end_trial_step(bucket)
         return future
@@ -203,7 +204,7 @@ class DecoupledTraining:
         # Two addends have one sum, and DDP's way costs least.
         if self._turn is None and exchange.world_size <= 2 and messages is None:
             return allreduce_hook(process_group, bucket)
-        self._has_turn = self._turn is not None
+        self._held_turn.given_away(and_taken=True)
         return exchange.submit(bucket, turn=self._turn, messages=messages, state=state)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
@@ -272,13 +273,13 @@ class DecoupledTraining:
             self.flush()
         else:
             updates.update_unseen()
+            updates.make_round_whole()  # nobody has stepped, and forward's own reads are no early looks
         updates.watch.recording = torch.is_grad_enabled() and not compiled
         if updates.watch.recording and not updates.recorded:
             updates.raise_guards()
         self._unpack_buffers()
-        if torch.is_grad_enabled() and self._turn is not None and not self._has_turn:
-            self._take_turn(self._turn)
-        self._has_turn = False
+        if torch.is_grad_enabled():
+            self._take_turn()
         if self.exchange is not None:
             self.exchange.begin_compute()
         updates.times.begin()
@@ -288,13 +289,9 @@ class DecoupledTraining:
         if buffers is not None:
             buffers.unpack()
 
-    def _take_turn(self, turn: Turn) -> None:
-        """Take the turn when there is something to compute: the first parameters' gradients have come."""
-        _wait_for_first(self.updates.stale.values(), turn)
-        since_s = time.monotonic()
-        turn.acquire()
+    def _take_turn(self) -> None:
         if self.exchange is not None:
-            self.exchange.waited(since_s)
+            self._held_turn.take([*self.updates.stale.values()], self.exchange.waited)
 
     def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""
@@ -331,14 +328,16 @@ class DecoupledTraining:
         return loss
 
     def _step(self) -> Any:
-        updates, round_ = self.updates, self.updates.round
-        updates.update_all()
+        self.updates.update_all()
         guard_groups(self.optimizer, self.on_look)
+        with self.updates.lock:  # a thread that saves may be making gradients whole
+            return self._step_on(self.updates, self.updates.round)
+
+    def _step_on(self, updates: Updates, round_: Round) -> Any:
         round_.collect(self.optimizer, self._known)
         if not round_.shares:
             return self._partial.step()
-        if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-            raise UnsupportedConfigurationError(CHANGED)
+        _check_not_scaled(self.optimizer)
         if not round_.is_settled or self._partial.is_watched():
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
             updates.make_round_whole()
@@ -392,14 +391,9 @@ def _check_in_optimizer(
         )
 
 
-def _wait_for_first(shares: Iterable[Share], turn: Turn) -> None:
-    first = min(shares, key=lambda share: share.urgency, default=None)
-    if first is not None:
-        # Alone the host runs ahead of the device as it would without a mutex.
-        if turn.shared:
-            first.deferred.wait_on_host()
-        else:
-            first.deferred.wait()
+def _check_not_scaled(optimizer: Optimizer) -> None:
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        raise UnsupportedConfigurationError(CHANGED)
 
 
 def _settle(device: torch.device) -> None:

@@ -62,7 +62,7 @@ class Updates:
 
     def look(self) -> None:
         """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
-        if self.round.is_whole and not self.in_forward:
+        if self.round.is_whole:
             with self.lock:
                 if self.round.is_whole:
                     self.check_stepped()
@@ -104,6 +104,10 @@ class Updates:
 
     def defer(self, plan: StepPlan) -> None:
         """Have the round's gradients applied later, as ``plan`` says."""
+        with self.lock:
+            self._defer(plan)
+
+    def _defer(self, plan: StepPlan) -> None:
         self._steps += 1
         seen = self.watch.seen
         for share in self.round.shares:
@@ -160,7 +164,7 @@ class Updates:
     def make_round_whole(self) -> None:
         """Wait until ``p.grad`` holds the mean, everywhere."""
         with self.lock:
-            shares = [*self.round.shares]
+            shares = self.round.shares
             for share in shares:
                 share.await_mean()
             # Not before all are: code that catches the error may let the next backward write into any of the buckets.
@@ -169,7 +173,9 @@ class Updates:
                 with as_in_step(share.buffer.device.type):
                     share.scale()
                     share.land()
-            if not self.round.is_open:
+            if (
+                not self.round.is_open and self.round.shares is shares
+            ):  # no other backward has begun meanwhile
                 self.round.shares = []
                 self.lower_guards()
 
@@ -183,13 +189,20 @@ class Updates:
 
     def raise_guards(self) -> None:
         """See every read from now on."""
-        if self.guards is not None:
-            self.guards.up()
+        with self.lock:
+            if self.guards is not None:
+                self.guards.up()
 
     def lower_guards(self) -> None:
         """Guard nothing if nothing is pending."""
-        if self.guards is not None and not self.stale and not self.round.shares and not self.watch.recording:
-            self.guards.down()
+        with self.lock:
+            if (
+                self.guards is not None
+                and not self.stale
+                and not self.round.shares
+                and not self.watch.recording
+            ):
+                self.guards.down()
 
 
 class _Often:

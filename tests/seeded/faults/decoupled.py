@@ -4,6 +4,7 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
+_DEFECTS = "tests/defects/test_decoupled.py"
 _TRIAL = "tests/multiprocess/test_decoupled_trial.py"
 _CODEC = "tests/multiprocess/test_decoupled_codec.py"
 _WALKS = ("tests/multiprocess/test_decoupled.py", "-k", "many_steps")
@@ -57,5 +58,61 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
         "_WINDOW: Final = 3",
         "_WINDOW: Final = 6",
         ("tests/multiprocess/test_decoupled_memory.py",),
+    ),
+    Fault(
+        "a group without a gradient is not counted",
+        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "        self._count(groups, plan.attributes)\n",
+        "",
+        (_DEFECTS, "-k", "without_gradients_is_counted"),
+    ),
+    Fault(
+        "a thread that saves during step() takes the step away",
+        "crossover_ddp/_decoupled/training.py",
+        "        with self.updates.lock:  # a thread that saves may be making gradients whole\n            return self",
+        "        if True:\n            return self",
+        (_DEFECTS, "-k", "loses_no_step"),
+    ),
+    Fault(
+        "a part of a step runs on the optimizer itself, whose groups a scheduler then meets",
+        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "        if step is None:\n            return",
+        "        if True:\n            return",
+        (_DEFECTS, "-k", "reaches_all_groups"),
+    ),
+    Fault(
+        "a forward without gradients forgets that the turn is held",
+        "crossover_ddp/_decoupled/training.py",
+        "            self._take_turn()\n        if self",
+        "            self._take_turn()\n        self._held_turn.given_away()\n        if self",
+        (_DEFECTS, "-k", "no_further_turn"),
+    ),
+    Fault(
+        "gradients read after a forward that failed are not waited for",
+        "crossover_ddp/_decoupled/updates.py",
+        "        if self.round.is_whole:\n            with",
+        "        if self.round.is_whole and not self.in_forward:\n            with",
+        (_DEFECTS, "-k", "forward_that_failed"),
+    ),
+    Fault(
+        "the greatest gradient of all ranks is a number although one is none",
+        "crossover_ddp/_decoupled/shares.py",
+        "torch.where(exchanged[1] > 0, math.nan, exchanged[0])",
+        "exchanged[0]",
+        (_DEFECTS, "-k", "nan_if_any_is"),
+    ),
+    Fault(
+        "the trial of an optimizer runs its parts in the order of a step",
+        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "in reversed([*zip(tiny, gradients, strict=True)]):",
+        "in [*zip(tiny, gradients, strict=True)]:",
+        (_DEFECTS, "-k", "draws_for_each"),
+    ),
+    Fault(
+        "an optimizer is tried on frozen parameters, which may be integers",
+        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "for parameter in parameters if parameter.requires_grad]",
+        "for parameter in parameters]",
+        ("tests/defects/test_owners.py", "-k", "integer"),
     ),
 )

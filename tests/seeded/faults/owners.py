@@ -4,6 +4,7 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
+_DEFECTS = "tests/defects/test_owners.py"
 _OWNERS = "tests/multiprocess/test_owners.py"
 _OWNED_MUON = "tests/multiprocess/test_owners_muon.py"
 _MUON = "tests/multiprocess/test_muon.py"
@@ -45,14 +46,66 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a rank that owns nothing of a group does not count its steps",
-        "crossover_ddp/_decoupled/owned_optimizers.py",
-        "                self._count_alone(plan, number)\n",
+        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "        self._count(groups, plan.attributes)\n",
+        "",
+        (_OWNERS, "-k", "parameters_without_gradients"),
+    ),
+    Fault(
+        "gradients that only owners have look like gradients of zero",
+        "crossover_ddp/_decoupled/owned_packing.py",
+        "        withhold(buffer)\n",
+        "        buffer.data.zero_()\n",
+        (_DEFECTS, "-k", "scaler or through_data or no_number"),
+    ),
+    Fault(
+        "a step that a scaler skips is dropped without a word",
+        "crossover_ddp/_decoupled/owned_training.py",
+        "                share.check_dropped()\n",
         "                pass\n",
-        (
-            _OWNERS,
-            "-k",
-            "parameters_without_gradients",
-        ),
+        (_DEFECTS, "-k", "scaler"),
+    ),
+    Fault(
+        "a second step of one optimizer takes the place of the first",
+        "crossover_ddp/_decoupled/owned_training.py",
+        "        if number in self._plans:\n",
+        "        if False:\n",
+        (_DEFECTS, "-k", "two_steps_of_one"),
+    ),
+    Fault(
+        "a codec is planned for owners, which take none",
+        "crossover_ddp/_decoupled/state.py",
+        "        if isinstance(self._training, OwnedTraining):\n            raise",
+        "        if False:\n            raise",
+        (_DEFECTS, "-k", "no_codec"),
+    ),
+    Fault(
+        "groups that came after the state have no owner, and nobody says so",
+        "crossover_ddp/_decoupled/owned_training.py",
+        "        new = [p for p in parameters if id(p) not in self.owned.owner_of]\n",
+        "        new: list[torch.Tensor] = []\n",
+        ("tests/defects/test_decoupled.py", "-k", "groups_added"),
+    ),
+    Fault(
+        "a frozen parameter costs its owner as much as one that is trained",
+        "crossover_ddp/_decoupled/owner_trial.py",
+        "            if not parameter.requires_grad:\n",
+        "            if False:\n",
+        (_DEFECTS, "-k", "frozen_parameters"),
+    ),
+    Fault(
+        "a frozen matrix costs its owner a Newton-Schulz",
+        "crossover_ddp/muon_hooks.py",
+        " if matrix.requires_grad else 0\n",
+        "\n",
+        (_DEFECTS, "-k", "frozen_parameters"),
+    ),
+    Fault(
+        "what an optimizer does to gradients is laid to the user's charge",
+        "crossover_ddp/_decoupled/owned_share.py",
+        "Update(update.parameter, update.gradient.data)",
+        "update",
+        (_DEFECTS, "-k", "reuse_the_memory"),
     ),
     Fault(
         "rank 0 sends what it has as the state of all owners",

@@ -1,6 +1,7 @@
 """A small model under DDP with its optimizer, decoupled or not, in a job of one rank."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Training:
-    """A model under DDP with its optimizer, decoupled or not."""
+    """A model under DDP with its optimizer, decoupled or not; ``options``: of the state."""
 
     def __init__(
         self,
@@ -33,11 +34,15 @@ class Training:
         decoupled: bool,
         make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
         net: Callable[[], nn.Module] = network,
+        ddp: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        self.model = DistributedDataParallel(net(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(
+            net(), **{"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True, **(ddp or {})}
+        )
         self.held = list(self.model.parameters())  # as a script may hold them, past all guards
         self.optimizer = make(self.model)
-        self.state = DecoupledState(self.optimizer, defer="always") if decoupled else None
+        self.state = DecoupledState(self.optimizer, **{"defer": "always", **options}) if decoupled else None
         if self.state is not None:
             self.model.register_comm_hook(self.state, decoupled_hook)
         self.steps = 0

@@ -1,0 +1,267 @@
+"""Known defects of decoupled training: the section "Seams" of the report on it, and what strangers' programs found."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from tests.harness import run_ranks
+from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs
+
+pytestmark = pytest.mark.usefixtures("process_group")
+OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
+
+
+class CountsPerGroup(torch.optim.SGD):
+    """Counts its steps in its groups, and hangs the learning rate on the count."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+class Branches(nn.Module):
+    """Two layers used in turns, and a third behind both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 1)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.head(self.branches[self.steps % 2](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.defect("decoupled-1")
+@pytest.mark.parametrize("options", OWNERS, ids=str)
+def test_a_group_without_gradients_is_counted_as_by_plain_ddp(options: dict[str, Any]) -> None:
+    """A count kept in a parameter group, and what hangs on it, is plain DDP's in every step."""
+
+    def counts(model: nn.Module) -> torch.optim.Optimizer:
+        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        return CountsPerGroup([{"params": layer.parameters()} for layer in layers], lr=0.1)
+
+    ddp = {"find_unused_parameters": True}
+    plain, ours = (
+        Training(decoupled=decoupled, make=counts, net=Branches, ddp=ddp, **options).run(8)
+        for decoupled in (False, True)
+    )
+    assert [group["k"] for group in ours.optimizer.param_groups] == [8, 8, 8]
+    assert_same(plain, ours)
+
+
+class Saving(dict[str, Any]):
+    """A parameter group: when ``step()`` looks at it, a thread saves the model."""
+
+    saver: threading.Thread | None = None
+
+    def items(self) -> Any:
+        if self.saver is not None and self.saver.ident is None:
+            self.saver.start()
+            self.saver.join(timeout=1)  # it may have to wait for the end of step()
+        return super().items()
+
+
+@pytest.mark.defect("decoupled-2")
+@pytest.mark.defect("decoupled-13")
+@pytest.mark.defect("decoupled-17")
+def test_a_thread_that_saves_during_step_loses_no_step() -> None:
+    """A checkpoint written by another thread, at whatever moment, takes no step away."""
+    training, plain = Training(decoupled=True).run(), Training(decoupled=False).run(6)
+    training.backward()
+    group = Saving(training.optimizer.param_groups[0])
+    training.optimizer.param_groups[0] = group
+    group.saver = threading.Thread(target=training.model.module.state_dict)
+    training.optimizer.step()
+    assert group.saver.ident is not None, "nobody looked at the group"
+    group.saver.join()
+    assert_same(training, plain)
+
+
+class Stopping(torch.optim.SGD):
+    """Stops in its next step once it is armed."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Stopping.armed:
+            self.inside.set()
+            self.go.wait(60)
+        return super().step(closure)
+
+
+@pytest.mark.defect("decoupled-4")
+@pytest.mark.defect("decoupled-17")
+def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A learning rate set while another thread's ``state_dict()`` applies an update is the rate of every group."""
+
+    def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        made = Stopping([{"params": layer.parameters()} for layer in layers], lr=0.1)
+        made.inside, made.go = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+        return made
+
+    training = Training(decoupled=True, make=two_groups)
+    optimizer: Any = training.optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    training.run()
+    training.step()
+    monkeypatch.setattr(Stopping, "armed", True)
+    saver = threading.Thread(target=training.model.module.state_dict)
+    saver.start()
+    try:
+        assert optimizer.inside.wait(60)
+        monkeypatch.setattr(Stopping, "armed", False)
+        scheduler.step()
+    finally:
+        optimizer.go.set()
+        saver.join()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05, 0.05]
+
+
+class Turns:
+    """A turn that notes what happens to it."""
+
+    shared = True
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def release(self) -> None:
+        self.log.append("release")
+
+    def request(self) -> None:
+        """Nothing to queue for."""
+
+    def acquire(self, *, ahead: bool = False) -> None:
+        self.log.append("acquire")
+
+
+@pytest.mark.defect("decoupled-3")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options", OWNERS, ids=str)
+def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str, Any], grad: bool) -> None:
+    """Between two turns that are given away one is taken, whatever forwards there are beside the training."""
+    turns = Turns()
+    training = Training(decoupled=True, mutex=turns, **{**options, "defer": "auto"})
+    for _ in range(24):  # deferred and not deferred, in turns
+        training.step()
+        with torch.set_grad_enabled(grad):
+            training.model(inputs(0))
+    runs = {
+        (name, len(list(run))) for name, run in itertools.groupby(turns.log[turns.log.index("acquire") :])
+    }
+    assert runs == {("acquire", 1), ("release", 1)}
+
+
+def late_backward(rank: int, world_size: int, decoupled: bool) -> list[float]:
+    """Return norms that rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
+    torch.manual_seed(0)
+    training = Training(
+        decoupled=decoupled, net=lambda: nn.Linear(6, 6), make=lambda m: torch.optim.SGD(m.parameters())
+    )
+    training.run()
+    norms = []
+    for moment in ("before", "after"):
+        loss = training.model(inputs(rank)).sum() * (1 + rank)
+        if moment == "before":
+            with contextlib.suppress(RuntimeError):
+                training.model(torch.ones(2, 5))
+        if rank == 1:
+            time.sleep(0.3)
+        loss.backward()
+        if moment == "after":
+            with contextlib.suppress(RuntimeError):
+                training.model(torch.ones(2, 5))
+        gradients = [p.grad for p in training.model.module.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        training.optimizer.zero_grad()
+    if training.state is not None:
+        training.state.flush()
+    return norms
+
+
+@pytest.mark.defect("decoupled-5")
+def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
+    """Whoever goes through the model between ``backward()`` and ``step()`` reads the mean, whatever came between."""
+    plain, ours = (run_ranks(late_backward, 2, args=(decoupled,)) for decoupled in (False, True))
+    assert ours == plain
+
+
+def norm_of_nan(rank: int, world_size: int) -> str:
+    net = nn.Linear(3, 2, bias=False)  # each rank owns a row
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    state = DecoupledState(torch.optim.SGD(net.parameters(), lr=0.1))
+    model.register_comm_hook(state, decoupled_hook)
+    (model(torch.ones(1, 3)) * torch.tensor([1.0, float("nan")])).sum().backward()
+    try:
+        return str(state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.defect("decoupled-6")
+def test_the_greatest_gradient_is_nan_if_any_is() -> None:
+    """``clip_grad_norm_(norm_type=inf, error_if_nonfinite=True)`` raises on all ranks if a gradient is NaN."""
+    assert all("expected a finite norm" in each for each in run_ranks(norm_of_nan, 2))
+
+
+@pytest.mark.defect("decoupled-7")
+@pytest.mark.defect("strangers-31")
+def test_groups_added_before_the_first_backward_are_updated_or_refused_by_name() -> None:
+    """``add_param_group()`` after the state with owners was made trains the group, or says what to change."""
+    training = Training(
+        decoupled=True, owners="layers", make=lambda m: torch.optim.SGD(m.module[0].parameters(), lr=0.1)
+    )
+    training.optimizer.add_param_group({"params": training.model.module[2:].parameters()})
+    with pytest.raises(UnsupportedConfigurationError, match=r"add_param_group\(\) make the state"):
+        training.step()
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise for each parameter, as SGLD does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(torch.randn_like(parameter))
+        return super().step(closure)
+
+
+def kron(model: nn.Module) -> torch.optim.Optimizer:
+    return timm.optim.create_optimizer_v2(list(model.parameters()), opt="kron", lr=0.01)
+
+
+@pytest.mark.defect("decoupled-8")
+@pytest.mark.defect("decoupled-17")
+@pytest.mark.defect("strangers-31")
+@pytest.mark.parametrize(
+    "make", [kron, lambda model: Noisy(model.parameters(), lr=0.1)], ids=["kron", "sgld"]
+)
+def test_an_optimizer_that_draws_for_each_parameter_is_refused(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    """Draws that go to other parameters when parts of a step run in another order are found when the state is made."""
+    with (
+        pytest.raises(UnsupportedConfigurationError, match="randomness"),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        Training(decoupled=True, make=make)
