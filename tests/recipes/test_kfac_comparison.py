@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from studies import kfac_comparison, kfac_comparison_worker
+from studies import kfac_comparison
 
 
 def answers(*, kfac_s: float, losses: list[float]) -> dict[str, list[dict[str, Any]]]:
@@ -48,10 +48,6 @@ def test_losses_that_part_end_the_comparison(parts: str) -> None:
     assert set(kfac_comparison.measure_round(near, 12, (1, 1), 0)) == set(kfac_comparison.WAYS)
     with pytest.raises(RuntimeError, match=r"expected both K-FACs to follow the same losses, got 5\.0e-02"):
         kfac_comparison.measure_round(far, 12, (1, 1), 0)
-
-
-def test_the_small_net_is_the_documents() -> None:
-    assert sum(p.numel() for p in kfac_comparison_worker.make_cnn(10).parameters()) == 195_865
 
 
 def test_a_directory_that_is_no_checkout_is_refused(

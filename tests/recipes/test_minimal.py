@@ -44,24 +44,9 @@ def test_a_compressed_job_learns_in_a_quarter_of_the_bytes(plain: list[str]) -> 
     assert 0.25 < float(rate) < 0.27
 
 
-def test_there_is_one_for_each_hook_the_mutex_and_pipelines() -> None:
-    assert [path.stem for path in MINIMAL] == [
-        "minimal_averaging",
-        "minimal_compressed",
-        "minimal_crossover",
-        "minimal_decoupled",
-        "minimal_kfac",
-        "minimal_muon",
-        "minimal_mutex",
-        "minimal_pipeline",
-    ]
-
-
 @pytest.mark.parametrize("path", MINIMAL, ids=lambda path: path.stem)
-def test_it_is_short_and_imports_public_names_only(path: Path) -> None:
-    source = path.read_text()
-    assert source.count("\n") <= 80
-    assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", source)
+def test_it_imports_public_names_only(path: Path) -> None:
+    assert not re.search(r"(from|import) +(crossover_ddp\._|_[a-z]|lab)", path.read_text())
 
 
 def test_siblings_have_the_losses_of_plain_ddp(plain: list[str]) -> None:

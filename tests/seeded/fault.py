@@ -37,9 +37,14 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def missing(self, root: Path) -> list[str]:
-        """Return the files of tests that are not there."""
-        files = [test.partition("::")[0] for test in self.tests if test.startswith("tests/")]
-        return [file for file in files if not (root / file).exists()]
+        """Return the files and functions of tests that are not there."""
+        missing = []
+        for test in (test for test in self.tests if test.startswith("tests/")):
+            file, _, function = test.partition("::")
+            path, name = root / file, function.partition("[")[0]
+            if not path.exists() or (name and f"def {name}(" not in path.read_text()):
+                missing.append(test)
+        return missing
 
 
 def copy_tree(target: Path) -> None:

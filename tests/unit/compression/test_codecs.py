@@ -244,10 +244,3 @@ def test_one_stage_of_an_exponential_is_found() -> None:
 def test_wrong_arguments_say_what_to_pass(make: Callable[[], Codec], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_codecs_are_values() -> None:
-    assert Int8() == Int8(256)
-    assert len({Int8(), Int8(), SIDCo(0.1), SIDCo(0.1), Threshold(0.1), Half()}) == 4
-    with pytest.raises(AttributeError):
-        Int8().block = 3  # type: ignore[misc]

@@ -31,10 +31,6 @@ def test_the_engines_threads_adopt_the_device_before_they_work(
     assert all(thread.startswith("crossover") for call, thread in turn.calls if call == "adopt")
 
 
-def test_a_cpu_has_no_device_to_adopt() -> None:
-    Side(torch.device("cpu")).adopt_thread()
-
-
 def test_one_failure_ends_all_transfers_under_way_at_once(process_group: dist.ProcessGroup) -> None:
     """Also those of which no thread of this rank would hear before the group's timeout."""
     exchange = Exchange(process_group)

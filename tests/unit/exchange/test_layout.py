@@ -57,13 +57,6 @@ def test_chunks_tile_a_part(lengths: list[int], chunk_numel: int) -> None:
         assert all(chunk.numel > 0 for chunk in chunks)
 
 
-def test_layouts_are_values() -> None:
-    assert Layout.equal(7, 3) == Layout.of_lengths([2, 2, 3])
-    assert hash(Layout.equal(7, 3)) == hash(Layout((2, 2, 3)))
-    with pytest.raises(AttributeError):
-        Layout.equal(7, 3).lengths = (7,)  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

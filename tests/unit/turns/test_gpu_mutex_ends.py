@@ -286,32 +286,6 @@ def test_breaking_files_end_the_wait_of_a_sibling(
 # --- telling ------------------------------------------------------------------------------------------------------
 
 
-def test_stats_have_these_keys(make: Make, group: str) -> None:
-    mutex = make()
-    make()
-    stats = mutex.stats()
-    assert set(stats) == {
-        "group",
-        "device",
-        "job",
-        "turn",
-        "turns",
-        "holding",
-        "siblings",
-        "held_s",
-        "waited_s",
-        "lease_s",
-        "leases_expired",
-        "handovers",
-        "handover_median_s",
-        "handover_p99_s",
-        "ordered_by",
-        "disabled_because",
-    }
-    assert (stats["group"], stats["device"], stats["siblings"]) == (group, DEVICE, 1)
-    assert stats["handover_median_s"] is None
-
-
 def test_stats_tell_of_times(make: Make, threads: ThreadPoolExecutor) -> None:
     holder, mutex = make(), make()
     holder.acquire()
@@ -343,13 +317,6 @@ def test_a_sibling_whose_clock_is_another_one_spoils_no_latency(
     taking.result(SOON_S)
     assert mutex.stats()["handovers"] == 0
     mutex.release()
-
-
-def test_repr_tells_the_state(make: Make, group: str) -> None:
-    mutex = make()
-    assert repr(mutex) == f"GPUMutex(name={group!r}, device='dev0', between turns)"
-    with mutex:
-        assert "holds a turn" in repr(mutex)
 
 
 def test_waiting_takes_no_cpu_time(make: Make, threads: ThreadPoolExecutor) -> None:

@@ -1,0 +1,179 @@
+"""Who may import whom, by path; what is pure; what the package offers."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "crossover_ddp"
+HOOKS = ("averaging_hooks", "codecs", "comm_hooks", "kfac_hooks", "muon_hooks")
+PUBLIC = {*HOOKS, "errors", "gpu_mutex", "pipeline"}
+# `_exchange` and `_planning` are what `_engine`, `_ddp` and `_tuning` are to be.
+BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_exchange", "_planning", "_system", "errors", "gpu_mutex"}
+# The first part of a module's name is its row. A module may import its own row and what stands here.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "_system": {"errors"},
+    "_timeline": {"_system"},
+    "_turns": {"_system", "errors"},
+    "_ddp": {"_system", "errors"},
+    "_engine": {"_ddp", "_system", "_timeline.record", "errors"},
+    "_exchange": {"_ddp", "_system", "_timeline.record", "errors"},
+    "_planning": set(),
+    "_tuning": {"_engine", "_system", "errors"},
+    "gpu_mutex": {"_turns", "_system", "errors"},
+    "_owners": {"_engine", "_ddp", "_tuning", "errors"},
+    **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression", "_muon"), BELOW),
+    **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
+    "comm_hooks": {*BELOW, "_decoupled"},
+    "codecs": {*BELOW, "_compression"},
+    "pipeline": {*HOOKS, "_planning", "_tuning", "gpu_mutex", "errors"},
+    "cli": {"_turns.view", "_timeline", "_planning", "_tuning.model", "_system", "pipeline", "errors"},
+    "__init__": PUBLIC,
+    "recipes": {*PUBLIC, "__init__", "lab"},
+    "lab": {*PUBLIC, "__init__", "_timeline"},
+    "studies": {*PUBLIC, "__init__", "_timeline", "lab", "recipes"},
+}
+# What offends today. This shrinks: who mends one removes it.
+EXCEPTIONS = {
+    "_decoupled.coded imports _compression",
+    "_exchange.link_probe imports _planning",
+    "cli.doctor.findings imports _turns",
+    "cli.output imports _turns",
+    "comm_hooks imports _compression",
+    "kfac_hooks imports _compression",
+    "lab.jobs imports _system",
+    "lab.nodes imports _system",
+    "pipeline.cluster imports _exchange",
+    "pipeline.run imports _exchange",
+    "studies._ranks imports _system",
+    "studies.advice imports cli",
+    "studies.codecs imports _compression",
+    "studies.scaling_model imports _kfac",
+}
+# Decisions, tested without processes: no clock, no file, no socket, no tensor.
+PURE = {
+    "_averaging.schedule",
+    "_exchange.filling",
+    "_compression.cut",
+    "_decoupled.owners",
+    "_exchange.layout",
+    "_kfac.payload_layout",
+    "_kfac.placement",
+    "_muon.ownership",
+    "_muon.payload_sizes",
+    "_planning",
+    "_timeline.merge",
+    "_timeline.spans",
+    "_timeline.trace",
+    "_turns.rules",
+    "cli.advise.advice",
+    "cli.advise.step_figures",
+    "cli.doctor.findings",
+    "cli.run.commands",
+    "cli.run.lines",
+    "cli.turn_report",
+    "pipeline.model",
+    "pipeline.simulate",
+}
+IMPURE = {"torch", "os", "pathlib", "socket", "subprocess", "threading", "time"}
+
+
+def sources() -> dict[str, Path]:
+    """Return files by module; a wing's own file has the wing's name."""
+    found = {}
+    for path in (*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+        found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def row(module: str) -> str:
+    return "recipes" if SOURCES[module].parent == ROOT / "recipes" else module.partition(".")[0]
+
+
+def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted names that a module imports anywhere, and the modules among ours that these are or stand in."""
+    path = SOURCES[module].relative_to(ROOT)
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = path.parent.parts[: len(path.parent.parts) - node.level + 1] if node.level else ()
+            names = [".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names]
+        for name in (name.removeprefix("recipes.") for name in names):
+            parts = name.removeprefix(f"{PACKAGE}.").split(".")
+            known = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+            ours = next((each for each in known if each in SOURCES), "__init__")
+            yield name, ours if name.startswith(PACKAGE) or ours != "__init__" else ""
+
+
+def offences(module: str, source: str) -> Iterator[str]:
+    may = {row(module), *MAY_IMPORT.get(row(module), ())}
+    for name, ours in imports(module, source):
+        if ours and row(ours) not in may and not any(f"{ours}.".startswith(f"{place}.") for place in may):
+            yield f"{module} imports {ours.partition('.')[0]}"
+        if module in PURE and name.partition(".")[0] in IMPURE:
+            yield f"{module} is pure and imports {name}"
+
+
+def test_modules_import_what_their_row_allows_and_known_exceptions_shrink() -> None:
+    found = {each for module, path in SOURCES.items() for each in offences(module, path.read_text())}
+    assert sorted(found - EXCEPTIONS) == [], "not allowed by the table"
+    assert sorted(EXCEPTIONS - found) == [], "no longer there: remove them from EXCEPTIONS"
+    assert sorted({*PURE} - {*SOURCES}) == [], "pure modules that are not there"
+    assert sorted({row(module) for module in SOURCES} - {*MAY_IMPORT}) == [], "rooms without a row"
+
+
+def circle(below: Mapping[str, set[str]]) -> list[str]:
+    """Return those that are in a circle, or above one."""
+    seen: set[str] = set()
+    while ready := {module for module, names in below.items() if names <= seen} - seen:
+        seen |= ready
+    return sorted(below.keys() - seen)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    below = {
+        module: {ours for _, ours in imports(module, path.read_text()) if ours} - {module}
+        for module, path in SOURCES.items()
+    }
+    assert sum(map(len, below.values())) > len(below)
+    assert circle(below) == []
+
+
+def test_the_package_offers_public_names_and_nothing_else() -> None:
+    docstring, *statements = ast.parse((ROOT / PACKAGE / "__init__.py").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom | ast.Assign) for node in statements)
+    assert [ast.unparse(node.targets[0]) for node in statements if isinstance(node, ast.Assign)] == [
+        "__all__"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "offence"),
+    [
+        ("_exchange.engine", "from ..comm_hooks import x", "_exchange.engine imports comm_hooks"),
+        ("_exchange.engine", "from crossover_ddp._turns.rules import y", "_exchange.engine imports _turns"),
+        ("_exchange.engine", "import crossover_ddp._timeline.files", "_exchange.engine imports _timeline"),
+        ("comm_hooks", "def f():\n    import crossover_ddp.kfac_hooks", "comm_hooks imports kfac_hooks"),
+        ("_kfac.late", "from .._decoupled import trial", "_kfac.late imports _decoupled"),
+        ("cli.run.command", "from ..._exchange.engine import x", "cli.run.command imports _exchange"),
+        ("_turns.rules", "import time", "_turns.rules is pure and imports time"),
+        ("minimal_kfac", "from crossover_ddp._kfac import x", "minimal_kfac imports _kfac"),
+        ("minimal_kfac", "from lab.jobs import x", ""),
+        ("lab.jobs", "from train import x", "lab.jobs imports train"),
+        ("train", "from studies.siblings import x", "train imports studies"),
+        ("studies.siblings", "import torch\nfrom crossover_ddp import GPUMutex\nfrom lab import jobs", ""),
+    ],
+)
+def test_an_offence_is_found(module: str, source: str, offence: str) -> None:
+    assert list(offences(module, source)) == list(filter(None, [offence]))

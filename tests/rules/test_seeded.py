@@ -1,0 +1,18 @@
+"""Seeded faults: each can still be seeded, and its tests are there. `python -m tests.seeded` sees them found."""
+
+import pytest
+
+from tests.seeded.fault import ROOT, Fault
+from tests.seeded.faults import FAULTS
+
+
+def test_faults_can_be_seeded_and_their_tests_are_there() -> None:
+    for fault in FAULTS:
+        compile(fault.seeded(ROOT), fault.path, "exec")  # says which one it is
+    assert [fault.why for fault in FAULTS if not fault.tests or fault.missing(ROOT)] == []
+
+
+def test_a_fault_of_other_days_is_refused() -> None:
+    fault = Fault("nothing", "tests/seeded/__init__.py", "a text that stands nowhere in it", "", ("-k", "x"))
+    with pytest.raises(ValueError, match="found it 0 times"):
+        fault.seeded(ROOT)
