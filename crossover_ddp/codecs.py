@@ -25,11 +25,11 @@ from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sidco import SIDCo
 from crossover_ddp._compression.threshold import Threshold
+from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 
-from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
 
 __all__ = [
@@ -88,6 +88,8 @@ class CompressedState(Pausable):
         self.process_group = process_group
         self.codec = codec
         self.mutex = mutex
+        self.agreement = Agreement()
+        self._loss_scale = loss_scale
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         logger.info("%r", self)
 
@@ -148,10 +150,10 @@ class CompressedState(Pausable):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives in this process only, as torch's own hook states do."""
         logger.warning("process_group, mutex and residuals are not pickled; the copy uses the default group")
-        return {"codec": self.codec}
+        return {"codec": self.codec, "loss_scale": self._loss_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["codec"])  # type: ignore[misc]
+        self.__init__(state["codec"], loss_scale=state["loss_scale"])  # type: ignore[misc]
 
 
 def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -174,8 +176,9 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        _check_state(state)
+        check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
         group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+        state.agreement.make(group, lambda: {"codec": state.codec})
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
@@ -184,11 +187,3 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         return Exchange.of(group).submit(bucket, turn=state.mutex, messages=messages, state=state)
 
     return guarded(bucket, answer)
-
-
-def _check_state(state: object) -> None:
-    if not isinstance(state, CompressedState):
-        raise UnsupportedConfigurationError(
-            f"expected a CompressedState, got state={type(state).__name__}; pass codec= to that state instead, "
-            "and register its own hook"
-        )

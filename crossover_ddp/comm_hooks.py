@@ -23,14 +23,17 @@ from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
+from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.endings import on_destruction
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
 from ._planning import BucketPlan
+from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
 
 __all__ = [
@@ -131,7 +134,9 @@ class CrossoverState(Pausable):
         self.process_group = process_group
         self.hook_state = hook_state
         self.codec = codec
+        self._loss_scale = loss_scale
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
+        self.agreement = Agreement()
         self.turn: Turn = mutex if mutex is not None else JobTurn(process_group)
 
     @property
@@ -176,12 +181,12 @@ class CrossoverState(Pausable):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives in this process only, as torch's own hook states do."""
         logger.warning(
-            "process_group and mutex are not pickled; the copy uses the default group and its own mutex"
+            "process_group, mutex and residuals are not pickled; the copy uses the default group and its own mutex"
         )
-        return {"hook_state": self.hook_state, "codec": self.codec}
+        return {"hook_state": self.hook_state, "codec": self.codec, "loss_scale": self._loss_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(hook_state=state["hook_state"], codec=state.get("codec"))  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
 
 def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -207,17 +212,15 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
 
         model.register_comm_hook(CrossoverState(), crossover_hook)
     """
-    group = cast(dist.ProcessGroup, state.process_group)
-    if turns_disabled():
-        return allreduce_hook(group, bucket)
 
     def answer() -> torch.futures.Future[torch.Tensor]:
+        group = _joined_group(state)
+        if turns_disabled():
+            return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        resolved, compression = resolve_group(group), state.compression
-        messages = None if compression is None else functools.partial(compression.messages, bucket, resolved)
-        return Exchange.of(resolved).submit(
-            bucket, turn=_turn_of(state, bucket), messages=messages, state=state
-        )
+        compression = state.compression
+        messages = None if compression is None else functools.partial(compression.messages, bucket, group)
+        return Exchange.of(group).submit(bucket, turn=_turn_of(state, bucket), messages=messages, state=state)
 
     return guarded(bucket, answer)
 
@@ -244,18 +247,32 @@ def crossover_wrapper(hook: Hook) -> Hook:
     def crossover_wrapped_hook(
         state: CrossoverState, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        future = hook(state.hook_state, bucket)
-        if turns_disabled():
-            return future
-
         def answer() -> torch.futures.Future[torch.Tensor]:
+            group = _joined_group(state)
+            if state.codec is not None:
+                raise UnsupportedConfigurationError(
+                    f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
+                    "what travels; leave codec out, or register crossover_hook"
+                )
+            future = hook(state.hook_state, bucket)
+            if turns_disabled():
+                return future
             check_not_capturing(bucket)
-            exchange = Exchange.of(resolve_group(cast(dist.ProcessGroup, state.process_group)))
-            return exchange.follow(future, bucket, turn=_turn_of(state, bucket))
+            return Exchange.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
 
         return guarded(bucket, answer)
 
     return crossover_wrapped_hook
+
+
+def _joined_group(state: CrossoverState) -> dist.ProcessGroup:
+    """Return the state's group, whose ranks have compared what they must have in common."""
+    check_state(state, CrossoverState, "make a CrossoverState, or register the hook of that state")
+    group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+    # Whoever passes a mutex has named its group.
+    siblings = environment.sibling_group() if isinstance(state.turn, JobTurn) else None
+    state.agreement.make(group, lambda: {"codec": state.codec, environment.GROUP: siblings})
+    return group
 
 
 def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:

@@ -122,7 +122,7 @@ class GPUMutex:
         return mutex
 
     def _prepare(self, name: str | None, lease_s: float | None, process_group: "ProcessGroup | None") -> None:
-        self.name = name if name is not None else os.environ.get(environment.GROUP, environment.DEFAULT_GROUP)
+        self.name = name if name is not None else environment.sibling_group()
         self.job = 0
         self.device = ""
         self.closed = False

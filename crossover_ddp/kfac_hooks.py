@@ -22,7 +22,7 @@ from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.payloads import PayloadCompression
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.columns import LayerShape, WeightSharing
@@ -389,12 +389,13 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     return guarded(bucket, answer)
 
 
-def _check_state(state: object) -> None:
-    if not isinstance(state, KFACState):
-        raise UnsupportedConfigurationError(
-            f"expected a KFACState, got state={type(state).__name__}; K-FAC needs its gradients whole before "
-            "optimizer.step(), so it cannot be combined with another state: pass mutex= to share the device"
-        )
+def _check_state(state: KFACState) -> None:
+    check_state(
+        state,
+        KFACState,
+        "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with another state: pass "
+        "mutex= to share the device",
+    )
     if state._rounds.is_deferred:
         raise UnsupportedConfigurationError(
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "

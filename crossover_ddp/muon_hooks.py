@@ -20,7 +20,7 @@ from torch.optim import Muon
 
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.muon_direction import check_torch
 from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._muon.consolidation import consolidate
@@ -243,11 +243,7 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        if not isinstance(state, MuonState):
-            raise UnsupportedConfigurationError(
-                f"expected a MuonState, got state={type(state).__name__}; pass MuonState(muon), with mutex= to share "
-                "the device"
-            )
+        check_state(state, MuonState, "pass MuonState(muon), with mutex= to share the device")
         group = resolve_group(state.process_group)
         if state.is_disabled:
             return allreduce_hook(group, bucket)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._exchange.ddp_checks import check_group, model_of, wants_buffers_broadcast
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .flat import FlatBlock
@@ -64,54 +63,28 @@ def check_waits_for_nobody(model: DistributedDataParallel) -> None:
             )
 
 
-def check_agreement(
-    exchange: Exchange,
-    blocks: Sequence[FlatBlock],
-    steps: int,
-    settings: Sequence[float],
-    device: torch.device,
-) -> None:
-    """Refuse ranks with other models, other arguments, or another number of steps. **Collective**."""
-    own = [float(steps), float(_digest(blocks)), *map(float, settings)]
-    everyone = exchange.gather_numbers(own, device)
-    if everyone.count(everyone[0]) == len(everyone):
-        return
-    by_steps = {rank: int(numbers[0]) for rank, numbers in enumerate(everyone)}
-    if len(set(by_steps.values())) > 1:
-        raise UnsupportedConfigurationError(
-            f"expected all ranks after as many steps, got steps by rank {by_steps}; a rank that has not loaded the "
-            "checkpoint must not be averaged with those that have: call load_state_dict on all ranks"
-        )
-    raise UnsupportedConfigurationError(
-        f"expected the same model and the same arguments on all ranks, got (steps, digest of names and shapes, "
-        f"arguments) by rank {everyone}; make the state alike everywhere"
-    )
-
-
-def _digest(blocks: Sequence[FlatBlock]) -> int:
-    """Return a number of 48 bits, exact in float64, for names, sizes and dtypes."""
+def digest_of(blocks: Sequence[FlatBlock]) -> str:
+    """Return a short text that differs where names, shapes or dtypes do."""
     said = [
         (entry.name, tuple(entry.get().shape), str(block.dtype))
         for block in blocks
         for entry in block.entries
     ]
-    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:6], "little")
+    return f"{len(said)} tensors, {hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"
 
 
-def check_finite(values: torch.Tensor, rank: int, steps: int, own: torch.Tensor | None = None) -> None:
+def check_finite(values: torch.Tensor, rank: int, steps: int, own: Sequence[torch.Tensor]) -> None:
     """Refuse a mean that is not finite, before it is written anywhere.
 
     Args:
         values: the mean.
         rank: of this process.
         steps: how many were done.
-        own: what this rank has sent, if it still has that.
+        own: what this rank has sent.
     """
     if all_finite([values]):
         return
-    guilty = (
-        "this rank's are among them" if own is not None and not all_finite([own]) else "see the other ranks"
-    )
+    guilty = "see the other ranks" if all_finite(own) else "this rank's are among them"
     raise UnsupportedConfigurationError(
         f"expected finite parameters on all ranks, got infinities or NaN in the mean after step {steps} ({guilty}; "
         f"this is rank {rank}); no rank has taken the mean over. Lower the learning rate, clip, or use GradScaler, and "

@@ -6,8 +6,8 @@ With d = 0 that is the mean itself. After CoCoD-SGD and DaSGD (arXiv 2006.00441)
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from crossover_ddp._exchange.step import GradientFuture
 from .checks import check_finite
 from .flat import FlatBlock, wide
 from .means import Means
-from .outer import OuterOptimizer, OuterPart
+from .outer import OuterOptimizer, OuterPart, described
 from .schedule import Schedule, fragment_span
 
 if TYPE_CHECKING:
@@ -64,16 +64,10 @@ class DelayedMeans:
         return f"{self.schedule} and {outer}"
 
     @property
-    def settings(self) -> Sequence[float]:
+    def settings(self) -> Mapping[str, object]:
         """See `Rule`."""
-        schedule = self.schedule
-        return [
-            schedule.sync_every,
-            schedule.delay,
-            schedule.fragments,
-            schedule.warmup_steps,
-            self._make_outer is not None,
-        ]
+        outer = None if self._make_outer is None else described(self._make_outer)
+        return {**asdict(self.schedule), "outer_optimizer": outer}
 
     @property
     def has_local_steps(self) -> bool:
@@ -151,7 +145,8 @@ class DelayedMeans:
             self._replica.wait_without_turn(flight.future)
         else:
             self._replica.wait(flight.future)
-        check_finite(flight.values, self._means.exchange.rank, self._steps, flight.sent)
+        own = flight.block.pieces(flight.span) if flight.sent is None else [flight.sent]
+        check_finite(flight.values, self._means.exchange.rank, self._steps, own)
         if flight.sent is None:
             flight.block.unpack(flight.span, flight.values)
         else:

@@ -112,4 +112,4 @@ def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.
 
         model.register_comm_hook(ElasticState(sync_every=10, mode="wild"), elastic_hook)
     """
-    return answer_bucket(state, bucket)
+    return answer_bucket(state, bucket, ElasticState)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -59,9 +59,9 @@ class TogetherElastic:
         return f"elastic, together, every {self._every} steps"
 
     @property
-    def settings(self) -> Sequence[float]:
+    def settings(self) -> Mapping[str, object]:
         """See `Rule`."""
-        return [0.0, self._every, self._given_rate or 0.0]
+        return {"mode": "sync", "sync_every": self._every, "moving_rate": self._given_rate}
 
     @property
     def has_local_steps(self) -> bool:
@@ -88,7 +88,7 @@ class TogetherElastic:
             former = sent.clone()
             future = self._centre.begin_pull(place, former, self._means.exchange.world_size)
             self._replica.wait_without_turn(future)
-            check_finite(former, self._means.exchange.rank, steps, sent)
+            check_finite(former, self._means.exchange.rank, steps, [sent])
             block.add(whole(block), pull_of(sent, former, self._rate).to(block.dtype))
             self._bytes += sent.nbytes
         self._pulls += 1
@@ -137,9 +137,9 @@ class OwnPaceElastic:
         return f"elastic, at their own pace, every {self._every} steps"
 
     @property
-    def settings(self) -> Sequence[float]:
+    def settings(self) -> Mapping[str, object]:
         """See `Rule`."""
-        return [1.0, self._every, self._given_rate or 0.0]
+        return {"mode": "async", "sync_every": self._every, "moving_rate": self._given_rate}
 
     @property
     def has_local_steps(self) -> bool:

@@ -125,7 +125,8 @@ class FlatBlock:
 def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     """Return all trainable parameters and floating-point buffers, a block for each dtype and device.
 
-    Those that DDP was told to ignore are left out, and so are frozen parameters, which no step changes, and integers.
+    Those that DDP was told to ignore are left out, and so are frozen parameters, which no step changes, integers, and
+    buffers with infinities, such as an attention mask, which have no mean.
     """
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     parameters: dict[tuple[torch.dtype, torch.device], list[FlatEntry]] = {}
@@ -134,7 +135,8 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
         if parameter.requires_grad and name not in ignored:
             parameters.setdefault(_key(parameter), []).append(FlatEntry(name, parameter.detach))
     for name, get in _buffers(model.module):
-        if name not in ignored and (get().is_floating_point() or get().is_complex()):
+        counts = get().is_floating_point() or get().is_complex()
+        if name not in ignored and counts and bool(get().isfinite().all()):
             buffers.setdefault(_key(get()), []).append(FlatEntry(name, get))
     keys = dict.fromkeys([*parameters, *buffers])
     return [FlatBlock(parameters.get(key, ()), buffers.get(key, ())) for key in keys]

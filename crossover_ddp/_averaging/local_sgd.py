@@ -101,4 +101,4 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
 
         model.register_comm_hook(LocalSGDState(sync_every=8, delay=1), local_sgd_hook)
     """
-    return answer_bucket(state, bucket)
+    return answer_bucket(state, bucket, LocalSGDState)

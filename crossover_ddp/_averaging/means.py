@@ -68,9 +68,9 @@ class Means:
             values = torch.empty(block.numel, dtype=block.dtype, device=block.device)
             block.pack(Span(0, block.numel), values)
             sent.append((block, values, self.begin(values)))
-        for _, values, future in sent:
+        for block, values, future in sent:
             future.wait()
-            check_finite(values, self.exchange.rank, steps)
+            check_finite(values, self.exchange.rank, steps, block.pieces(Span(0, block.numel)))
         for block, values, _ in sent:
             block.unpack(Span(0, block.numel), values)
 

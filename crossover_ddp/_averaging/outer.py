@@ -50,6 +50,13 @@ def check_outer(make: OuterOptimizer) -> None:
         )
 
 
+def described(make: OuterOptimizer) -> str:
+    """Return the optimizer's class and arguments as a text."""
+    made = make([torch.nn.Parameter(torch.zeros(1))])
+    given = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    return f"{type(made).__name__}({given})"
+
+
 def _step_of(made: Optimizer, probe: torch.nn.Parameter, at: torch.Tensor) -> torch.Tensor:
     probe.data = at.clone()
     made.step()

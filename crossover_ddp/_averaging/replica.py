@@ -13,22 +13,24 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.ddp_checks import check_not_joined, flat_gradients
+from crossover_ddp._exchange.agreement import Agreement
+from crossover_ddp._exchange.ddp_checks import OnlyModel, check_forward, check_not_joined, flat_gradients
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .checks import check_agreement, check_waits_for_nobody, model_behind
+from .checks import check_waits_for_nobody, digest_of, model_behind
 from .flat import FlatBlock, blocks_of
 from .means import Means
 
@@ -42,8 +44,8 @@ class Rule(Protocol):
     """What happens to the parameters between two steps. All methods run on the training thread."""
 
     @property
-    def settings(self) -> Sequence[float]:
-        """Numbers that must be the same on all ranks."""
+    def settings(self) -> Mapping[str, object]:
+        """Arguments that must be the same on all ranks."""
 
     @property
     def has_local_steps(self) -> bool:
@@ -97,7 +99,8 @@ class Replica:
         self.waited_s = 0.0
         self._acted = 0
         self._began = False
-        self._agreed = False
+        self.agreement = Agreement()
+        self._only = OnlyModel()
         self._closed = False
         self._failure: Exception | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
@@ -115,12 +118,11 @@ class Replica:
         if self._failure is not None:
             raise self._failure
         gradients = flat_gradients(bucket)
+        self._only.enter(bucket, state)
         if self.exchange is None:
             self._adopt(model_behind(bucket, state, group), exchange)
             self.group = group
-        if not self._agreed:
-            check_agreement(exchange, self.blocks, self.steps, self.rule.settings, gradients.device)
-            self._agreed = True
+        self.agreement.make(group, self._said)
         if self.rule.is_local(self.steps):
             self._begin_local_steps()
             future = exchange.routes.side(gradients.device).future()
@@ -132,6 +134,7 @@ class Replica:
         return future
 
     def _adopt(self, model: DistributedDataParallel, exchange: Exchange) -> None:
+        check_forward(model, "parameters are averaged before it")
         if self.rule.has_local_steps:
             check_waits_for_nobody(model)
         check_not_joined(model, _WITHOUT_DATA)
@@ -142,6 +145,9 @@ class Replica:
         handle = model.register_forward_pre_hook(OwnHook(before), prepend=True)
         self._hook.callback(handle.remove)
         logger.info("averaging: %s with %s", type(model.module).__name__, self.rule)
+
+    def _said(self) -> Mapping[str, object]:
+        return {"steps": self.steps, **self.rule.settings, "model": digest_of(self.blocks)}
 
     def _begin_local_steps(self) -> None:
         if not self._began:
@@ -209,12 +215,16 @@ class Replica:
 
     @property
     def compute_s(self) -> float | None:
-        """Median time of a local step between two acts, in seconds; None before there is one."""
-        return statistics.median(self._step_s) if self._step_s else None
+        """Median time of a local step between two acts, or what other steps compute, in seconds; None before one."""
+        if self._step_s or self.exchange is None:
+            return statistics.median(self._step_s) if self._step_s else None
+        return self.exchange.engine.records.compute_s()
 
     def average(self) -> None:
         """Replace every rank's parameters and buffers by their mean. **Collective**."""
         means = self._known()
+        if means is None:
+            return
         with self._guarded(), torch.no_grad(), self._at_rest(leave=False):
             means.take_over(self.steps)
 
@@ -222,6 +232,9 @@ class Replica:
     def averaged(self) -> Iterator[None]:
         """The same for the time of a block. **Collective**."""
         means = self._known()
+        if means is None:
+            yield
+            return
         with torch.no_grad():
             kept = [torch.empty(block.numel, dtype=block.dtype, device=block.device) for block in self.blocks]
             for block, values in zip(self.blocks, kept, strict=True):
@@ -243,11 +256,12 @@ class Replica:
         assert self.exchange is not None
         return self.exchange if group is self.group else Exchange.of(group)
 
-    def _known(self) -> Means:
+    def _known(self) -> Means | None:
+        """Return what averages the model; None if nothing differs, since every step was a plain all-reduce."""
         if self._failure is not None:
             raise self._failure
         self._catch_up()
-        if self.means is None:
+        if self.means is None and not environment.is_set(environment.DISABLE):
             raise UnsupportedConfigurationError(
                 "expected a model, got a state whose hook was never called; register it, and call backward() before"
             )
@@ -276,7 +290,7 @@ class Replica:
         if state["kept"] is not None:
             self.rule.load_state_dict(state["kept"])
         self.steps = self._acted = state["steps"]
-        self._agreed = False
+        self.agreement.forget()
 
     def close(self) -> None:
         """Let the model go; later backward passes are those of the split hook."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._planning import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -134,14 +134,18 @@ class _LeftBehind:
     """What a copied model has in the place of the state."""
 
 
-def answer_bucket(state: AveragingState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Answer for both hooks."""
-    group = cast(dist.ProcessGroup, state.process_group)
-    if turns_disabled():
-        return allreduce_hook(group, bucket)
+def answer_bucket(
+    state: AveragingState, bucket: dist.GradBucket, kind: type[AveragingState]
+) -> torch.futures.Future[torch.Tensor]:
+    """Answer for both hooks, whose state is of ``kind``."""
 
     def answer() -> torch.futures.Future[torch.Tensor]:
+        check_state(state, kind, "register the hook of that state, or make another one")
+        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+        if turns_disabled():
+            state._replica.agreement.make(group, dict)
+            return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state._replica.take(state, resolve_group(group), bucket)
+        return state._replica.take(state, group, bucket)
 
     return guarded(bucket, answer)

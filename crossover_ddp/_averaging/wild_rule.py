@@ -1,7 +1,7 @@
 """EA-wild: ranks of a host share one centre in memory, hosts pull their centres together."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .centre import gathered, start_vectors, whole
@@ -33,9 +33,9 @@ class WildElastic(OwnPaceElastic):
         return f"elastic, wild, every {self._every} steps"
 
     @property
-    def settings(self) -> Sequence[float]:
+    def settings(self) -> Mapping[str, object]:
         """See `Rule`."""
-        return [2.0, self._every, self._given_rate or 0.0]
+        return {**super().settings, "mode": "wild"}
 
     def begin(self, replica: "Replica") -> None:
         """See `Rule`."""

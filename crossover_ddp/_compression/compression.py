@@ -15,10 +15,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._exchange.contents import contents_of
-from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
+from crossover_ddp._exchange.ddp_checks import OnlyModel, flat_gradients
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import DeviceMessages, Messages, Payload
@@ -31,6 +32,7 @@ from .cut import cut
 from .device_bucket import DeviceBucket, can_encode_on_device
 from .scratch import Scratch
 
+_WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,7 +56,7 @@ class Compression:
         # Of parameters whose bucket is not known yet, or is not there any more.
         self._pool: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
-        self._names: Any = WeakTensorKeyDictionary()
+        self._model, self._leaves_unused = OnlyModel(), True
         self._is_exact, self._is_new_step = True, True
         self.steps = 0
         self._achieved = AchievedRate()
@@ -67,8 +69,11 @@ class Compression:
         """Encode ``bucket``; None: it travels as it is, with all residuals in it. On the hook's thread."""
         flat = flat_gradients(bucket)
         on_ring = check_coded(flat, group, self.codecs)
+        model = self._model.enter(bucket, self._state)
+        if model is not None:
+            self._begin_model(model, on_ring=on_ring)
         if self._is_new_step:
-            self._begin_step(bucket, on_ring=on_ring)
+            self._begin_step()
         is_exact = self._is_exact
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
@@ -86,7 +91,19 @@ class Compression:
         coded.encode(Buffers(own, coded.parts, own, coded.parts))
         return coded
 
-    def _begin_step(self, bucket: dist.GradBucket, *, on_ring: bool) -> None:
+    def _begin_model(self, model: DistributedDataParallel, *, on_ring: bool) -> None:
+        self._buckets.clear()
+        self._pool.clear()
+        self._is_exact = True
+        self._leaves_unused = model.find_unused_parameters
+        if self._leaves_unused and not on_ring:
+            raise UnsupportedConfigurationError(
+                "expected find_unused_parameters=False for a codec on a backend's own collectives, got True: which "
+                "parameters are in use would have to be read from the device for each bucket; pass False, or "
+                "codec=None"
+            )
+
+    def _begin_step(self) -> None:
         scale = float(self._loss_scale())
         if self._scale is not None and scale != self._scale:
             for each in self._buckets.values():
@@ -94,26 +111,34 @@ class Compression:
             for residual in (*self._pool.values(), *self._loaded.values()):
                 residual.mul_(scale / self._scale)
         self._scale = scale
-        if not len(self._names):
-            model = model_of(bucket, state=self._state)
-            if not on_ring and model is not None and model.find_unused_parameters:
-                raise UnsupportedConfigurationError(
-                    "expected find_unused_parameters=False for a codec on a backend's own collectives, got True: which "
-                    "parameters are in use would have to be read from the device for each bucket; pass False, or "
-                    "codec=None"
-                )
-            for name, parameter in model.module.named_parameters() if model is not None else ():
-                self._names[parameter] = name
+        if self._loaded:
+            self._loaded = self._renamed(self._loaded)
+
+    def _renamed(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return loaded residuals by this model's names, which may be those of another wrapping."""
+        known = {name for name in self._model.names.values() if name}
+        by_plain = {_plain(name): name for name in known}
+        unknown = [name for name in loaded if name not in known and _plain(name) not in by_plain]
+        if known and unknown:
+            raise UnsupportedConfigurationError(
+                f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the state "
+                "dict of the same model"
+            )
+        return {
+            name if name in known else by_plain.get(_plain(name), name): each for name, each in loaded.items()
+        }
 
     def _add_residuals(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
         """Add what is kept for the bucket's parameters to its gradients, and keep nothing."""
         self._retire(bucket.parameters())
         for parameter, _, span in contents_of(bucket, flat):
             piece, residual = flat[span.start : span.stop], self._taken(parameter)
-            if residual is not None and bool(piece.any()):
-                piece.add_(residual.to(piece.device))
-            elif residual is not None:  # a parameter that is used nowhere has no use for it in this step
+            if residual is None:
+                continue
+            if self._leaves_unused and not bool(piece.any()):  # then DDP may leave its gradient None
                 self._pool[parameter] = residual
+            else:
+                piece.add_(residual.to(piece.device))
 
     def _bucket(
         self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup, *, on_ring: bool
@@ -150,7 +175,7 @@ class Compression:
     def _taken(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what is kept for a parameter outside of any bucket, and keep it no longer."""
         found: torch.Tensor | None = self._pool.pop(parameter, None)
-        loaded = self._loaded.pop(self._names.get(parameter, ""), None)
+        loaded = self._loaded.pop(self._model.names.get(parameter, ""), None)
         if loaded is None or found is None:
             return loaded if found is None else found
         return found.add_(loaded.to(found.device))
@@ -164,12 +189,12 @@ class Compression:
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return a copy of this rank's residuals on the host by the parameter's name, flat, in the order of buckets."""
         kept = [*self._pool.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
-        if any(parameter not in self._names for parameter, _ in kept):
+        if not all(self._model.names.get(parameter) for parameter, _ in kept):
             raise UnsupportedConfigurationError(
                 "expected a DDP model that Python's collector knows, got parameters without a name; "
                 "call gc.freeze() after the first backward(), not before"
             )
-        named = {self._names[parameter]: residual.cpu().clone() for parameter, residual in kept}
+        named = {self._model.names[parameter]: residual.cpu().clone() for parameter, residual in kept}
         return {**{name: residual.clone() for name, residual in self._loaded.items()}, **named}
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
@@ -195,6 +220,11 @@ def state_of(compression: Compression | None) -> dict[str, Any]:
     if compression is None:
         return {"residuals": {}, "loss_scale": None}
     return {"residuals": compression.residuals(), "loss_scale": compression.scale}
+
+
+def _plain(name: str) -> str:
+    """Return a parameter's name without what DDP and torch.compile put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
 
 
 def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:

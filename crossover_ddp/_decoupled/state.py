@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
-from crossover_ddp._exchange.hook import Pausable, guarded
+from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
@@ -113,6 +114,8 @@ class DecoupledState(Pausable):
         if kfac is not None:
             check_deferrable(kfac, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
+        self.agreement = Agreement()
+        self._said = lambda: {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._training: DecoupledTraining
         if owners is None or turns_disabled():
             coding = Coding(codec, loss_scale, self)
@@ -327,12 +330,20 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
 
         model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
-    group = cast(dist.ProcessGroup, state.process_group)
-    if turns_disabled():
-        return allreduce_hook(group, bucket)
 
     def answer() -> torch.futures.Future[torch.Tensor]:
+        check_state(
+            state, DecoupledState, "pass DecoupledState(optimizer), or register the hook of that state"
+        )
+        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+        state.agreement.make(group, state._said)
+        if turns_disabled():
+            return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state._training.take(state, resolve_group(group), bucket)
+        return state._training.take(state, group, bucket)
 
-    return guarded(bucket, answer, refused=state._training.break_round)
+    def refused() -> None:
+        if isinstance(state, DecoupledState):
+            state._training.break_round()
+
+    return guarded(bucket, answer, refused=refused)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from crossover_ddp._exchange.ddp_checks import (
     Bucket,
     check_copyable,
+    check_forward,
     flat_gradients,
     model_of,
     names_of,
@@ -355,6 +356,7 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
             "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
             "call gc.freeze() after the first backward(), not before"
         )
+    check_forward(model, "parameters are updated in it")
     return model
 
 

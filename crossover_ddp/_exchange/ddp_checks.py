@@ -16,11 +16,12 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 # The C++ reducer passes a GradBucket, the python reducer a (gradient, parameter) tuple.
 Bucket = dist.GradBucket | tuple[torch.Tensor, ...]
 
+PYTHON_REDUCER: Final = (
+    "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
+    "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
+)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -51,10 +56,7 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def flat_gradients(bucket: Bucket) -> torch.Tensor:
     """Return the bucket's flat dense buffer, or say why there is none."""
     if isinstance(bucket, tuple):
-        raise UnsupportedConfigurationError(
-            "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
-            "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
-        )
+        raise UnsupportedConfigurationError(PYTHON_REDUCER)
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
         raise UnsupportedConfigurationError(
@@ -119,6 +121,15 @@ def check_not_joined(model: DistributedDataParallel, why: str) -> None:
         )
 
 
+def check_forward(model: DistributedDataParallel, why: str) -> None:
+    """Refuse a model whose own forward nobody calls; ``why`` that is needed."""
+    if isinstance(model.module, torch.nn.ParameterList):
+        raise UnsupportedConfigurationError(
+            f"expected DistributedDataParallel, got replicate(), which never calls forward of the DDP model inside: "
+            f"{why}; wrap the model in DistributedDataParallel"
+        )
+
+
 def check_group(bucket: dist.GradBucket, process_group: dist.ProcessGroup) -> None:
     """Refuse a hook whose process group has other ranks than that of the DDP model behind ``bucket``.
 
@@ -173,6 +184,43 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
                 return model
             found = model
     return found
+
+
+class OnlyModel:
+    """The one DDP model that a hook's state serves; what the state keeps is of this model's buckets."""
+
+    def __init__(self) -> None:
+        self.names: Any = WeakTensorKeyDictionary()
+        """By parameter; "" as long as ``gc.freeze()`` hides the model."""
+        self._model: Callable[[], DistributedDataParallel | None] = _nobody
+
+    def enter(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
+        """Return the model behind ``bucket`` if the state has not seen it before; refuse a second one."""
+        parameters = bucket.parameters()
+        if parameters[0] in self.names:
+            return None
+        model = model_of(bucket, state=state)
+        if self._is_another(model):
+            gc.collect()  # the former one may wait for nothing else
+        if self._is_another(model):
+            raise UnsupportedConfigurationError(
+                f"expected one model for each state, got a second one with the same {type(state).__name__}; make a "
+                "state for each model"
+            )
+        for parameter in parameters:
+            self.names[parameter] = ""
+        if model is not None:
+            self._model = weakref.ref(model)
+            for name, parameter in model.module.named_parameters():
+                self.names[parameter] = name
+        return model
+
+    def _is_another(self, model: DistributedDataParallel | None) -> bool:
+        return model is not None and self._model() not in (None, model)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _holders(

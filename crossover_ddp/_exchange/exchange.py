@@ -236,7 +236,7 @@ class Exchange:
             dtype=torch.float64,
             device="cpu" if self.routes.is_on_ring(device) else device,
         )
-        table[self.rank] = torch.tensor(numbers)
+        table[self.rank] = torch.tensor(numbers, dtype=table.dtype)
         flat = table.flatten()
         self.spread(Sharded(flat, Layout.equal(flat.numel(), self.world_size))).wait()
         return flat.view_as(table).tolist()

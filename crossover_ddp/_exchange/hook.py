@@ -4,28 +4,40 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import torch.distributed as dist
+from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .ddp_checks import PYTHON_REDUCER, Bucket
 from .exchange import Exchange
 from .step import GradientFuture
 
 
 def guarded(
-    bucket: dist.GradBucket,
+    bucket: Bucket,
     answer: Callable[[], GradientFuture],
     *,
     refused: Callable[[], None] | None = None,
 ) -> GradientFuture:
     """Return ``answer()``; what it raises is raised by ``backward()`` instead.
 
-    An exception must not leave a hook: DDP is unusable afterwards. ``refused`` is called first if there is one.
+    An exception must not leave a hook: DDP is unusable afterwards. ``refused`` is called first if there is one. Only
+    where torch's python reducer calls the hook it must leave it, for nobody else would hear of it.
     """
+    if isinstance(bucket, tuple):
+        raise UnsupportedConfigurationError(PYTHON_REDUCER)
     try:
         return answer()
     except Exception as error:
         if refused is not None:
             refused()
         return Exchange.refuse(bucket, error)
+
+
+def check_state(state: object, kind: type, remedy: str) -> None:
+    """Refuse a state that is not of ``kind``, such as another hook's; ``remedy`` says what to do instead."""
+    if not isinstance(state, kind):
+        raise UnsupportedConfigurationError(
+            f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
+        )
 
 
 class _Mutex(Protocol):

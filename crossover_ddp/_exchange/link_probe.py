@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from typing import Final, cast
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from crossover_ddp._planning import Link
 
 from .exchange import Exchange
+from .transfer import Payload, Sharded
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
@@ -17,25 +18,6 @@ _SMALL_PROBE_BYTES: Final = 1 << 10
 _PAIR_PROBE_BYTES: Final = 1 << 18
 _MAX_PAIR_PROBE_BYTES: Final = 1 << 24
 _PAIR_PROBE_S: Final = 0.01
-
-
-class _ProbeBucket:
-    """What the engine wants to know of a bucket."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def buffer(self) -> torch.Tensor:
-        return self._tensor
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [self._tensor]
 
 
 def measure_link(process_group: dist.ProcessGroup) -> Link:
@@ -54,8 +36,15 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
-    engine.submit(cast(dist.GradBucket, _ProbeBucket(tensor))).wait()
+    both_ways = Sharded(tensor, engine.routes.equal_layout(tensor))
+    engine.average(
+        Payload(both_ways, both_ways, _nothing, _nothing)
+    ).wait()  # no step that a plan would look at
     return time.perf_counter() - begin_s
+
+
+def _nothing(*_: object) -> None:
+    """Leave it as it has come."""
 
 
 def measure_pairs(process_group: dist.ProcessGroup) -> list[list[float]]:

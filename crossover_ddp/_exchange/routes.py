@@ -3,10 +3,11 @@
 import itertools
 import time
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._system.worker import Worker
 
@@ -50,7 +51,7 @@ class Routes:
     ) -> None:
         self._group = weakref.ref(process_group)
         self._records = records
-        self._checked: set[tuple[int, int]] = set()
+        self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
         self._sequence = itertools.count()
         self.world_size = process_group.size()
         self.backends = _backends(process_group)
@@ -85,7 +86,7 @@ class Routes:
     def of_bucket(self, bucket: dist.GradBucket, step: Step, turn: Turn | None) -> Transfer:
         """Return the transfer of DDP's bucket; raise what makes it impossible."""
         tensor = flat_gradients(bucket)
-        self._check_group(bucket, tensor)
+        self._check_group(bucket)
         step.last_hook_s = time.monotonic()
         step.buckets.append((tensor.nbytes, step.last_hook_s))
         return Transfer(
@@ -113,12 +114,11 @@ class Routes:
             side=self.side(sharded.tensor.device),
         )
 
-    def _check_group(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> None:
-        key = (bucket.index(), tensor.numel())
-        group = self._group()
-        if key not in self._checked and group is not None:
+    def _check_group(self, bucket: dist.GradBucket) -> None:
+        parameter, group = bucket.parameters()[0], self._group()
+        if parameter not in self._checked and group is not None:
             check_group(bucket, group)
-            self._checked.add(key)
+            self._checked[parameter] = True
 
 
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:

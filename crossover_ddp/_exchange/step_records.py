@@ -1,5 +1,6 @@
 """When the buckets of the last steps were ready, by the host's clock."""
 
+import statistics
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -33,6 +34,10 @@ class StepRecords:
     def last(self) -> list[StepRecord]:
         """Return the recorded steps."""
         return [*self._steps]
+
+    def compute_s(self) -> float | None:
+        """Return the median seconds from an exchange's end to the next step's last bucket; None without a record."""
+        return statistics.median(each.buckets[-1][1] for each in self._steps) if self._steps else None
 
 
 def sizes_of(record: StepRecord) -> list[int]:

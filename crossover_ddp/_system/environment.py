@@ -24,6 +24,11 @@ RUN_JOB: Final = "CROSSOVER_RUN_JOB"
 FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, TIMELINE})
 
 
+def sibling_group() -> str:
+    """Return the name of the group of siblings that the environment names."""
+    return os.environ.get(GROUP, DEFAULT_GROUP)
+
+
 def is_set(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether a switch is on: set, and neither empty nor ``0``."""
     return variables.get(name, "") not in ("", "0")

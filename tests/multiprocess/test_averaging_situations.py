@@ -308,7 +308,7 @@ def other_arguments(rank: int, world_size: int) -> str:
 
 def test_ranks_must_have_the_same_arguments() -> None:
     for message in run_ranks(other_arguments, 2):
-        assert "the same arguments on all ranks" in message
+        assert "expected the same sync_every on all ranks, got sync_every by rank {0: 4, 1: 5}" in message
 
 
 # --- turns, wire, memory ----------------------------------------------------------------------------------------------

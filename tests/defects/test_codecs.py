@@ -1,0 +1,237 @@
+"""Known defects of codecs: shared states, other arguments on ranks, residuals, plans, copies."""
+
+import copy
+import gc
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
+from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
+from crossover_ddp.errors import CrossoverError
+from tests.harness import run_ranks
+
+STEPS = 6
+
+
+class Weights(nn.Module):
+    """A matrix whose gradient is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def walk(model: DistributedDataParallel, rank: int, step: int) -> torch.Tensor:
+    """Return what the rank's optimizer would see."""
+    model.zero_grad()
+    model(gradient(rank, step)).backward()
+    return model.module.weight.grad.clone()
+
+
+def mean_of(world_size: int, steps: int) -> torch.Tensor:
+    """Return the sum of the steps' mean gradients."""
+    each = [gradient(rank, step) for step in range(steps) for rank in range(world_size)]
+    return torch.stack(each).sum(0) / world_size
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except CrossoverError as error:
+        return str(error)
+    return "no error"
+
+
+def two_models(rank: int, world_size: int) -> str | float:
+    state = CompressedState(SIDCo(0.05))
+    models = [DistributedDataParallel(Weights()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, compressed_hook)
+
+    def train() -> None:
+        for step in range(STEPS):
+            for model in models:
+                sums[model] = sums[model] + walk(model, rank, step)
+            if step == STEPS - 2:
+                state.drain()
+
+    sums: dict[nn.Module, Any] = dict.fromkeys(models, 0.0)
+    message = error_of(train)
+    if message != "no error":
+        return message
+    return max(float((sums[model] - mean_of(world_size, STEPS)).norm()) for model in models)
+
+
+@pytest.mark.defect("codecs-S2")
+@pytest.mark.defect("strangers-9")
+def test_one_state_serves_one_model_or_loses_nothing() -> None:
+    """A user who shares a state between two models is told, or gets all gradients of both."""
+    for found in run_ranks(two_models, 2):
+        assert "a state for each model" in found if isinstance(found, str) else found < 1e-3
+
+
+def plan_twice(rank: int, world_size: int) -> list[float]:
+    state = CompressedState(None)
+    model = DistributedDataParallel(Weights())
+    model.register_comm_hook(state, compressed_hook)
+    for step in range(4):
+        time.sleep(0.1)  # what the step computes, with any machine
+        walk(model, rank, step)
+    return [state.plan_codec([None, Half()]).compute_s for _ in range(2)]
+
+
+@pytest.mark.defect("codecs-S3")
+@pytest.mark.defect("codecs-S16")
+@pytest.mark.defect("strangers-14")
+def test_a_plan_looks_at_the_users_steps_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """A user who plans twice gets the same plan, and no warning of a gc.freeze() that nobody has called."""
+    for computed_s in run_ranks(plan_twice, 2):
+        assert min(computed_s) > 0.05
+    assert "gc.freeze" not in capfd.readouterr().out
+
+
+def train_with(rank: int, world_size: int, name: str, choices: list[Any]) -> str:
+    model = DistributedDataParallel(Weights(), gradient_as_bucket_view=True)
+    if name == "compressed":
+        model.register_comm_hook(CompressedState(choices[rank]), compressed_hook)
+    elif name == "crossover":
+        model.register_comm_hook(CrossoverState(codec=choices[rank]), crossover_hook)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.register_comm_hook(DecoupledState(optimizer, codec=choices[rank]), decoupled_hook)
+    return error_of(lambda: [walk(model, rank, step) for step in range(3)])
+
+
+@pytest.mark.defect("codecs-S5")
+@pytest.mark.parametrize("choices", [[Int8(), Half()], [None, Int8()]], ids=["other", "none"])
+@pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled"])
+def test_ranks_with_other_codecs_are_told(name: str, choices: list[Any]) -> None:
+    """A user whose ranks have different codecs gets an error on all ranks, and no abort of the process."""
+    for message in run_ranks(train_with, 2, args=(name, choices), timeout_s=20.0):
+        assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
+        assert "Int8(block=256)" in message
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.elsewhere = Weights(), Weights()
+
+    def forward(self, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        return self.used(gradient) + weight * self.elsewhere(gradient)
+
+
+def drain_with_zeros(rank: int, world_size: int) -> float:
+    state = CompressedState(SIDCo(0.05))
+    model = DistributedDataParallel(Branches())
+    model.register_comm_hook(state, compressed_hook)
+    for step in range(4):
+        if step == 3:
+            state.drain()
+        model.zero_grad()
+        model(gradient(rank, step), 1.0 if step < 3 or rank == 0 else 0.0).backward()
+    return sum(float(each.abs().max()) for each in state.state_dict()["residuals"].values())
+
+
+@pytest.mark.defect("codecs-S6")
+def test_a_drained_step_leaves_no_residual() -> None:
+    """A user who drains before a checkpoint needs no residuals, whatever this rank's gradients were."""
+    assert run_ranks(drain_with_zeros, 2) == [0.0, 0.0]
+
+
+def resume_with(rank: int, world_size: int, prefix: str) -> str | float:
+    def model_of(state: CompressedState) -> DistributedDataParallel:
+        model = DistributedDataParallel(Weights())
+        model.register_comm_hook(state, compressed_hook)
+        return model
+
+    former, state = CompressedState(SIDCo(0.05)), CompressedState(SIDCo(0.05))
+    model = model_of(former)
+    total = sum(walk(model, rank, step) for step in range(STEPS - 1))
+    saved = former.state_dict()
+    renamed = {f"{prefix}{name}": each for name, each in saved["residuals"].items()}
+    state.load_state_dict({**saved, "residuals": renamed})
+    model = model_of(state)
+
+    def resume() -> None:
+        nonlocal total
+        total = total + walk(model, rank, STEPS - 1)
+
+    message = error_of(resume)
+    return message if message != "no error" else float((total - mean_of(world_size, STEPS)).norm())
+
+
+@pytest.mark.defect("codecs-S8")
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "another."])
+def test_loaded_residuals_arrive_or_are_refused(prefix: str) -> None:
+    """A user who resumes in another wrapping gets what was left out, or is told that the names are others'."""
+    for found in run_ranks(resume_with, 2, args=(prefix,), timeout_s=20.0):
+        if prefix == "another.":
+            assert isinstance(found, str) and "another.weight" in found
+        else:
+            assert isinstance(found, float) and found < 1e-3
+
+
+def scale_of_copy(rank: int, world_size: int, kind: type, how: str) -> Any:
+    state = kind(codec=Int8(), loss_scale=1024.0)
+    copied = copy.deepcopy(state) if how == "copied" else pickle.loads(pickle.dumps(state))
+    model = DistributedDataParallel(Weights())
+    model.register_comm_hook(copied, crossover_hook if kind is CrossoverState else compressed_hook)
+    walk(model, rank, 0)
+    copied_scale = copied.state_dict()["loss_scale"]
+    if kind is CrossoverState:
+        copied.close()
+    return copied_scale
+
+
+@pytest.mark.defect("codecs-S11")
+@pytest.mark.defect("strangers-13")
+@pytest.mark.defect("turns-11")
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+@pytest.mark.parametrize("kind", [CompressedState, CrossoverState])
+def test_a_copy_keeps_the_loss_scale(kind: type, how: str) -> None:
+    """A user's copied or pickled state scales residuals by the loss's scale, as the original does."""
+    assert run_ranks(scale_of_copy, 2, args=(kind, how)) == [1024.0, 1024.0]
+
+
+def searches(rank: int, world_size: int) -> list[int]:
+    state = CompressedState(Int8())
+    model = DistributedDataParallel(Weights())
+    model.register_comm_hook(state, compressed_hook)
+    gc.freeze()
+    asked, get_referrers = [0], gc.get_referrers
+
+    def counted(*objects: Any) -> list[Any]:
+        asked[-1] += 1
+        return get_referrers(*objects)
+
+    gc.get_referrers = counted  # type: ignore[assignment]
+    try:
+        for step in range(4):
+            walk(model, rank, step)
+            asked.append(0)
+    finally:
+        gc.get_referrers = get_referrers
+        gc.unfreeze()
+    return asked
+
+
+@pytest.mark.defect("codecs-S17")
+def test_a_hidden_model_is_not_searched_for_in_every_step() -> None:
+    """A user who calls gc.freeze() early does not pay for a search through all objects in every step."""
+    for asked in run_ranks(searches, 2):
+        assert asked[0] > 0 and asked[2:] == [0, 0, 0]
