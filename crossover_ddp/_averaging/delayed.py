@@ -70,6 +70,11 @@ class DelayedMeans:
         return {**asdict(self.schedule), "outer_optimizer": outer}
 
     @property
+    def steps_together(self) -> bool:
+        """See `Rule`."""
+        return True
+
+    @property
     def has_local_steps(self) -> bool:
         """See `Rule`."""
         return self.schedule.has_local_steps

@@ -64,6 +64,11 @@ class TogetherElastic:
         return {"mode": "sync", "sync_every": self._every, "moving_rate": self._given_rate}
 
     @property
+    def steps_together(self) -> bool:
+        """See `Rule`."""
+        return True
+
+    @property
     def has_local_steps(self) -> bool:
         """See `Rule`."""
         return True
@@ -89,7 +94,7 @@ class TogetherElastic:
             future = self._centre.begin_pull(place, former, self._means.exchange.world_size)
             self._replica.wait_without_turn(future)
             check_finite(former, self._means.exchange.rank, steps, [sent])
-            block.add(whole(block), pull_of(sent, former, self._rate).to(block.dtype))
+            block.add(whole(block), pull_of(sent, former, self._rate))
             self._bytes += sent.nbytes
         self._pulls += 1
 
@@ -142,6 +147,11 @@ class OwnPaceElastic:
         return {"mode": "async", "sync_every": self._every, "moving_rate": self._given_rate}
 
     @property
+    def steps_together(self) -> bool:
+        """See `Rule`."""
+        return False
+
+    @property
     def has_local_steps(self) -> bool:
         """See `Rule`."""
         return True
@@ -188,7 +198,7 @@ class OwnPaceElastic:
 
     def _apply(self, pull: Pull) -> None:
         for block, delta in zip(self._replica.blocks, pull.deltas, strict=True):
-            block.add(whole(block), delta.to(block.device, block.dtype))
+            block.add(whole(block), delta.to(block.device))
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:

@@ -49,6 +49,7 @@ class FlatBlock:
         self._stops = list(accumulate(lengths))
         self.numel = self._stops[-1]
         self.parameters_numel = sum(lengths[: len(parameters)])
+        self._kept_back: torch.Tensor | None = None
         self._kept: dict[Span, tuple[list[int], list[torch.Tensor]]] = {}
 
     @property
@@ -76,7 +77,12 @@ class FlatBlock:
         return found
 
     def pack(self, span: Span, values: torch.Tensor) -> None:
-        """Copy ``span`` into ``values``."""
+        """Copy ``span`` into ``values``; into wider ones with what `add` has kept."""
+        self._copy(span, values)
+        if self._kept_back is not None and values.dtype != self.dtype:
+            values.add_(self._kept_back[span.start : span.stop].to(values.device))
+
+    def _copy(self, span: Span, values: torch.Tensor) -> None:
         pieces = self.pieces(span)
         if not pieces:
             return  # nothing between two tensors
@@ -92,9 +98,17 @@ class FlatBlock:
             torch._foreach_copy_(pieces, _split(values, pieces))
 
     def add(self, span: Span, values: torch.Tensor) -> None:
-        """Add ``values`` to ``span``."""
+        """Add ``values`` to ``span``; of wider ones what the block's dtype does not hold is kept for later."""
         pieces = self.pieces(span)
-        if pieces:
+        if values.dtype != self.dtype:
+            if self._kept_back is None:
+                self._kept_back = torch.zeros(self.numel, dtype=values.dtype, device=self.device)
+            whole, rounded = torch.empty_like(values), torch.empty_like(values)
+            self.pack(span, whole)
+            self.unpack(span, whole.add_(values))
+            self._copy(span, rounded)
+            torch.sub(whole, rounded, out=self._kept_back[span.start : span.stop])
+        elif pieces:
             torch._foreach_add_(pieces, _split(values, pieces))
 
     def named(self, values: torch.Tensor) -> dict[str, torch.Tensor]:

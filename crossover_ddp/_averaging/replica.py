@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.agreement import Agreement
+from crossover_ddp._exchange.agreement import Agreement, compare
 from crossover_ddp._exchange.ddp_checks import OnlyModel, check_forward, check_not_joined, flat_gradients
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Span
@@ -46,6 +46,10 @@ class Rule(Protocol):
     @property
     def settings(self) -> Mapping[str, object]:
         """Arguments that must be the same on all ranks."""
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether all ranks call for a mean after as many steps."""
 
     @property
     def has_local_steps(self) -> bool:
@@ -98,6 +102,8 @@ class Replica:
         self.means: Means | None = None
         self.waited_s = 0.0
         self._acted = 0
+        self._mean_of: int | None = None
+        self._told = False
         self._began = False
         self.agreement = Agreement()
         self._only = OnlyModel()
@@ -144,6 +150,7 @@ class Replica:
         before = torch.compiler.disable(self._before_forward)
         handle = model.register_forward_pre_hook(OwnHook(before), prepend=True)
         self._hook.callback(handle.remove)
+        self._hook.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
         logger.info("averaging: %s with %s", type(model.module).__name__, self.rule)
 
     def _said(self) -> Mapping[str, object]:
@@ -225,8 +232,11 @@ class Replica:
         means = self._known()
         if means is None:
             return
-        with self._guarded(), torch.no_grad(), self._at_rest(leave=False):
-            means.take_over(self.steps)
+        with self._guarded(), torch.no_grad():
+            self._meet("average()")
+            with self._at_rest(leave=False):
+                means.take_over(self.steps)
+        self._mean_of = self.steps
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -240,13 +250,35 @@ class Replica:
             for block, values in zip(self.blocks, kept, strict=True):
                 block.pack(Span(0, block.numel), values)
         try:
-            with self._guarded(), torch.no_grad(), self._at_rest(leave=True):
-                means.take_over(self.steps)
+            with self._guarded(), torch.no_grad():
+                self._meet("averaged()")
+                with self._at_rest(leave=True):
+                    means.take_over(self.steps)
+            former, self._mean_of = self._mean_of, self.steps
             yield
+            self._mean_of = former
         finally:
             with torch.no_grad():
                 for block, values in zip(self.blocks, kept, strict=True):
                     block.unpack(Span(0, block.numel), values)
+
+    def _meet(self, call: str) -> None:
+        """Refuse a call that another rank does not make; its exchange would be taken for that rank's next one."""
+        assert self.group is not None
+        if self.group.size() > 1:
+            steps = {"steps": self.steps} if self.rule.steps_together else {}
+            compare(self.group, {"call": call, **steps})
+
+    def _tell_apart(self, *_: Any) -> None:
+        """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
+        if self._began and self._mean_of != self.steps and not self._told and self.group is not None:
+            self._told = self.group.size() > 1
+            if self._told:
+                logger.warning(
+                    "this state_dict() is of one rank's replica, which differs from the others' after step %d: enter "
+                    "state.averaged(), or call state.average(), on all ranks before a checkpoint",
+                    self.steps,
+                )
 
     def _at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
         return self.rule.at_rest(leave=leave) if self._began else contextlib.nullcontext()

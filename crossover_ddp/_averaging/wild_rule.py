@@ -4,9 +4,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from crossover_ddp.errors import UnsupportedConfigurationError
+
 from .centre import gathered, start_vectors, whole
 from .checks import all_finite
 from .elastic_rules import HOST_MEMORY, OwnPaceElastic, begin_rounds, host_group, moving_rate_for
+from .flat import wide
 from .rounds import ElasticRounds, Pull
 from .shared_centre import Hosts, SharedCentre, share
 
@@ -40,6 +43,12 @@ class WildElastic(OwnPaceElastic):
     def begin(self, replica: "Replica") -> None:
         """See `Rule`."""
         self._replica = replica
+        narrow = [str(block.dtype) for block in replica.blocks if wide(block.dtype) != block.dtype]
+        if narrow:
+            raise UnsupportedConfigurationError(
+                f"expected parameters of float32 with mode='wild', got dtype={narrow[0]}, in which small pulls vanish; "
+                "use mode='async', which keeps what is rounded off"
+            )
         assert replica.group is not None and replica.exchange is not None
         group = host_group(replica.group)
         self._rate = moving_rate_for(group.size(), self._given_rate)

@@ -40,11 +40,12 @@ class Agreement:
         if not self._is_made:
             if group.size() > 1:
                 disabled = environment.is_set(environment.DISABLE)
-                _compare(group, {environment.DISABLE: int(disabled), **({} if disabled else said())})
+                compare(group, {environment.DISABLE: int(disabled), **({} if disabled else said())})
             self._is_made = True
 
 
-def _compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
+def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
+    """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
     everyone: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(everyone, {name: repr(value) for name, value in said.items()}, group=group)

@@ -37,6 +37,7 @@ _CHANNEL_BITS: Final = 4
 _SEQUENCE_BITS: Final = 12
 _PART_BITS: Final = 13
 MAX_RING_RANKS: Final = 1 << _PART_BITS
+MAX_CHANNELS: Final = 1 << _CHANNEL_BITS
 
 # Measured, see docs/measurements.md: a part in two chunks keeps the link busy to the end of a bucket;
 # below the lower bound the cost per message shows, above the upper one nothing is gained.
@@ -53,7 +54,6 @@ _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def ring_tag(channel: int, sequence: int, *, gather: bool, part: int) -> int:
     """Build the tag of one part of one bucket in one half, see [Note: tags]."""
-    channel %= 1 << _CHANNEL_BITS
     sequence %= 1 << _SEQUENCE_BITS
     key = ((channel << _SEQUENCE_BITS | sequence) << 1 | int(gather)) << _PART_BITS | part
     return _PRIVATE_TAG | key

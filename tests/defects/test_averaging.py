@@ -1,0 +1,314 @@
+"""Known defects of averaged replicas: what ranks must have in common, what is averaged, and what a checkpoint holds."""
+
+import contextlib
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
+from crossover_ddp.errors import CrossoverError
+from tests.harness import run_ranks, single_process_group
+
+
+class Masked(nn.Module):
+    """A layer with a causal mask among its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) @ torch.softmax(self.mask, -1)
+
+
+class Loop:
+    """A model with an averaging state, and a loop around it."""
+
+    def __init__(
+        self, state: Any, network: nn.Module | None = None, *, lr: float = 0.1, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        network = nn.Linear(4, 4) if network is None else network
+        self.state = state
+        self.model = DistributedDataParallel(network, broadcast_buffers=False, **options)
+        self.model.register_comm_hook(
+            state, elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr)
+        self.batches = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def train(self, steps: int) -> None:
+        dtype = next(self.model.parameters()).dtype
+        for _ in range(steps):
+            inputs = torch.randn(8, 4, generator=self.batches, dtype=torch.float32).to(dtype)
+            self.optimizer.zero_grad()
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+
+    @property
+    def values(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except CrossoverError as error:
+        return str(error)
+    return "no error"
+
+
+def spread(values: torch.Tensor) -> float:
+    """Return how far apart ranks are."""
+    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, values)
+    return float((everyone[0] - everyone[-1]).abs().max())
+
+
+# --- what is averaged ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.defect("codecs-S1")
+@pytest.mark.parametrize("mode", ["local", "sync", "async"])
+def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
+    """A user whose model has a causal mask among its buffers gets its parameters averaged."""
+    with single_process_group():
+        state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
+        loop = Loop(state, Masked())
+        loop.train(6)
+        stats = state.stats()
+        state.close()
+    assert stats.get("not_finite", 0) == 0
+    assert stats.get("exchanges", 0) + stats.get("offers", 0) + stats.get("pulls", 0) > 0
+
+
+def blow_up(rank: int, world_size: int) -> str:
+    loop = Loop(LocalSGDState(2))
+    loop.train(2)
+    with torch.no_grad():
+        loop.model.module.weight[0, 0] = float("nan") if rank == 1 else 1.0
+    message = error_of(loop.state.average)
+    loop.state.close()
+    return message
+
+
+@pytest.mark.defect("codecs-S1")
+def test_the_rank_with_infinities_is_named() -> None:
+    """A user finds the rank whose parameters are not finite."""
+    own, guilty = run_ranks(blow_up, 2)
+    assert "see the other ranks" in own and "this rank's are among them" in guilty
+
+
+def pull_together(rank: int, world_size: int) -> float:
+    state = ElasticState(1, "sync", 0.05)  # small pulls
+    loop = Loop(state, nn.Linear(40, 4).to(torch.bfloat16), lr=0.0)
+
+    def step() -> None:
+        loop.model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+
+    step()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.fill_(1.0 + rank / 16)
+    for _ in range(100):
+        step()
+    apart = spread(loop.values.float())
+    state.close()
+    return apart
+
+
+@pytest.mark.defect("strangers-5")
+def test_replicas_of_bfloat16_come_together() -> None:
+    """A user with bfloat16 parameters gets replicas as close as the format allows: one step of it, 1/128 at 1."""
+    for apart in run_ranks(pull_together, 2):
+        assert apart <= 1 / 128
+
+
+def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    network = nn.Sequential(
+        nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)
+    )  # the owners' border is in the means
+    loop = Loop(ElasticState(9, "sync"), network)
+    loop.train(1)
+    centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
+    loop.state.close()
+    return centre, network[0].running_mean
+
+
+@pytest.mark.defect("codecs-S12")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S12")
+def test_the_centre_begins_with_one_replica_or_the_mean() -> None:
+    """A user's centre begins with statistics of one rank, of none, or of all, not with pieces of each."""
+    (centre, first), (_, second) = run_ranks(first_centre, 2)
+    candidates = [first, second, (first + second) / 2, torch.zeros(4)]
+    assert any(torch.allclose(centre, each) for each in candidates)
+
+
+# --- what ranks must have in common -------------------------------------------------------------------------------
+
+
+def with_arguments(rank: int, world_size: int, case: str) -> str:
+    network, state = None, LocalSGDState(2)
+    if case == "outer_optimizer":
+        outer = functools.partial(torch.optim.SGD, lr=0.1 if rank else 0.9)
+        state = LocalSGDState(2, outer_optimizer=outer)
+    elif case == "model":
+        network = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(4, 4)}))
+        torch.set_default_dtype(torch.float16)
+    elif case == "steps":
+        state.load_state_dict({"steps": 2**24 + rank, "kept": None})
+    try:
+        loop = Loop(state, network)
+        return error_of(lambda: loop.train(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        state.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("outer_optimizer", marks=pytest.mark.defect("codecs-S7")),
+        pytest.param("model", marks=pytest.mark.defect("strangers-12")),
+        pytest.param("steps", marks=pytest.mark.defect("strangers-12")),
+    ],
+)
+def test_ranks_that_differ_are_told(case: str) -> None:
+    """A user whose ranks differ in an argument, a name or one step of 2**24 gets an error on all ranks."""
+    for message in run_ranks(with_arguments, 2, args=(case,)):
+        assert message.startswith(f"expected the same {case} on all ranks")
+
+
+def second_model(rank: int, world_size: int) -> str:
+    loop = Loop(LocalSGDState(2))
+    other = Loop(loop.state)
+    loop.train(1)
+    message = error_of(lambda: other.train(1))
+    loop.state.close()
+    return message
+
+
+@pytest.mark.defect("codecs-S2")
+def test_one_averaging_state_serves_one_model() -> None:
+    """A user who shares a state between two models is told that the second one would never be averaged."""
+    for message in run_ranks(second_model, 2):
+        assert "a state for each model" in message
+
+
+# --- plans, disabled, checkpoints ---------------------------------------------------------------------------------
+
+
+def plan_early(rank: int, world_size: int) -> int:
+    loop = Loop(LocalSGDState(1))
+    loop.train(12)
+    plan = loop.state.plan()
+    loop.state.close()
+    return plan.sync_every
+
+
+@pytest.mark.defect("codecs-S13")
+def test_a_plan_needs_no_local_steps() -> None:
+    """A user plans the interval from steps that were averaged as by DDP."""
+    for sync_every in run_ranks(plan_early, 2):
+        assert sync_every >= 1
+
+
+def call_all(rank: int, world_size: int, elastic: bool) -> float:
+    state = ElasticState(2) if elastic else LocalSGDState(2)
+    loop = Loop(state)
+    loop.train(3)
+    before = loop.values
+    state.average()
+    with state.averaged():
+        loop.model.state_dict()
+    apart = float((loop.values - before).abs().max()) + spread(loop.values)
+    state.close()
+    return apart
+
+
+@pytest.mark.defect("strangers-23")
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_disabled_state_takes_all_calls(elastic: bool) -> None:
+    """A user who sets CROSSOVER_DISABLE=1, as troubleshooting says, changes nothing in the script."""
+    found = run_ranks(call_all, 2, args=(elastic,), environment={"CROSSOVER_DISABLE": "1"})
+    assert found == [0.0, 0.0]
+
+
+def save(rank: int, world_size: int) -> list[int]:
+    loop = Loop(LocalSGDState(2))
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("crossover_ddp").addHandler(handler)
+    counts = []
+
+    def note() -> None:
+        loop.model.state_dict()
+        counts.append(sum("enter state.averaged()" in record.getMessage() for record in records))
+
+    try:
+        loop.train(3)
+        with loop.state.averaged():
+            note()
+        note()
+        loop.train(1)
+        note()
+        loop.state.average()
+        note()
+    finally:
+        logging.getLogger("crossover_ddp").removeHandler(handler)
+        loop.state.close()
+    return counts
+
+
+@pytest.mark.defect("strangers-10")
+def test_a_saver_of_one_replica_is_warned_once() -> None:
+    """A user whose saver writes rank 0's replica, not the mean, is told so."""
+    assert run_ranks(save, 2) == [[0, 1, 1, 1]] * 2
+
+
+def evaluate_on_rank_0(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    loop = Loop(LocalSGDState(2, process_group=group), process_group=group)
+
+    def train() -> None:
+        loop.train(3)
+        with loop.state.averaged() if rank == 0 else contextlib.nullcontext():
+            pass
+        loop.train(3)
+
+    message = error_of(train)
+    loop.state.close()
+    return message
+
+
+@pytest.mark.defect("strangers-10")
+def test_a_mean_that_one_rank_asks_for_is_an_error() -> None:
+    """A user who enters averaged() on rank 0 alone gets an error, not the other rank's next exchange as a mean."""
+    assert "no error" not in run_ranks(evaluate_on_rank_0, 2, timeout_s=30.0)
+
+
+def half_disabled(rank: int, world_size: int) -> str:
+    loop = Loop(LocalSGDState(2))
+    message = error_of(lambda: loop.train(1))
+    loop.state.close()
+    return message
+
+
+@pytest.mark.defect("strangers-23")
+def test_a_switch_on_one_rank_is_an_error() -> None:
+    """A user who has set CROSSOVER_DISABLE=1 on one rank alone is told so, on all ranks."""
+    environment = [{"CROSSOVER_DISABLE": "1"}, {}]
+    for message in run_ranks(half_disabled, 2, environment=environment, timeout_s=20.0):
+        assert message.startswith("expected the same CROSSOVER_DISABLE on all ranks")
