@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from crossover_ddp._system.worker import Worker
 from crossover_ddp._timeline.record import Timeline
-from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .collectives import MAX_CHANNELS, Ring
+from .collectives import Channels, Ring
 from .ddp_checks import Bucket
 from .endings import end_engine, on_destruction, stop_workers
 from .engine import Engine
@@ -52,9 +51,6 @@ class Exchange:
     """
 
     _engines: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = weakref.WeakKeyDictionary()
-    _channels: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = (
-        weakref.WeakKeyDictionary()
-    )
     _registry_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -68,16 +64,9 @@ class Exchange:
         self.world_size = process_group.size()
         self.spans = ExchangeSpans(timeline)
         self.buffers = ModuleBuffers(self.rank)
-        with Exchange._registry_lock:
-            used = Exchange._channels.setdefault(process_group, set())
-            channel = next((each for each in range(MAX_CHANNELS) if each not in used), None)
-            if channel is None:
-                raise UnsupportedConfigurationError(
-                    f"expected at most {MAX_CHANNELS} exchanges at a time on one process group, got one more; close() "
-                    "states that are no longer in use"
-                )
-            used.add(channel)
-        self._ring = ring = Ring.over(process_group, channel=channel, chunk_bytes=chunk_bytes)
+        self._ring = ring = Ring.over(
+            process_group, channel=Channels.take(process_group), chunk_bytes=chunk_bytes
+        )
         reducer, gatherer = Worker("crossover-reduce"), Worker("crossover-gather")
         stepper = Worker("crossover-step")
         # Waits for others' collectives, which may use this exchange.
@@ -287,8 +276,7 @@ class Exchange:
                 if engine is self:
                     del Exchange._engines[group]
         stop_workers(self._workers, _JOIN_TIMEOUT_S)
-        if (alive := self._ring.group()) is not None:
-            Exchange._channels[alive].discard(self._ring.channel)
+        Channels.give_back(self._ring)
 
     # On the hook's thread.
 
