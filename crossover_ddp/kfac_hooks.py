@@ -9,6 +9,7 @@ gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factor
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, cast
 
@@ -171,7 +172,7 @@ class KFACState(Pausable):
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
             new_curvature=_curvatures(solver, pi, weight_sharing),
             new_capture=functools.partial(
-                FactorCapture, layers, model=model, sharing=weight_sharing, accumulated=accumulated
+                _capture, weakref.ref(model), layers, sharing=weight_sharing, accumulated=accumulated
             ),
         )
         self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps), codec)
@@ -401,6 +402,11 @@ def _check_state(state: KFACState) -> None:
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
             "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
         )
+
+
+def _capture(model: "weakref.ref[nn.Module]", layers: Sequence[Layer], **options: Any) -> FactorCapture:
+    """Make a capture. DDP holds the state where no collector sees it, so the state must not hold DDP."""
+    return FactorCapture(layers, model=model(), **options)
 
 
 def _nothing() -> None:

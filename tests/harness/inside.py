@@ -4,6 +4,7 @@ Each is a context manager for this process, so ranks enter it themselves.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from crossover_ddp import kfac_hooks
-from crossover_ddp._exchange import module_buffers
+from crossover_ddp._exchange import collectives, module_buffers
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
 
@@ -85,4 +86,17 @@ def fail_buckets(error: Exception) -> Iterator[None]:
         return submit(self, bucket, **{**options, "owner_step": mock.Mock(side_effect=error)})
 
     with mock.patch.object(Exchange, "submit", failing):
+        yield
+
+
+@contextlib.contextmanager
+def start_near_wrap(*, left: int) -> Iterator[None]:
+    """Let engines that are made here number their transfers as if all but ``left`` numbers had been used."""
+    original, begun = Routes.__init__, (1 << collectives._SEQUENCE_BITS) - left
+
+    def begin(self: Routes, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        self._sequence = itertools.count(begun)
+
+    with mock.patch.object(Routes, "__init__", begin):
         yield

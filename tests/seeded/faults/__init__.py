@@ -12,6 +12,7 @@ from .kfac import KFAC
 from .owners import OWNERS
 from .pipeline import PIPELINE
 from .recipes import RECIPES
+from .risks import RISKS
 from .turns import TURNS
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -24,4 +25,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
     *PIPELINE,
     *TURNS,
     *RECIPES,
+    *RISKS,
 )

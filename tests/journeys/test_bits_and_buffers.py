@@ -1,0 +1,353 @@
+"""What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
+
+import copy
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import DecoupledState, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from tests.harness import inside, run_ranks
+from tests.harness.networks import mlp
+from tests.journeys.training import WIDTH, Training, batch, hooked
+
+NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
+
+
+def parameters_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def gradients(model: DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# --- sizes, tags, rounding -------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of sizes that no number of ranks divides, some smaller than the number of ranks."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        sizes = (1, 2, 3, 5, 7, 64, 1001)
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(size).to(dtype)) for size in sizes])
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(part * scale[: part.numel()]).sum() for part in self.parts]).sum()
+
+
+def odd_gradients(
+    rank: int, world_size: int, numbered_late: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of our hook, what they are exactly, and the mean of their sizes."""
+    generator = torch.Generator().manual_seed(9)
+    scales = torch.randn(world_size, 1001, generator=generator)
+    with inside.start_near_wrap(left=20) if numbered_late else mock.MagicMock():
+        model = hooked(Odd(), reduce_scatter_all_gather_hook)
+        for _ in range(6):
+            got = gradients(model, model(scales[rank]))
+    rows = torch.cat([scales[:, : part.numel()] for part in model.module.parts], 1).double()
+    return got, rows.mean(0), rows.abs().mean(0)
+
+
+@pytest.mark.parametrize("numbered_late", [False, True], ids=["", "numbers_begin_anew"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_is_exact_up_to_rounding_for_all_sizes(world_size: int, numbered_late: bool) -> None:
+    """Also where the numbers of transfers, and with them the tags of messages, begin anew."""
+    outcomes = run_ranks(odd_gradients, world_size, args=(numbered_late,))
+    for got, exact, size in outcomes:
+        assert torch.equal(got, outcomes[0][0])
+        assert ((got.double() - exact).abs() <= world_size * torch.finfo(torch.float32).eps * size).all()
+
+
+# --- others' traffic -------------------------------------------------------------------------------------------------
+
+
+class Talking(torch.autograd.Function):
+    """Uses the group in backward, where buckets are under way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        total, word = torch.ones(1000), torch.empty(1000)
+        dist.all_reduce(total)
+        assert torch.equal(total, torch.full((1000,), float(world_size)))
+        sent = dist.isend(torch.full((1000,), float(rank)), (rank + 1) % world_size, tag=3)
+        dist.recv(word, (rank - 1) % world_size, tag=3)
+        sent.wait()
+        assert torch.equal(word, torch.full((1000,), float((rank - 1) % world_size)))
+        return gradients[0]
+
+
+class Talkative(nn.Module):
+    """A network that uses the group between its layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Talking.apply(layer(x))  # type: ignore[no-untyped-call]
+        return x
+
+
+def beside_others(rank: int, world_size: int, way: str | None) -> list[float]:
+    """Train two models on one group and one on a group of the same ranks, in turns; return what they are."""
+    twin = dist.new_group(range(world_size))
+    models: list[DistributedDataParallel] = []
+    for seed, group in ((1, None), (2, None), (3, twin)):
+        model = DistributedDataParallel(
+            Talkative(seed), bucket_cap_mb=1e-4, gradient_as_bucket_view=True, process_group=group
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if way == "decoupled":
+            model.register_comm_hook(DecoupledState(optimizer, group, defer="always"), decoupled_hook)
+        elif way is not None:
+            model.register_comm_hook(group, reduce_scatter_all_gather_hook)
+        model.optimizer = optimizer  # type: ignore[assignment]
+        models.append(model)
+    for step in range(5):
+        losses = [model(batch(rank, step)).square().mean() for model in models]
+        for model, loss in zip(models, losses, strict=True):
+            loss.backward()
+            model.optimizer.step()  # type: ignore[operator, union-attr]
+            model.zero_grad()
+    return [
+        float(parameters_of(model).double().sum()) for model in models if model(batch(rank, 9)) is not None
+    ]
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled"])
+def test_users_messages_and_other_models_pass_beside_buckets_on_one_group(way: str) -> None:
+    assert run_ranks(beside_others, 2, args=(way,)) == run_ranks(beside_others, 2, args=(None,))
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("way", ["split", "int8", "kfac", "muon", "decoupled", "owned"])
+def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
+    done: list[bool] = []
+
+    def around(hook: Any) -> Any:
+        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            done.append(future.done() or not bucket.is_last())
+            return future
+
+        return noting
+
+    before = threading.enumerate()
+    training = Training(way, around=around).run(3)
+    assert threading.enumerate() == before
+    assert all(done)
+    training.close()
+
+
+# --- owners ----------------------------------------------------------------------------------------------------------
+
+
+def on_the_same_data(rank: int, world_size: int, way: str, is_slow: bool) -> torch.Tensor:
+    """Train on the same data on all ranks, which is what one rank does alone; one owner may take long."""
+    original = torch.optim._muon._zeropower_via_newtonschulz
+
+    @functools.wraps(original)  # whose signature Muon's state reads
+    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
+        if is_slow and not rank:
+            time.sleep(0.02)
+        return original(*arguments, **options)
+
+    with mock.patch(NEWTON_SCHULZ, slow):
+        training = Training(way, 0).run(5)
+    training.close()
+    return parameters_of(training.model)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("way", ["kfac", "muon", "owned"])
+def test_owners_give_all_ranks_what_one_rank_has_alone(way: str, is_slow: bool) -> None:
+    """What travels there and back has other sizes, in other buffers, than the gradients."""
+    (alone,) = run_ranks(on_the_same_data, 1, args=(way, False))
+    for world_size in (2, 3):
+        for got in run_ranks(on_the_same_data, world_size, args=(way, is_slow)):
+            assert torch.allclose(got, alone, rtol=1e-3, atol=1e-4)
+
+
+# --- gradients that somebody keeps -----------------------------------------------------------------------------------
+
+
+def graph_of_a_gradient(rank: int, world_size: int) -> bool:
+    """Keep a graph with a gradient whose mean arrives late: autograd must not find it changed, which it is by us."""
+    training = Training("decoupled", rank).run(4)
+    weight = next(training.model.module.parameters())
+    if rank:
+        training.model.module[0].weight.register_hook(lambda _: time.sleep(0.3))
+    training.backward()
+    factor = torch.ones_like(weight, requires_grad=True)
+    product = weight.grad * factor  # saves the gradient for its backward
+    training.state.flush()
+    product.sum().backward()
+    return factor.grad is not None
+
+
+def test_our_hand_does_not_count_as_a_change_of_the_users_gradients() -> None:
+    assert all(run_ranks(graph_of_a_gradient, 2))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+WIDE = 128
+# Sent by a rank of two, as parts of the model's bytes: half there, half back.
+SENT = {
+    "split": (1.0, 1.05),
+    "crossover": (1.0, 1.05),
+    "decoupled": (1.0, 1.15),
+    "owned": (1.0, 1.15),
+    "int8": (0.25, 0.32),
+    "muon": (0.7, 0.8),
+}
+
+
+def sent_bytes() -> int:
+    """Return what this process has written so far, to sockets above all, as the kernel counts it."""
+    line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
+    return int(line.split()[1])
+
+
+def bytes_of_a_step(rank: int, world_size: int, way: str) -> float:
+    training = Training(way, rank, module=mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0), bucket_cap_mb=0.05)
+    training.run(6)
+    dist.barrier()
+    begin = sent_bytes()
+    training.run(10)
+    dist.barrier()
+    training.close()
+    return (sent_bytes() - begin) / 10
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
+)
+@pytest.mark.parametrize("way", SENT)
+def test_bytes_on_the_wire(way: str) -> None:
+    own = sum(p.numel() * 4 for p in mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0).parameters())
+    low, high = SENT[way]
+    sent = sum(run_ranks(bytes_of_a_step, 2, args=(way,))) / 2
+    assert low * own <= sent <= high * own + 4000, sent / own
+
+
+# --- one rank differs ------------------------------------------------------------------------------------------------
+
+
+def buffers_of_a_hidden_model(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Rank 1 does not find the model behind its hook; return our buffers, and plain DDP's."""
+    found = []
+    for hook in (reduce_scatter_all_gather_hook, None):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+        with inside.hide_model() if rank and hook else mock.MagicMock():
+            model = DistributedDataParallel(module)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+            for step in range(4):
+                model(batch(rank, step)).square().sum().backward()
+            model.eval()
+            model(batch(rank, 5))
+        found.append([float(value) for buffer in model.module[1].buffers() for value in buffer.flatten()])
+    return found[0], found[1]
+
+
+def test_all_ranks_decide_alike_whether_buffers_travel_with_gradients() -> None:
+    for ours, plain in run_ranks(buffers_of_a_hidden_model, 2):
+        assert ours == plain
+
+
+# --- what is planned and averaged -------------------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x
+
+
+def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
+    """Rank 0 computes for 20 ms a step and waits for rank 1 for half a second in the next forward."""
+    module = nn.Sequential(Slow(0.02), *mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3))
+    training = Training("decoupled", rank, module=module)
+    if rank:
+        training.model.module[1].weight.register_hook(lambda _: time.sleep(0.5))
+    training.run(7)
+    limit_s: float = training.state.plan_buckets().limit_s
+    training.close()
+    return limit_s
+
+
+def test_waiting_for_a_peer_is_no_compute_in_a_plan() -> None:
+    limit_s, _ = run_ranks(planned_beside_a_slow_peer, 2)
+    assert 0.02 <= limit_s < 0.3
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.there, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.back.weight = self.there.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(self.there(x).tanh())
+
+
+def averaged_after_a_change(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace memory of parameters, as ``load_state_dict(assign=True)`` does, between two averages."""
+    module = Tied()
+    model = DistributedDataParallel(module)
+    state = LocalSGDState(sync_every=2)
+    model.register_comm_hook(state, local_sgd_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+    own = copy.deepcopy(parameters_of(model))
+    everyone: Sequence[torch.Tensor] = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(list(everyone), own)
+    state.average()
+    assert module.back.weight is module.there.weight
+    state.close()
+    return parameters_of(model), torch.stack(list(everyone)).mean(0)
+
+
+def test_an_average_reaches_tied_and_replaced_parameters() -> None:
+    first, second = run_ranks(averaged_after_a_change, 2)
+    for got, mean in (first, second):
+        assert torch.equal(got, first[0])
+        assert torch.allclose(got, mean, atol=1e-6)

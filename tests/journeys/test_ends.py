@@ -1,0 +1,148 @@
+"""How things end: with the group, with the process, in a fork, with the last reference; on real processes."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from crossover_ddp import CrossoverError
+from tests.harness import run_ranks, spawn_script
+from tests.harness.turn import RecordingTurn
+from tests.harness.waiting import eventually
+from tests.journeys.training import WAYS, Training, waited_for_by_nobody
+
+WORKER = Path(__file__).with_name("ends_worker.py")
+IMPATIENT_S = 15.0
+
+
+@pytest.mark.parametrize("how", ["exit", "fall off the end", "destroy"])
+@pytest.mark.parametrize("way", ["split", "int8", "decoupled"])
+def test_a_process_ends_while_its_threads_wait_in_gloo(way: str, how: str) -> None:
+    # It is rank 0 that ends as an interpreter does; its peer only has to be there.
+    with spawn_script(WORKER, 2, args=[way, how], forked=[1]) as ranks:
+        ranks.wait_for_output(0, "leaving", 120)
+        begin_s = time.monotonic()
+        output, _ = ranks.wait(60)
+    assert time.monotonic() - begin_s < IMPATIENT_S
+    for word in ("Traceback", "terminate", "Fatal"):
+        assert word not in output
+
+
+def losses_around_workers(rank: int, world_size: int, way: str, workers: int) -> list[float]:
+    training = Training(way, rank).run(2)
+    loader = DataLoader(range(4), num_workers=workers, multiprocessing_context="fork" if workers else None)  # type: ignore[arg-type]
+    losses = [training.step() for _ in loader]
+    training.close()
+    return losses
+
+
+@pytest.mark.parametrize("way", ["split", "int8", "decoupled", "kfac", "elastic"])
+def test_a_loaders_workers_are_forked_while_a_hook_is_active(way: str) -> None:
+    alone, beside = (run_ranks(losses_around_workers, 2, args=(way, workers)) for workers in (0, 2))
+    assert way == "elastic" or alone == beside
+
+
+def fork_uses_the_hook(rank: int, world_size: int, way: str, forks: bool) -> tuple[int, list[float]]:
+    """Return how the child ended, and the parent's losses afterwards."""
+    training = Training(way, rank, mutex=RecordingTurn()).run(2)
+    status = _status_of_a_fork_in(training) if forks else 0
+    dist.barrier()
+    losses = [training.step() for _ in range(2)]
+    training.close()
+    return status, losses
+
+
+def _status_of_a_fork_in(training: Training) -> int:
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        try:
+            training.run(2)
+        except CrossoverError as error:
+            os._exit(0 if "fork" in str(error) else 2)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# Alone the split needs neither a thread nor a peer, so that a fork may go on.
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("crossover", 1), ("split", 2), ("crossover", 2), ("int8", 2), ("kfac", 2)]
+)
+def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, world_size: int) -> None:
+    ours, alone = (run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False))
+    assert ours == alone
+
+
+def left_alive(rank: int, world_size: int, way: str) -> list[str]:
+    """Return what still lives although nobody refers to it; the group and its threads do."""
+    training = Training(way, rank).run(3)
+    training.close()
+    seen = {
+        "module": weakref.ref(training.model.module),
+        "optimizer": weakref.ref(training.optimizers[0]),
+        **({} if training.state is None else {"state": weakref.ref(training.state)}),
+    }
+    del training
+
+    def all_gone() -> bool:
+        gc.collect()
+        return all(each() is None for each in seen.values())
+
+    eventually(all_gone, 5.0)
+    return [name for name, each in seen.items() if each() is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_idle_threads_keep_nothing_alive(way: str) -> None:
+    assert run_ranks(left_alive, 2, args=(way,)) == [[], []]
+
+
+def threads_after_destruction(rank: int, world_size: int, way: str) -> tuple[Sequence[str], float]:
+    before = threading.enumerate()
+    training = Training(way, rank).run(3)
+    dist.barrier()
+    begin_s = time.monotonic()
+    dist.destroy_process_group()
+    seconds = time.monotonic() - begin_s
+    eventually(lambda: set(threading.enumerate()) <= set(before), 5.0)
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert training.model is not None
+    return left, seconds
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_go_with_the_group_although_model_and_state_live_on(way: str) -> None:
+    for left, seconds in run_ranks(threads_after_destruction, 2, args=(way,)):
+        assert left == []
+        assert seconds < IMPATIENT_S
+
+
+def destroyed_while_the_turn_is_awaited(rank: int, world_size: int, way: str) -> tuple[float, list[str]]:
+    before = threading.enumerate()
+    gate = threading.Event()
+    turn = RecordingTurn(gate=gate)
+    training = Training(way, rank, mutex=turn, around=waited_for_by_nobody)
+    training.backward()
+    dist.barrier()
+    time.sleep(0.2)
+    begin_s = time.monotonic()
+    dist.destroy_process_group()
+    seconds = time.monotonic() - begin_s
+    gate.set()
+    eventually(lambda: set(threading.enumerate()) <= set(before), 5.0)
+    return seconds, [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.mark.parametrize("way", ["crossover", "wrapped", "int8"])
+def test_a_thread_that_is_late_is_not_waited_for_and_strands_no_other(way: str) -> None:
+    for seconds, left in run_ranks(destroyed_while_the_turn_is_awaited, 2, args=(way,)):
+        assert seconds < IMPATIENT_S
+        assert left == []

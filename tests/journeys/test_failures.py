@@ -1,0 +1,289 @@
+"""What fails, and what is refused: who hears of it, when, in which words, and what works afterwards."""
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import (
+    CrossoverState,
+    ExchangeError,
+    UnsupportedConfigurationError,
+    crossover_wrapper,
+    reduce_scatter_all_gather_hook,
+)
+from tests.harness import inside, run_ranks
+from tests.harness.networks import mlp
+from tests.harness.turn import RecordingTurn
+from tests.harness.waiting import eventually
+from tests.journeys.training import WAYS, Training, hooked
+
+IMPATIENT_S = 20.0
+NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
+
+
+def error_of(training: Training) -> str:
+    """Return the text of the exchange's failure, which a deferred step tells in the next one."""
+    try:
+        training.run(3)
+    except ExchangeError as error:
+        for optimizer in training.optimizers:
+            optimizer.zero_grad()  # the step is skipped
+        return str(error)
+    return "none"
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def peer_dies(rank: int, world_size: int, way: str) -> tuple[list[str], list[str], float]:
+    """Rank 1 is killed in its third step; return what rank 0 is told, twice, and what became of its turn."""
+    turn = RecordingTurn()
+    training = Training(way, rank, mutex=turn).run(2)
+    if rank:  # when the last layer's gradients are under way, not those of the first
+        training.model.module[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    begin_s = time.monotonic()
+    errors = [error_of(training) for _ in range(2)]
+    seconds = time.monotonic() - begin_s
+    dist.destroy_process_group()
+    return errors, turn.order, seconds
+
+
+@pytest.mark.parametrize("way", ["split", "crossover", "int8", "decoupled", "owned", "kfac", "muon"])
+def test_a_dead_peer_is_an_error_in_seconds_that_is_final_and_keeps_no_turn(way: str) -> None:
+    outcome, _ = run_ranks(peer_dies, 2, args=(way,), deaths={1: signal.SIGKILL})
+    (first, again), order, seconds = outcome
+    assert re.match(r"rank 0 of 2: the .+ of bucket \d+ failed: ", first)
+    assert seconds < IMPATIENT_S
+    assert again == first
+    if way in ("crossover", "int8", "kfac", "muon"):  # deferred steps take their turn before they hear of it
+        assert order[-1] == "release", "siblings go on"
+        assert order.count("acquire") < order.count("release")
+
+
+def owner_fails(rank: int, world_size: int, told: str) -> tuple[list[str], list[str]]:
+    """Return what rank 0 is told, whose own work fails, and what becomes of its turn; rank 1 is killed afterwards."""
+    turn = RecordingTurn()
+    training = Training("muon", rank, mutex=turn).run(2)
+    turn.order.clear()
+    if rank:
+        threading.Thread(target=die_when, args=(told,)).start()
+        error_of(training)
+        time.sleep(60)
+    with mock.patch(NEWTON_SCHULZ, side_effect=ZeroDivisionError("no direction")):
+        errors = [error_of(training) for _ in range(2)]
+    Path(told).touch()
+    dist.destroy_process_group()
+    return errors, turn.order
+
+
+def die_when(told: str) -> None:
+    eventually(Path(told).exists)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_owner_that_fails_names_rank_bucket_and_cause_for_all_later_buckets(
+    world_size: int, tmp_path: Path
+) -> None:
+    deaths = {1: signal.SIGKILL} if world_size > 1 else {}
+    (first, again), order = run_ranks(owner_fails, world_size, args=(str(tmp_path / "told"),), deaths=deaths)[
+        0
+    ]
+    assert re.match(rf"rank 0 of {world_size}: the .+ of bucket \d+ failed: no direction; .*restart", first)
+    assert again == first
+    assert set(order) == {"release"}
+
+
+def one_failure_for_two_models(rank: int, world_size: int, told: str) -> str:
+    """Rank 1 never answers the one model's buckets; the other model fails by itself."""
+    is_sent, is_broken = threading.Event(), threading.Event()
+
+    def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = reduce_scatter_all_gather_hook(state, bucket)
+        is_sent.set()
+        return future
+
+    silent = hooked(mlp(3, 3, seed=0), noting)
+    state = CrossoverState(hook_state=is_broken, mutex=RecordingTurn())  # type: ignore[arg-type]
+    failing = hooked(mlp(3, 3, seed=0), crossover_wrapper(_fails_if_broken), state)
+    for model in (silent, failing):
+        for _ in range(2):  # in which ranks agree on buckets and buffers
+            model(torch.ones(2, 3)).sum().backward()
+    is_sent.clear()
+    if rank:
+        return "waited" if eventually(Path(told).exists) else "waited in vain"
+    errors: list[str] = []
+
+    def backward(model: DistributedDataParallel) -> None:
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+        except ExchangeError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=backward, args=(silent,), daemon=True)
+    waiting.start()
+    assert is_sent.wait(30)
+    is_broken.set()
+    backward(failing)
+    waiting.join(IMPATIENT_S)
+    assert not waiting.is_alive()
+    Path(told).touch()
+    assert errors[0] == errors[1]
+    return errors[1]
+
+
+def _fails_if_broken(
+    is_broken: threading.Event, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    if not is_broken.is_set():
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_exception(OSError("on purpose"))  # type: ignore[arg-type]
+    return future
+
+
+def test_one_failure_ends_all_that_is_under_way_at_once(tmp_path: Path) -> None:
+    """Also what no thread of this rank would hear of before the group's timeout."""
+    text, other = run_ranks(one_failure_for_two_models, 2, args=(str(tmp_path / "told"),))
+    assert other == "waited"
+    assert "of bucket 0 failed: " in text
+    assert "on purpose" in text
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in backward where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("blown")
+
+
+def native_gather_is_never_issued(rank: int, world_size: int) -> str:
+    """Gathers are issued with a step's last bucket, which an exception in backward keeps away."""
+    with inside.force_native():
+        training = Training("decoupled", rank).run(4)
+        before = training.model.module[2].register_forward_pre_hook(lambda _, inputs: Fuse.apply(*inputs))
+        with pytest.raises(ArithmeticError, match="blown"):
+            training.backward()
+        before.remove()
+        try:
+            training.state.flush()
+            return "flushed"
+        except (ExchangeError, UnsupportedConfigurationError) as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nobody_waits_for_a_gather_that_was_never_issued(world_size: int) -> None:
+    for outcome in run_ranks(native_gather_is_never_issued, world_size, timeout_s=30):
+        assert outcome == "flushed" or "backward" in outcome
+
+
+def leaves_while_needed(rank: int, world_size: int) -> list[float]:
+    """Rank 0 leaves right after its last step; rank 1's last gradient comes two seconds later."""
+    training = Training("decoupled", rank).run(4)
+    if rank:
+        training.model.module[0].weight.register_hook(lambda _: time.sleep(2))
+    training.step()
+    if rank:
+        training.state.flush()
+    else:
+        dist.destroy_process_group()
+        return []
+    return [float(p.detach().sum()) for p in training.model.module.parameters()]
+
+
+def stays(rank: int, world_size: int) -> list[float]:
+    training = Training("decoupled", rank).run(5)
+    training.state.flush()
+    return [float(p.detach().sum()) for p in training.model.module.parameters()]
+
+
+def test_a_rank_may_leave_while_another_still_needs_its_parts() -> None:
+    assert run_ranks(leaves_while_needed, 2)[1] == run_ranks(stays, 2)[1]
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+# Averaging hooks send no buckets in most steps; below the wrapper another library's hook has all buckets but the last.
+REFUSING = [
+    pytest.param(way, which, id=f"{way}-{which}")
+    for way in WAYS
+    for which in (0, "last", "engine")
+    if way not in ("averaged", "elastic") and (way, which) != ("wrapped", 0)
+]
+# Nothing of a refused step is left in these: others keep residuals, factors or momentum of its other buckets, and below
+# the wrapper another library's exchange goes on.
+AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
+
+
+def refused_in_the_middle(
+    rank: int, world_size: int, way: str, which: Any
+) -> tuple[str, list[float], list[float]]:
+    training, whole = (Training(way, rank, mutex=RecordingTurn()).run(4) for _ in range(2))
+    text = "none"
+    trouble = AssertionError("ours")
+    with inside.break_engine(trouble) if which == "engine" else inside.refuse_bucket(which, error=trouble):
+        try:
+            training.backward()
+        except AssertionError as error:
+            text = str(error)
+    if way in ("decoupled", "owned"):
+        for _ in range(2):
+            with pytest.raises(UnsupportedConfigurationError, match="expected a whole backward"):
+                training.optimizers[0].step()
+    for each in (training, whole):
+        each.steps += 1
+        for optimizer in each.optimizers:
+            optimizer.zero_grad()
+    losses = [[each.step() for _ in range(4)] for each in (training, whole)]
+    training.close()
+    whole.close()
+    return text, *losses
+
+
+@pytest.mark.parametrize(("way", "which"), REFUSING)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
+    way: str, which: Any, world_size: int
+) -> None:
+    for text, losses, whole in run_ranks(refused_in_the_middle, world_size, args=(way, which)):
+        assert text == "ours", "not even a mistake of our own leaves the hook, which would be DDP's end"
+        assert losses == whole or way not in AS_IF_IT_HAD_NOT_BEEN
+        assert torch.tensor(losses).isfinite().all()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "wrapped"])  # whose hook is another library's
+def test_a_future_carries_the_error_where_no_backward_runs(way: str) -> None:
+    """What torch's python reducer passes, where nobody looks for what is raised after backward."""
+    got: list[Any] = []
+    training = Training(way, around=lambda hook: got.append(hook) or hook)
+    with pytest.raises(UnsupportedConfigurationError, match="python_reducer"):
+        got[0](training.state, (torch.zeros(1), torch.zeros(1))).wait()
+    training.close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_error_of_one_step_does_not_reach_the_next() -> None:
+    sparse = hooked(nn.EmbeddingBag(5, 3, mode="sum", sparse=True), reduce_scatter_all_gather_hook)
+    for _ in range(2):
+        with pytest.raises(UnsupportedConfigurationError, match=r"layout=torch\.sparse_coo"):
+            sparse(torch.tensor([[1, 2]])).sum().backward()
+        assert Training("split").run(2).model.module[0].weight.grad is None

@@ -1,0 +1,97 @@
+"""What a recording of a step contains, one contract for all hooks: `advise` and `timeline` read it."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossover_ddp import cli
+from tests.harness import run_ranks
+from tests.harness.turn import RecordingTurn
+from tests.journeys.training import WAYS, Training
+
+STEPS = 5
+BUCKETS = 3  # 168 bytes each: a matrix of 6 x 6 and its bias
+BUCKET_BYTES = 168
+Spans = list[dict[str, Any]]
+HALVES = ("reduce_scatter", "all_gather")
+EXCHANGING = ("split", "crossover", "int8", "decoupled", "owned", "kfac", "muon")
+DEFERRING = ("decoupled", "owned")
+
+
+def train(rank: int, world_size: int, way: str) -> None:
+    Training(way, rank, mutex=RecordingTurn()).run(STEPS).close()
+
+
+def recorded(way: str, world_size: int, directory: Path) -> Spans:
+    """Return rank 0's spans of some steps, as the command shows them."""
+    run_ranks(train, world_size, args=(way,), environment={"CROSSOVER_TIMELINE": str(directory)})
+    trace = directory / "trace.json"
+    assert cli.main(["timeline", str(directory), "--trace", str(trace)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    return [
+        {"kind": event["cat"], "begin": event["ts"], "end": event["ts"] + event["dur"], **event["args"]}
+        for event in events
+        if event["ph"] == "X" and event["args"]["rank"] == 0
+    ]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("averaged", "elastic")])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_step_has_its_compute_and_its_waits(way: str, world_size: int, tmp_path: Path) -> None:
+    spans = recorded(way, world_size, tmp_path)
+    counts = Counter(span["kind"] for span in spans)
+    assert counts["compute"] == STEPS - 1, "nobody knows when the first step's began"
+    assert counts["wait"] >= STEPS - 1
+    computed = sorted(span["step"] for span in spans if span["kind"] == "compute")
+    assert computed == list(range(1, STEPS))
+    if way in DEFERRING:  # others wait for their buckets within backward
+        assert {span["bucket"] for span in spans if span["kind"] == "stall"} == set(range(BUCKETS))
+        assert counts["exchange"] == 0
+    else:
+        assert counts["exchange"] == STEPS
+        assert counts["stall"] == 0
+    turns = sorted(
+        (span["begin"], span["end"]) for span in spans if span["kind"] in ("compute", "exchange", "wait")
+    )
+    assert all(end <= begin + 1 for (_, end), (begin, _) in itertools.pairwise(turns))
+
+
+@pytest.mark.parametrize("way", EXCHANGING)
+def test_each_bucket_has_both_halves_with_its_sizes_and_times(way: str, tmp_path: Path) -> None:
+    spans = recorded(way, 2, tmp_path)
+    buckets = [(0, 0)] + [(step, bucket) for step in range(1, STEPS) for bucket in range(BUCKETS)]
+    halves = {kind: {} for kind in HALVES}  # type: dict[str, dict[tuple[int, int], dict[str, Any]]]
+    for span in spans:
+        if span["kind"] in HALVES and span["bucket"] >= 0:
+            assert halves[span["kind"]].setdefault((span["step"], span["bucket"]), span) is span, "told twice"
+    for kind in HALVES:
+        assert sorted(halves[kind]) == buckets, "the first backward has one bucket"
+    for place in buckets:
+        there, back = (halves[kind][place] for kind in HALVES)
+        assert there["begin"] <= there["end"] <= back["end"]
+        assert there["ready_s"] == back["ready_s"] > 0
+        for span in there, back:
+            exact_bytes = BUCKET_BYTES * (BUCKETS if place == (0, 0) else 1)
+            assert span["bytes"] == exact_bytes or (way == "kfac" and span["bytes"] > exact_bytes)
+            assert span["largest_bytes"] == 144
+            assert span["device_type"] == "cpu"
+            assert span["owner"] == int(way in ("kfac", "muon"))
+            assert ("sent_bytes" in span) == (way == "int8" and place[0] > 0)
+    if way == "int8":
+        for half in halves["reduce_scatter"].values():
+            # A rank has 42 numbers, of which 21 leave; with one byte each and a scale for a block.
+            assert half["step"] == 0 or 21 <= half["sent_bytes"] < half["exact_bytes"] == 84
+    # A deferred step's gathers come after its last reduce-scatter began; others' order is that of their buckets.
+    ready = [halves["reduce_scatter"][place]["ready_s"] for place in buckets]
+    assert ready == sorted(ready)
+
+
+def test_averaging_tells_what_its_rounds_exchange(tmp_path: Path) -> None:
+    spans = recorded("averaged", 2, tmp_path)
+    counts = Counter(span["kind"] for span in spans)
+    assert counts["reduce_scatter"] == counts["all_gather"] >= 2
+    assert {span["bytes"] for span in spans if span["kind"] in HALVES} == {BUCKETS * BUCKET_BYTES}

@@ -1,0 +1,152 @@
+"""The turn around a step's last bucket: who may hear of what, in which order, on which thread."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
+from tests.harness import run_ranks
+from tests.harness.networks import mlp
+from tests.harness.turn import RecordingTurn
+from tests.journeys.training import Training, hooked
+
+STEPS = 3
+# Backward ends with their exchange, so that the next turn is taken by a thread of the package's.
+TURNS_IN_BACKWARD = ("crossover", "wrapped", "int8", "kfac", "muon")
+
+
+def order_with_a_slow_release(rank: int, world_size: int, way: str) -> list[str]:
+    turn = RecordingTurn(window_s=0.2)
+    training = Training(way, rank, mutex=turn).run(STEPS)
+    training.close()
+    return turn.order
+
+
+@pytest.mark.parametrize("way", TURNS_IN_BACKWARD)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_turn_is_given_away_before_anybody_hears_of_the_last_bucket(way: str, world_size: int) -> None:
+    """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
+    one_step = ["release", "acquire"] if way == "wrapped" else ["release", "request", "acquire"]
+    assert run_ranks(order_with_a_slow_release, world_size, args=(way,)) == [one_step * STEPS] * world_size
+
+
+def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[bool], list[str]]:
+    """Tell for each turn whether the step's last Future was done before, and who took it."""
+    returned: list[torch.futures.Future[torch.Tensor]] = []
+    is_returned, done = threading.Event(), []
+
+    def around(hook: Any) -> Any:
+        def noting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            if bucket.is_last():
+                returned.append(future)
+                is_returned.set()
+            return future
+
+        return noting
+
+    def look() -> None:
+        assert is_returned.wait(30)
+        is_returned.clear()
+        done.append(returned[-1].done())
+
+    turn = RecordingTurn(at_acquire=look)
+    Training(way, rank, mutex=turn, around=around).run(STEPS).close()
+    takers = [thread for call, thread in zip(turn.order, turn.threads, strict=True) if call != "release"]
+    return done, [thread.name for thread in takers if isinstance(thread, threading._DummyThread)]
+
+
+@pytest.mark.parametrize("way", TURNS_IN_BACKWARD)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_future_waits_for_the_turn_which_no_thread_of_gloos_takes(way: str, world_size: int) -> None:
+    """A thread of gloo's that waits for a sibling would keep all other collectives of the group waiting."""
+    outcomes = run_ranks(futures_at_the_acquire, world_size, args=(way,))
+    assert outcomes == [([False] * STEPS, [])] * world_size
+
+
+class TheirHook:
+    """Somebody's hook below `crossover_wrapper`, whose Futures the test completes from the second backward on."""
+
+    def __init__(self, turn: RecordingTurn) -> None:
+        self.theirs: list[torch.futures.Future[torch.Tensor]] = []
+        self.buffers: list[torch.Tensor] = []
+        self.returned: list[torch.futures.Future[torch.Tensor]] = []
+        self._meanwhile: Callable[[], None] | None = None
+
+        def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self._meanwhile is None:
+                return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+            self.theirs.append(torch.futures.Future())
+            self.buffers.append(bucket.buffer())
+            return self.theirs[-1]
+
+        wrapped = crossover_wrapper(hook)
+
+        def noting(state: CrossoverState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            self.returned.append(wrapped(state, bucket))
+            if bucket.is_last() and self._meanwhile is not None:
+                threading.Thread(target=self._meanwhile).start()
+            return self.returned[-1]
+
+        self._model = hooked(mlp(3, 8, 8, 3, seed=0), noting, CrossoverState(mutex=turn))  # type: ignore[arg-type]
+        self.backward(None)  # in which DDP has one bucket
+        self.returned.clear()
+        turn.order.clear()
+
+    def backward(self, meanwhile: Callable[[], None] | None) -> None:
+        """Run backward, and on another thread what happens once all hooks were called."""
+        self._meanwhile = meanwhile
+        self._model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_under_the_wrapper_the_last_future_alone_waits_for_the_turn_and_for_all_earlier_ones() -> None:
+    gate = threading.Event()
+    gate.set()
+    turn = RecordingTurn(gate=gate)
+    hook = TheirHook(turn)
+    seen: list[Any] = []
+
+    def complete() -> None:
+        *earlier, last = hook.theirs
+        last.set_result(hook.buffers[-1])
+        time.sleep(0.1)
+        seen.append((list(turn.order), hook.returned[-1].done()))
+        gate.clear()
+        for future, buffer in zip(earlier, hook.buffers, strict=False):
+            future.set_result(buffer)
+        seen.append([future.done() for future in hook.returned])
+        gate.set()
+
+    hook.backward(complete)
+    assert len(hook.theirs) > 2
+    assert seen[0] == (["release"], False), "an earlier Future of the step is missing"
+    assert seen[1] == [True] * (len(hook.theirs) - 1) + [False], "the gate is closed"
+    assert turn.order == ["release", "acquire"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_failure_below_the_wrapper_carries_its_cause_gives_the_turn_away_and_is_final() -> None:
+    turn = RecordingTurn()
+    hook = TheirHook(turn)
+
+    def fail() -> None:
+        *earlier, last = hook.theirs
+        for future, buffer in zip(earlier, hook.buffers, strict=False):
+            future.set_result(buffer)
+        last.set_exception(OSError("their link broke"))  # type: ignore[arg-type]
+
+    texts = []
+    for meanwhile in (fail, None):
+        with pytest.raises(ExchangeError, match=r"rank 0 of 1: .*bucket \d+ .*their link broke") as caught:
+            hook.backward(meanwhile)
+        assert "their link broke" in str(caught.value.__cause__)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert turn.order == ["release"] * 2

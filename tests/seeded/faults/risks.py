@@ -1,0 +1,291 @@
+"""Faults of what was guarded by tests of the engine's inside alone; found by public names, in ``tests/journeys``."""
+
+from typing import Final
+
+from tests.seeded.fault import Fault
+
+_EXCHANGE = "crossover_ddp/_exchange/exchange.py"
+_ENGINE = "crossover_ddp/_exchange/engine.py"
+_RING = "crossover_ddp/_exchange/ring_way.py"
+_WORKER = "crossover_ddp/_system/worker.py"
+_ENDINGS = "crossover_ddp/_exchange/endings.py"
+_SPANS = "crossover_ddp/_exchange/spans.py"
+_TURN = "tests/journeys/test_turn_and_futures.py"
+_FAILURES = "tests/journeys/test_failures.py"
+_ENDS = "tests/journeys/test_ends.py"
+_TOLD = "tests/journeys/test_spans.py"
+_BITS = "tests/journeys/test_bits_and_buffers.py"
+_BEFORE = (_TURN, "-k", "before_anybody_hears")
+_REFUSED = (_FAILURES, "-k", "refused_bucket_is and 1-")
+
+RISKS: Final[tuple[Fault, ...]] = (
+    Fault(
+        "risk 1: on a ring the reducer hears of the last bucket before the turn is given away",
+        _RING,
+        "engine.end_compute(transfer)\n        if transfer.is_gathered_later:",
+        "if transfer.is_gathered_later:",
+        _BEFORE,
+    ),
+    Fault(
+        "risk 1: alone a thread hears of the last bucket before the turn is given away",
+        "crossover_ddp/_exchange/ways.py",
+        "        engine.end_compute(transfer)\n",
+        "",
+        _BEFORE,
+    ),
+    Fault(
+        "risk 1: with messages the reducer hears of the last bucket before the turn is given away",
+        "crossover_ddp/_exchange/direct_way.py",
+        "        engine.end_compute(transfer)\n",
+        "",
+        _BEFORE,
+    ),
+    Fault(
+        "risk 1: under the wrapper the follower hears of the last bucket before the turn is given away",
+        _EXCHANGE,
+        "        transfer = self.routes.of_bucket(bucket, step, turn)\n        self._leave(step, turn)\n",
+        "        transfer = self.routes.of_bucket(bucket, step, turn)\n"
+        "        threading.Timer(0.1, self._leave, (step, turn)).start()\n",
+        _BEFORE,
+    ),
+    Fault(
+        "risk 2: the last Future is done before the turn is taken",
+        _ENGINE,
+        "            done_s = time.monotonic()\n",
+        "            done_s = time.monotonic()\n            self.finish(transfer, None)\n",
+        (_TURN, "-k", "last_future_waits"),
+    ),
+    Fault(
+        "risk 2: the turn is awaited in a callback of the Future, on a thread of gloo's",
+        _EXCHANGE,
+        'self.engine.guarded(transfer, "start", put)\n',
+        "torch.futures.collect_all(step.futures).then("
+        'lambda _: self.engine.guarded(transfer, "wrapped hook", follow))\n',
+        (_TURN, "-k", "last_future_waits and wrapped"),
+    ),
+    Fault(
+        "risk 3: the last followed Future does not wait for the step's earlier ones",
+        _ENGINE,
+        "for future in transfer.step.futures:",
+        "for future in transfer.step.futures[-1:]:",
+        (_TURN, "-k", "under_the_wrapper"),
+    ),
+    Fault(
+        "risk 4: whoever fails has no cause",
+        "crossover_ddp/_exchange/transfer.py",
+        "        error.__cause__ = self.cause\n",
+        "",
+        (_TURN, "-k", "carries_its_cause"),
+    ),
+    Fault(
+        "risk 4: a failure is forgotten with its step",
+        _ENGINE,
+        "failure = self._failure = self._failure or Failure(text, cause)",
+        "failure = self._failure or Failure(text, cause)",
+        (_FAILURES, "-k", "owner_that_fails"),
+    ),
+    Fault(
+        "risk 4: a turn that is kept for the owners' steps stays kept when one of them fails",
+        _ENGINE,
+        "            self.end_kept_compute(transfer)\n",
+        "            pass\n",
+        (_FAILURES, "-k", "owner_that_fails"),
+    ),
+    Fault(
+        "risk 5: a failure ends the bucket that failed, and no other one under way",
+        _ENGINE,
+        "doomed = list(self._in_flight)",
+        "doomed = [transfer]",
+        (_FAILURES, "-k", "ends_all"),
+    ),
+    Fault(
+        "risk 6: whoever needs a native gather waits for it although it was never issued",
+        "crossover_ddp/_exchange/transfer.py",
+        "if not is_launched and not transfer.future.done():",
+        "if False:",
+        (_FAILURES, "-k", "never_issued"),
+    ),
+    Fault(
+        "risk 7: a fork gives work to a thread that it does not have",
+        _WORKER,
+        "if self._stopped or os.getpid() != self._pid:",
+        "if self._stopped:",
+        (_ENDS, "-k", "fork_that_uses"),
+    ),
+    Fault(
+        "risk 8: at exit threads are left inside of gloo",
+        _ENDINGS,
+        "        ring.interrupt()\n",
+        "",
+        (_ENDS, "-k", "wait_in_gloo"),
+    ),
+    Fault(
+        "risk 9: an idle thread keeps its last bucket, and with it the model",
+        _WORKER,
+        "        del job\n",
+        "",
+        (_ENDS, "-k", "idle_threads"),
+    ),
+    Fault(
+        "risk 9: the process group goes and leaves its threads behind",
+        _EXCHANGE,
+        "        on_destruction(process_group, end)\n",
+        "",
+        (_ENDS, "-k", "go_with_the_group"),
+    ),
+    Fault(
+        "risk 9: the end of a group waits for a thread that waits for a sibling",
+        _ENDINGS,
+        "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
+        "_LAST_GATHERS_TIMEOUT_S",
+        (_ENDS, "-k", "late"),
+    ),
+    Fault(
+        "risk 10: a gather waits for reduce-scatters of later steps, too",
+        "crossover_ddp/_exchange/gathers.py",
+        "if self._scattering[oldest]:",
+        "if +self._scattering:",
+        ("tests/multiprocess/conformance/test_conformance.py", "-k", "decoupled-joined_ranks-2"),
+    ),
+    Fault(
+        "risk 11: a rank leaves although another one still needs its parts",
+        _ENDINGS,
+        "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
+        "_END_TIMEOUT_S",
+        (_FAILURES, "-k", "may_leave"),
+    ),
+    Fault(
+        "risk 12: the last bucket's refusal does not end its backward pass",
+        _EXCHANGE,
+        "            future = _refused(bucket, step, error)\n        else:\n            deferred = ",
+        "            return _refused(bucket, step, error), None\n        else:\n            deferred = ",
+        _REFUSED,
+    ),
+    Fault(
+        "risk 12: what is held for a step's last bucket stays held when that is refused",
+        _EXCHANGE,
+        "for held in step.let_go(refused=True) if _is_last(bucket) else ():",
+        "for held in ():",
+        (_FAILURES, "-k", "refused_bucket_is and muon"),
+    ),
+    Fault(
+        "risk 13: what arrives counts as a change of the user's gradients",
+        _EXCHANGE,
+        "transfer.tensor, transfer.urgency = transfer.tensor.data, urgency",
+        "transfer.tensor, transfer.urgency = transfer.tensor, urgency",
+        (_BITS, "-k", "our_hand"),
+    ),
+    Fault(
+        "risk 14: the tags of a group's messages are those of its users, counted from 0",
+        "crossover_ddp/_exchange/collectives.py",
+        "    return _PRIVATE_TAG | key\n",
+        "    return key % 8\n",
+        (_BITS, "-k", "users_messages"),
+    ),
+    Fault(
+        "risk 15: tags leave gloo's range when the numbers of transfers are used up",
+        "crossover_ddp/_exchange/collectives.py",
+        "    sequence %= 1 << _SEQUENCE_BITS\n",
+        "",
+        (_BITS, "-k", "numbers_begin_anew"),
+    ),
+    Fault(
+        "risk 16: of a part only whole chunks travel",
+        "crossover_ddp/_exchange/layout.py",
+        "for start in range(self.start, self.stop, chunk_numel):",
+        "for start in range(self.start, self.stop - chunk_numel + 1, chunk_numel):",
+        (_BITS, "-k", "exact_up_to_rounding"),
+    ),
+    Fault(
+        "risk 17: alone the step's last bucket is completed by a thread",
+        "crossover_ddp/_exchange/ways.py",
+        "if transfer.last_turn is None:",
+        "if not transfer.last:",
+        (_BITS, "-k", "alone_all"),
+    ),
+    Fault(
+        "risk 18: a long step is not waited for before its bucket is gathered",
+        _RING,
+        "stepped.wait()  # the",
+        "pass  # the",
+        (_BITS, "-k", "owners_give"),
+    ),
+    Fault(
+        "risk 22: the two halves of a bucket have one name",
+        _RING,
+        'engine.spans.half("all_gather", begin_s, transfer)',
+        'engine.spans.half("reduce_scatter", begin_s, transfer)',
+        (_TOLD,),
+    ),
+    Fault(
+        "risk 22: nobody tells that a deferred bucket was waited for",
+        "crossover_ddp/_exchange/transfer.py",
+        '            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self._transfer.index)\n'
+        "        return part\n",
+        "            pass\n        return part\n",
+        (_TOLD,),
+    ),
+    Fault(
+        "risk 22: a coded bucket does not tell what it sent",
+        _SPANS,
+        "{} if sent is None else",
+        "{} if True else",
+        (_TOLD, "-k", "int8"),
+    ),
+    Fault(
+        "risk 23: with a codec all steps travel exact",
+        "crossover_ddp/_compression/compression.py",
+        "            self.steps += 1\n            self._is_exact = False\n",
+        "            self.steps += 1\n",
+        (_BITS, "-k", "bytes_on"),
+    ),
+    Fault(
+        "risk 24: gradients are rounded to half precision on their way",
+        _RING,
+        "must not overflow.\n        transfer.tensor.div_(engine.world_size)",
+        "must not overflow.\n        transfer.tensor.copy_(transfer.tensor.bfloat16() / engine.world_size)",
+        (_BITS, "-k", "exact_up_to_rounding"),
+    ),
+    Fault(
+        "risk 26: a mistake of our own leaves the hook",
+        "crossover_ddp/_exchange/hook.py",
+        "    except Exception as error:\n        if refused",
+        "    except ArithmeticError as error:\n        if refused",
+        _REFUSED,
+    ),
+    Fault(
+        "risk 27: where no backward runs an error is kept for the next one",
+        "crossover_ddp/_exchange/step.py",
+        "            return self._watching > 0\n",
+        "            return True\n",
+        (_FAILURES, "-k", "future_carries"),
+    ),
+    Fault(
+        "risk 27: an error of one step is raised by the next one as well",
+        "crossover_ddp/_exchange/step.py",
+        "error, self._error = self._error, None",
+        "error = self._error",
+        (_FAILURES, "-k", "refused_bucket_is or error_of_one"),
+    ),
+    Fault(
+        "risk 28: each rank decides by itself whether buffers travel with gradients",
+        "crossover_ddp/_exchange/exchange.py",
+        "return number > 0 and everyone == [[number]] * self.world_size",
+        "return number > 0",
+        (_BITS, "-k", "decide_alike"),
+    ),
+    Fault(
+        "risk 29: waiting for a peer counts as compute",
+        "crossover_ddp/_decoupled/workload.py",
+        "step.forward_end_s - step.lost_s for",
+        "step.forward_end_s for",
+        (_BITS, "-k", "no_compute"),
+    ),
+    Fault(
+        "risk 30: averages go to where parameters were once",
+        "crossover_ddp/_averaging/flat.py",
+        "if kept is None or kept[0] != addresses:",
+        "if kept is None:",
+        (_BITS, "-k", "replaced"),
+    ),
+)
