@@ -54,7 +54,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python recipes/studies/codecs_lab.py plan --preset vit --rate 30 100 200 400 --out runs/campaign/codecs
 	@$(BIN)/python recipes/studies/averaging.py --preset convnet --ratio 1 2 3 --out runs/campaign/averaging
 	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
-	@$(BIN)/python recipes/studies/pipeline_plans.py partition actions device-orders minimum-cut time clusters
+	@$(BIN)/python -m tests.benchmarks.pipeline_plans partition actions device-orders minimum-cut time clusters
 	@$(BIN)/python recipes/studies/pipeline_lab.py step --max-replicas 1
 	@$(BIN)/python recipes/studies/pipeline_lab.py siblings --steps 30
 	@$(BIN)/python recipes/studies/optimizer_study.py --study autoencoder --seeds 3 --out runs/campaign/optimizers

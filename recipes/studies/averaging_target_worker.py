@@ -18,8 +18,8 @@ import _models
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.comm_hooks import DecoupledState
 from lab.meter import Reading, pinned_core
+from studies._loss_tasks import OUTER, ShiftedDigits
 from studies._worker import Order, heard, say, serve
-from studies.averaging_loss import OUTER, ShiftedDigits
 from studies.averaging_worker import AVERAGING_STATES, AveragingRun
 
 POWER_RANK = 2

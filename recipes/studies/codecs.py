@@ -43,7 +43,7 @@ from crossover_ddp.codecs import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
 import _models
-from studies.averaging_loss import SmallGPT, interval
+from studies._loss_tasks import SmallGPT, interval
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.rounds import ElasticRound
 from crossover_ddp._system.children import Child
-from studies._replicas import DelayedWalk, Spring, TogetherWalk
 from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
 from tests.faults.logged_rank import LoggedRank, close_forker
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay, first_centre
+from tests.multiprocess.replicas import DelayedWalk, Spring, TogetherWalk
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (*LOCAL, *ELASTIC)

@@ -21,14 +21,12 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
 from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp._averaging import delayed, elastic_rules, means
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
-from studies._replicas import flat
 from tests.faults.forked import work_and_exit
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
+from tests.multiprocess.replicas import flat
 
 LOCAL: dict[str, dict[str, int]] = {
     "blocking": {"sync_every": 2},

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
-from studies._replicas import Copies, DelayedWalk, flat
+from tests.multiprocess.replicas import Copies, DelayedWalk, flat
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from crossover_ddp._averaging.rounds import ElasticRound
-from studies._replicas import Spring, TogetherWalk, flat, write
 from tests.multiprocess.averaging_oracle import copies_of
+from tests.multiprocess.replicas import Spring, TogetherWalk, flat, write
 
 
 def first_centre(world_size: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.harness.oracles import sum_as_owners_do
 
 TINY_MB = 0.004
 VOCABULARY, WIDTH = 11, 12
@@ -106,10 +107,7 @@ class Training:
 
 
 class ByOwners:
-    """torch's Muon fed the sums as the owners make them, without our package: the order of additions is written here.
-
-    [Note: the ring] in ``collectives``: the sum of a part begins at the rank after its owner and ends at the owner.
-    """
+    """torch's Muon fed the sums as the owners make them, without our package."""
 
     def __init__(self, module: Mixture, owners: tuple[int, ...], **settings: Any) -> None:
         self.module = copy.deepcopy(module)
@@ -128,10 +126,7 @@ class ByOwners:
             mine = parameter.grad.contiguous() / world_size
             everyone = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(everyone, mine)
-            total = everyone[(owner + 1) % world_size]
-            for rank in range(2, world_size + 1):
-                total = everyone[(owner + rank) % world_size] + total
-            parameter.grad.copy_(total)
+            parameter.grad.copy_(sum_as_owners_do(everyone, owner))
         matrices = {id(each) for each in self.module.matrices()}
         for parameter, gradient in zip(self.module.parameters(), others, strict=True):
             if id(parameter) not in matrices:

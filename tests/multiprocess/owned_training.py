@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from crossover_ddp import GPUMutex
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from tests.harness.oracles import sum_as_owners_do
 from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
 from tests.multiprocess.muon_training import optimizers as muon_and_adamw
 
@@ -212,9 +213,7 @@ class ByOwners:
         dist.all_gather(everyone, flat)
         of_ranks = [each.split([gradient.numel() for gradient in gradients]) for each in everyone]
         for place, (gradient, (_, owner)) in enumerate(zip(gradients, self._owners, strict=True)):
-            total = of_ranks[(owner + 1) % world_size][place]
-            for rank in range(2, world_size + 1):
-                total = of_ranks[(owner + rank) % world_size][place] + total
+            total = sum_as_owners_do([each[place] for each in of_ranks], owner)
             gradient.copy_(total.view(gradient.shape))
         for optimizer in self.optimizers:
             optimizer.step()

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import uuid
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from crossover_ddp._decoupled import trial as trial_module
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.oracles import heard
 
 STEPS = END + 10
 SETTLED = 2  # backward passes before DDP's buckets are known to stay
@@ -163,23 +163,15 @@ def test_an_unknown_way_to_defer_is_refused() -> None:
 
 def train_plainly(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
     """Return whether it defers in the end, and what was logged as a warning."""
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    listener = Listener(logging.WARNING)
-    logging.getLogger("crossover_ddp").addHandler(listener)
     model = DistributedDataParallel(network(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     state = DecoupledState(optimizer)
     model.register_comm_hook(state, decoupled_hook)
-    for _ in range(STEPS):
-        model(torch.randn(5, 1, 6, 6)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    logging.getLogger("crossover_ddp").removeHandler(listener)
+    with heard() as said:
+        for _ in range(STEPS):
+            model(torch.randn(5, 1, 6, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return state.deferring, said
 
 

@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import logging
 import os
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from crossover_ddp.errors import SegmentError, TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import files_of, new_group
+from tests.harness.oracles import heard
 from tests.unit.turns.mutexes import membership_of
 
 LEASE_S = 10.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -264,29 +264,27 @@ def _train_beside_a_stuck_sibling(
     rank: int, world_size: int, group: str, timeout_s: float
 ) -> tuple[float, int, list[str]]:
     """Rank 1's sibling never gives its turn back, and has published a lease of an hour."""
-    warnings = _Warnings()
-    logging.getLogger("crossover_ddp").addHandler(warnings)
-    own = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
-    sibling = TurnSegment(group, f"dev{rank}")
-    devices = digest("dev0\ndev1")
-    sibling.join(job=9, devices=devices, rank=rank, world_size=2, lease_s=3600.0)
-    if rank == 0:
-        sibling.publish_returned(sibling.draw_turn())
-    dist.barrier()
-    mutex = GPUMutex(group, device=f"dev{rank}", process_group=own)
-    longest_s = 0.0
-    for _ in range(3):
-        begin_s = time.monotonic()
-        mutex.acquire()
-        longest_s = max(longest_s, time.monotonic() - begin_s)
-        dist.barrier(own)
-        mutex.release()
-    expired = mutex.stats()["leases_expired"]
-    dist.barrier()
-    mutex.close()
-    sibling.leave()
-    logging.getLogger("crossover_ddp").removeHandler(warnings)
-    return longest_s, expired, warnings.messages
+    with heard() as warnings:
+        own = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+        sibling = TurnSegment(group, f"dev{rank}")
+        devices = digest("dev0\ndev1")
+        sibling.join(job=9, devices=devices, rank=rank, world_size=2, lease_s=3600.0)
+        if rank == 0:
+            sibling.publish_returned(sibling.draw_turn())
+        dist.barrier()
+        mutex = GPUMutex(group, device=f"dev{rank}", process_group=own)
+        longest_s = 0.0
+        for _ in range(3):
+            begin_s = time.monotonic()
+            mutex.acquire()
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+            dist.barrier(own)
+            mutex.release()
+        expired = mutex.stats()["leases_expired"]
+        dist.barrier()
+        mutex.close()
+        sibling.leave()
+    return longest_s, expired, warnings
 
 
 def test_a_siblings_lease_never_outlasts_the_own_groups_timeout() -> None:
@@ -374,27 +372,16 @@ def test_a_bad_group_name_is_a_bad_argument_on_all_ranks() -> None:
 
 
 def _close_early(rank: int, world_size: int, group: str) -> tuple[int, list[str], float]:
-    warnings = _Warnings()
-    logging.getLogger("crossover_ddp").addHandler(warnings)
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
-    for _ in range(3):
-        time.sleep(0.1 * rank)
-        mutex.acquire()
-        mutex.release()
-    begin_s = time.monotonic()
-    turns = int(mutex.stats()["turns"])
-    mutex.close()
-    logging.getLogger("crossover_ddp").removeHandler(warnings)
-    return turns, warnings.messages, time.monotonic() - begin_s
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    with heard() as warnings:
+        mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+        for _ in range(3):
+            time.sleep(0.1 * rank)
+            mutex.acquire()
+            mutex.release()
+        begin_s = time.monotonic()
+        turns = int(mutex.stats()["turns"])
+        mutex.close()
+    return turns, warnings, time.monotonic() - begin_s
 
 
 def test_a_lead_rank_that_closes_first_is_heard_out() -> None:
@@ -410,23 +397,21 @@ def _close_while_listening(rank: int, world_size: int, group: str) -> tuple[floa
 
 
 def _closed_while_listening(rank: int, group: str) -> tuple[float, list[str], str | None]:
-    warnings = _Warnings()
-    logging.getLogger("crossover_ddp").addHandler(warnings)
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
-    listening = threading.Thread(target=mutex.acquire)
-    elapsed_s = 0.0
-    if rank == 1:
-        listening.start()  # and its lead rank never draws
-        time.sleep(0.1)
-        begin_s = time.monotonic()
+    with heard() as warnings:
+        mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+        listening = threading.Thread(target=mutex.acquire)
+        elapsed_s = 0.0
+        if rank == 1:
+            listening.start()  # and its lead rank never draws
+            time.sleep(0.1)
+            begin_s = time.monotonic()
+            mutex.close()
+            elapsed_s = time.monotonic() - begin_s
+        dist.barrier()
         mutex.close()
-        elapsed_s = time.monotonic() - begin_s
-    dist.barrier()
-    mutex.close()
-    if rank == 1:
-        listening.join()
-    logging.getLogger("crossover_ddp").removeHandler(warnings)
-    return elapsed_s, warnings.messages, mutex.disabled_because
+        if rank == 1:
+            listening.join()
+    return elapsed_s, warnings, mutex.disabled_because
 
 
 def test_closing_while_a_thread_listens_to_the_lead_rank_returns() -> None:
@@ -439,21 +424,19 @@ def test_closing_while_a_thread_listens_to_the_lead_rank_returns() -> None:
 
 
 def _break_one_device(rank: int, world_size: int, group: str, bad_rank: int) -> tuple[list[str], float]:
-    warnings = _Warnings()
-    logging.getLogger("crossover_ddp").addHandler(warnings)
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
-    begin_s = time.monotonic()
-    for step in range(10):
-        if step == 5 and rank == bad_rank:
-            os.truncate(membership_of(mutex).segment.path, 100)
-        mutex.acquire()
+    with heard() as warnings:
+        mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
+        begin_s = time.monotonic()
+        for step in range(10):
+            if step == 5 and rank == bad_rank:
+                os.truncate(membership_of(mutex).segment.path, 100)
+            mutex.acquire()
+            dist.barrier()
+            mutex.release()
+        elapsed_s = time.monotonic() - begin_s
         dist.barrier()
-        mutex.release()
-    elapsed_s = time.monotonic() - begin_s
-    dist.barrier()
-    mutex.close()
-    logging.getLogger("crossover_ddp").removeHandler(warnings)
-    return warnings.messages, elapsed_s
+        mutex.close()
+    return warnings, elapsed_s
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

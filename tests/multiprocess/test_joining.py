@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, SegmentHeader, digest
 from tests.harness import Job, run_jobs
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
+from tests.harness.oracles import heard
 from tests.harness.waiting import eventually
 
 STEPS = 5
@@ -41,27 +41,6 @@ class Outcome(NamedTuple):
     parameters: bytes
     warnings: list[str]
     stats: list[dict[str, Any]]
-
-
-class Warnings(logging.Handler):
-    """Collects the package's warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    handler = Warnings()
-    logging.getLogger("crossover_ddp").addHandler(handler)
-    try:
-        yield handler.messages
-    finally:
-        logging.getLogger("crossover_ddp").removeHandler(handler)
 
 
 def network(seed: int) -> torch.nn.Sequential:

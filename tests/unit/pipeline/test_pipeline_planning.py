@@ -25,7 +25,12 @@ from crossover_ddp.pipeline.partition import (
 )
 from crossover_ddp.pipeline.schedule import bands, best_order, gpipe, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import list_schedule, simulate
-from studies._pipeline_oracles import WholeSeconds, exhaustive_bottleneck, proven_bounds_s, random_instance
+from tests.unit.pipeline.planning_oracles import (
+    WholeSeconds,
+    exhaustive_bottleneck,
+    proven_bounds_s,
+    random_instance,
+)
 
 CAMPAIGN = bool(os.environ.get("CROSSOVER_CAMPAIGN"))
 INSTANCES = 300 if CAMPAIGN else 60

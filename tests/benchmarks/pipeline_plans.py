@@ -1,7 +1,7 @@
 """How good plans are: against exhaustive search, a constraint solver, known designs, and the clock.
 
-    python recipes/studies/pipeline_plans.py partition actions device-orders minimum-cut time
-    python recipes/studies/pipeline_plans.py clusters --clusters 200
+    python -m tests.benchmarks.pipeline_plans partition actions device-orders minimum-cut time
+    python -m tests.benchmarks.pipeline_plans clusters --clusters 200
 
 Each figure is a line of JSON on standard output. What `clusters` plans is kept in a file, so that it can be stopped and
 go on. See docs/pipeline.md.
@@ -14,7 +14,6 @@ import math
 import random
 import resource
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +28,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from crossover_ddp.pipeline import Cluster, LayerProfile, Profile, plan_pipeline
 from crossover_ddp.pipeline.partition import Partitioner, minimum_cut_order
 from crossover_ddp.pipeline.schedule import best_order
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
-
-from studies._pipeline_oracles import WholeSeconds, exhaustive_bottleneck, proven_bounds_s, random_instance
+from tests.unit.pipeline.planning_oracles import (
+    WholeSeconds,
+    exhaustive_bottleneck,
+    proven_bounds_s,
+    random_instance,
+)
 
 FLOPS = 20e12
 GIGABIT = 1e9 / 8

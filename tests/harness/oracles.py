@@ -1,0 +1,30 @@
+"""What tests compare with: sums as owners make them, and what the package says."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def sum_as_owners_do(gradients: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
+    """Add the ranks' parts to the last bit as their owner gets them; the only place that knows the order.
+
+    It is that of a ring: the sum begins at the rank behind the owner and ends at the owner.
+    """
+    behind = owner + 1
+    return functools.reduce(torch.add, [*gradients[behind:], *gradients[:behind]])
+
+
+@contextlib.contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect what the package logs during the block, from a level on."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("crossover_ddp")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
