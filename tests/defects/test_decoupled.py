@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from tests.harness import run_ranks
+from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -135,38 +136,19 @@ def test_a_scheduler_that_steps_while_a_thread_saves_reaches_all_groups(
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05, 0.05]
 
 
-class Turns:
-    """A turn that notes what happens to it."""
-
-    shared = True
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def release(self) -> None:
-        self.log.append("release")
-
-    def request(self) -> None:
-        """Nothing to queue for."""
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        self.log.append("acquire")
-
-
 @pytest.mark.defect("decoupled-3")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("options", OWNERS, ids=str)
 def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str, Any], grad: bool) -> None:
     """Between two turns that are given away one is taken, whatever forwards there are beside the training."""
-    turns = Turns()
+    turns = RecordingTurn()
     training = Training(decoupled=True, mutex=turns, **{**options, "defer": "auto"})
     for _ in range(24):  # deferred and not deferred, in turns
         training.step()
         with torch.set_grad_enabled(grad):
             training.model(inputs(0))
-    runs = {
-        (name, len(list(run))) for name, run in itertools.groupby(turns.log[turns.log.index("acquire") :])
-    }
+    log = turns.taken_and_given
+    runs = {(name, len(list(run))) for name, run in itertools.groupby(log[log.index("acquire") :])}
     assert runs == {("acquire", 1), ("release", 1)}
 
 

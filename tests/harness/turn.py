@@ -16,6 +16,7 @@ class RecordingTurn:
         window_s: `release` lasts so long, unless somebody asks for the next turn by then, who then comes first in
             `order`.
         at_acquire: called when a turn is given, before it is noted.
+        log: is `order`, where others note what they do, too; None: a list of its own.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class RecordingTurn:
         gate: threading.Event | None = None,
         window_s: float = 0.0,
         at_acquire: Callable[[], None] | None = None,
+        log: list[str] | None = None,
     ) -> None:
         self.shared = shared
-        self.order: list[str] = []
+        self.order: list[str] = [] if log is None else log
+        self.rates: list[float] = []  # bytes sent over an exact exchange's, as a codec tells the mutex
         self.threads: list[threading.Thread] = []
         self._gate, self._window_s, self._at_acquire = gate, window_s, at_acquire
         self._asked = threading.Event()
@@ -56,7 +59,12 @@ class RecordingTurn:
         """Nothing to leave."""
 
     def _publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        """A codec tells a mutex what it saves, for the command's view of jobs."""
+        self.rates.append(sent_bytes / exact_bytes)
+
+    @property
+    def taken_and_given(self) -> list[str]:
+        """The calls without requests."""
+        return [call for call in self.order if call != "request"]
 
     def stats(self) -> dict[str, int]:
         """Return how often each was called."""

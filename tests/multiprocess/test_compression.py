@@ -25,6 +25,7 @@ from crossover_ddp.codecs import (
 from crossover_ddp.comm_hooks import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.turn import RecordingTurn
 from tests.multiprocess.compressed_training import (
     CODECS,
     added_in_order,
@@ -411,32 +412,10 @@ def test_float64_is_refused() -> None:
     run_ranks(in_double, 2)
 
 
-class Turns:
-    """Notes what is done with the turn."""
-
-    shared = True
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.rates: list[float] = []
-
-    def release(self) -> None:
-        self.order.append("release")
-
-    def request(self) -> None:
-        self.order.append("request")
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        self.order.append("acquire")
-
-    def _publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        self.rates.append(sent_bytes / exact_bytes)
-
-
 def turns(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
     orders, digests = [], []
     for make, hook in ((CompressedState, compressed_hook), (CrossoverState, crossover_hook)):
-        model, mutex = wrapped(), Turns()
+        model, mutex = wrapped(), RecordingTurn()
         state = make(codec=(SIDCo(0.05), Int8()), mutex=mutex)
         model.register_comm_hook(state, hook)
         for step in range(4):

@@ -13,6 +13,7 @@ from crossover_ddp.codecs import CompressedState, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.turn import RecordingTurn
 from tests.multiprocess.compressed_training import CODECS, backward, digest, wrapped
 
 WORLD_SIZES = (2, 3, 4) if IN_CAMPAIGN else (2, 3)
@@ -206,33 +207,13 @@ def test_nan_reaches_all_ranks_and_no_residual() -> None:
         assert found == [(number != 3, True) for number in range(5)]
 
 
-class Turns:
-    """Notes what is done with the turn."""
-
-    shared = True
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def release(self) -> None:
-        self.order.append("release")
-
-    def request(self) -> None:
-        self.order.append("request")
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        self.order.append("acquire")
-
-    def _publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        assert 0 < sent_bytes < exact_bytes
-
-
 def turns(rank: int, world_size: int) -> list[str]:
-    mutex = Turns()
+    mutex = RecordingTurn()
     job = Job("int8", True, mutex=mutex)
     for number in range(3):
         job.step(rank, 3 * number)
-    return mutex.order
+    assert all(0 < rate < 1 for rate in mutex.rates)
+    return mutex.taken_and_given
 
 
 def test_the_turn_is_given_away_behind_the_last_message() -> None:

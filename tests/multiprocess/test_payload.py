@@ -14,7 +14,8 @@ from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Payload, Sharded
 from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
-from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn
+from tests.harness.turn import RecordingTurn
+from tests.unit.exchange.fake_bucket import FakeBucket
 
 SIZE = 7
 LARGE = 1 << 18
@@ -37,7 +38,7 @@ def uneven(world_size: int) -> Layout:
 
 def there_and_back(rank: int, world_size: int) -> tuple[list[list[float]], list[str]]:
     """Send three buckets: their payload goes with an appendix, and comes back squared without it."""
-    exchange, turn = engine(), FakeTurn()
+    exchange, turn = engine(), RecordingTurn()
     buckets = [torch.zeros(uneven(world_size).numel) for _ in range(3)]
     futures = []
     for index, buffer in enumerate(buckets):
@@ -187,7 +188,7 @@ def test_a_long_step_runs_beside_the_gather_before_it() -> None:
 
 
 def failing_owner(rank: int, world_size: int, is_long: bool) -> list[str]:
-    exchange, turn = engine(), FakeTurn()
+    exchange, turn = engine(), RecordingTurn()
     errors = []
     futures = []
     for index in range(2):

@@ -24,33 +24,5 @@ class FakeBucket:
         return [self._tensor]
 
 
-class FakeTurn:
-    """A turn that notes what is called on which thread, and gives the turn when the test opens the gate."""
-
-    shared = True
-
-    def __init__(self, *, gate: threading.Event | None = None) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self._gate = gate
-
-    def release(self) -> None:
-        self._note("release")
-
-    def request(self) -> None:
-        self._note("request")
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        if self._gate is not None:
-            assert self._gate.wait(30)
-        self._note("acquire")
-
-    @property
-    def order(self) -> list[str]:
-        return [call for call, _ in self.calls]
-
-    def _note(self, call: str) -> None:
-        self.calls.append((call, threading.current_thread().name))
-
-
 def names_of_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}

@@ -1,7 +1,5 @@
 """Which thread adopts the bucket's device: the engine's own ones do, the training thread keeps what it has."""
 
-import threading
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,25 +8,25 @@ from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.staging import Side
 from crossover_ddp._exchange.step import Step
 from crossover_ddp.errors import ExchangeError
-from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn
+from tests.harness.turn import RecordingTurn
+from tests.unit.exchange.fake_bucket import FakeBucket
 
 
 def test_the_engines_threads_adopt_the_device_before_they_work(
     process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = FakeTurn()
-    monkeypatch.setattr(
-        Side, "adopt_thread", lambda side: turn.calls.append(("adopt", threading.current_thread().name))
-    )
+    turn = RecordingTurn()
+    monkeypatch.setattr(Side, "adopt_thread", lambda side: turn._note("adopt"))
     engine = Exchange(process_group)
     engine.submit(FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
     theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     theirs.set_result(torch.ones(3))
     engine.follow(theirs, FakeBucket(torch.ones(3)), turn=turn).wait()  # type: ignore[arg-type]
     engine.close()
-    on_threads = [call for call, thread in turn.calls if thread.startswith("crossover")]
+    calls = [(call, thread.name) for call, thread in zip(turn.order, turn.threads, strict=True)]
+    on_threads = [call for call, thread in calls if thread.startswith("crossover")]
     assert on_threads == ["adopt", "request", "acquire", "adopt", "acquire"]
-    assert all(thread.startswith("crossover") for call, thread in turn.calls if call == "adopt")
+    assert all(thread.startswith("crossover") for call, thread in calls if call == "adopt")
 
 
 def test_one_failure_ends_all_transfers_under_way_at_once(process_group: dist.ProcessGroup) -> None:

@@ -19,7 +19,8 @@ from crossover_ddp._system.worker import Worker
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from tests.harness import single_process_group
-from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn, names_of_threads
+from tests.harness.turn import RecordingTurn
+from tests.unit.exchange.fake_bucket import FakeBucket, names_of_threads
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_alone_a_bucket_is_done_at_once_and_needs_no_thread(engine: Exchange) ->
 
 def test_the_turn_goes_in_the_hook_and_comes_back_on_a_thread_that_may_block(engine: Exchange) -> None:
     gate = threading.Event()
-    turn = FakeTurn(gate=gate)
+    turn = RecordingTurn(gate=gate)
     first = engine.submit(FakeBucket(torch.ones(2), last=False), turn=turn)
     assert first.done()
     assert turn.order == []
@@ -50,8 +51,8 @@ def test_the_turn_goes_in_the_hook_and_comes_back_on_a_thread_that_may_block(eng
     gate.set()
     last.wait()
     assert turn.order == ["release", "request", "acquire"]
-    assert turn.calls[0][1] == threading.current_thread().name
-    assert {thread for _, thread in turn.calls[1:]} == {"crossover-gather"}
+    assert turn.threads[0] == threading.current_thread()
+    assert {thread.name for thread in turn.threads[1:]} == {"crossover-gather"}
 
 
 def test_the_owner_changes_its_part_in_between(engine: Exchange) -> None:
@@ -61,7 +62,7 @@ def test_the_owner_changes_its_part_in_between(engine: Exchange) -> None:
 
 def test_only_the_last_followed_future_waits_for_the_turn(engine: Exchange) -> None:
     gate = threading.Event()
-    turn = FakeTurn(gate=gate)
+    turn = RecordingTurn(gate=gate)
     theirs = [torch.futures.Future[torch.Tensor]() for _ in range(2)]
     first = engine.follow(theirs[0], FakeBucket(torch.zeros(1), last=False), turn=turn)
     last = engine.follow(theirs[1], FakeBucket(torch.zeros(1), index=1), turn=turn)
@@ -77,7 +78,7 @@ def test_only_the_last_followed_future_waits_for_the_turn(engine: Exchange) -> N
 
 def test_a_followed_failure_arrives_with_its_cause(engine: Exchange) -> None:
     theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    followed = engine.follow(theirs, FakeBucket(torch.zeros(1)), turn=FakeTurn())
+    followed = engine.follow(theirs, FakeBucket(torch.zeros(1)), turn=RecordingTurn())
     theirs.set_exception(RuntimeError("their link broke"))  # type: ignore[arg-type]
     with pytest.raises(ExchangeError, match=r"wrapped hook of bucket 0 failed: their link broke"):
         followed.wait()
@@ -87,7 +88,7 @@ def test_a_failure_is_final_and_names_rank_bucket_and_cause(engine: Exchange) ->
     def fail(part: torch.Tensor) -> None:
         raise ZeroDivisionError("no inverse")
 
-    turn = FakeTurn()
+    turn = RecordingTurn()
     future = engine.submit(FakeBucket(torch.zeros(1), index=4), turn=turn, owner_step=fail)
     with pytest.raises(ExchangeError, match=r"rank 0 of 1: .* of bucket 4 failed: no inverse") as caught:
         future.wait()
@@ -115,13 +116,13 @@ def test_what_cannot_be_exchanged_is_refused_and_the_engine_goes_on(
 
 
 def test_a_closed_engine_has_no_threads_and_says_so(engine: Exchange) -> None:
-    engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+    engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
     assert "crossover-gather" in names_of_threads()
     engine.close()
     engine.close()
     assert "crossover-gather" not in names_of_threads()
     with pytest.raises(ExchangeError, match="was closed"):
-        engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+        engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
 
 
 def test_one_engine_serves_a_group_until_it_is_closed(process_group: dist.ProcessGroup) -> None:
@@ -134,7 +135,7 @@ def test_one_engine_serves_a_group_until_it_is_closed(process_group: dist.Proces
 def test_engine_and_threads_go_with_the_group() -> None:
     with single_process_group() as group:
         engine = Exchange.of(group)
-        engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+        engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
         alive = weakref.ref(engine)
         del engine, group
     gc.collect()
@@ -145,34 +146,35 @@ def test_engine_and_threads_go_with_the_group() -> None:
 def test_destroying_the_group_ends_the_threads_of_an_engine_in_use() -> None:
     with single_process_group() as group:
         engine = Exchange(group)
-        engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+        engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
     assert engine.world_size == 1
     assert group is not None
     assert "crossover-gather" not in names_of_threads()
 
 
 def test_a_fork_neither_hangs_nor_harms_the_parent(engine: Exchange) -> None:
-    engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+    engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
     child = os.fork()
     if child == 0:
         try:
             with pytest.raises(ExchangeError, match="fork of its owner"):
-                engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+                engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
             engine.close()
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait().tolist() == [1]
+    assert engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait().tolist() == [1]
 
 
 EXIT_SCRIPT = """
 import sys, threading, torch, torch.distributed as dist
 from crossover_ddp._exchange.exchange import Exchange
-from tests.unit.exchange.fake_bucket import FakeBucket, FakeTurn
+from tests.harness.turn import RecordingTurn
+from tests.unit.exchange.fake_bucket import FakeBucket
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 engine = Exchange.of(dist.group.WORLD)
-future = engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn(gate=threading.Event()))
+future = engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn(gate=threading.Event()))
 sys.exit(3)
 """
 
@@ -194,7 +196,7 @@ def test_spans_tell_compute_exchange_and_wait(process_group: dist.ProcessGroup, 
     timeline = Timeline(tmp_path, rank=0, device="d")
     engine = Exchange(process_group, timeline=timeline)
     for _ in range(2):
-        engine.submit(FakeBucket(torch.ones(1)), turn=FakeTurn()).wait()
+        engine.submit(FakeBucket(torch.ones(1)), turn=RecordingTurn()).wait()
     engine.close()
     timeline.close()
     spans = [json.loads(line) for line in timeline.path.read_text().splitlines()[1:]]

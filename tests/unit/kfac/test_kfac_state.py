@@ -21,7 +21,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import networks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.unit.exchange.fake_bucket import FakeTurn
+from tests.harness.turn import RecordingTurn
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LR = 0.1
@@ -68,7 +68,7 @@ class Training:
         ({"solver": "lu"}, r"expected solver to be one of inverse, eigen, got solver='lu'"),
         ({"weight_sharing": "sum"}, r"expected weight_sharing to be one of expand, reduce, kfac-pytorch"),
         ({"factors": "none"}, r"expected factors to be one of global, local"),
-        ({"inversion": "background", "mutex": FakeTurn()}, r"would compute outside of the turn"),
+        ({"inversion": "background", "mutex": RecordingTurn()}, r"would compute outside of the turn"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -314,14 +314,14 @@ def _same(make: Callable[[], nn.Module], training: Training) -> nn.Module:
 
 
 def test_the_turn_is_kept_for_making_solvers() -> None:
-    turn = FakeTurn()
+    turn = RecordingTurn()
     made_at: list[int] = []
     training = Training(inv_update_steps=2, mutex=turn)
     curvature = training.state._preconditioner.curvatures[0]
     invert = curvature.invert
 
     def watched(*args: Any) -> None:
-        made_at.append(len(turn.calls))
+        made_at.append(len(turn.order))
         invert(*args)
 
     curvature.invert = watched  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
 from tests.harness.inside import break_engine
+from tests.harness.turn import RecordingTurn
 from tests.unit.turns.mutexes import membership_of
 
 Hook = default_hooks.allreduce_hook
@@ -187,24 +188,6 @@ def test_a_pickled_state_leaves_the_process_behind() -> None:
     assert copy.process_group is None
 
 
-class RecordingTurn:
-    """A turn that notes what is done to it."""
-
-    shared = True
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def release(self) -> None:
-        self.done.append("release")
-
-    def request(self) -> None:
-        self.done.append("request")
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        self.done.append("acquire")
-
-
 @pytest.mark.usefixtures("process_group", "group_name")
 @pytest.mark.parametrize("hook", [crossover_hook, crossover_wrapper(default_hooks.allreduce_hook)])
 def test_the_turn_is_given_away_before_a_worker_can_take_the_next_one(
@@ -218,8 +201,7 @@ def test_the_turn_is_given_away_before_a_worker_can_take_the_next_one(
     model = small_model()
     model.register_comm_hook(state, hook)  # type: ignore[arg-type]
     losses(model, steps=2)
-    order = [event for event in turn.done if event != "request"]
-    assert order == ["release", "acquire"] * 2
+    assert turn.taken_and_given == ["release", "acquire"] * 2
 
 
 @pytest.mark.usefixtures("process_group", "group_name")
