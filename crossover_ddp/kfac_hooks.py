@@ -46,6 +46,7 @@ from crossover_ddp._kfac.settings import (
     check_parameters,
     check_together,
     learning_rates,
+    warn_of_adaptive,
     warn_of_large,
 )
 from crossover_ddp._kfac.setup import KFACSetup
@@ -184,6 +185,8 @@ class KFACState(Pausable):
         )
         self._flush: Callable[[], None] = _nothing
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
+        if self._setup.rank == 0:
+            warn_of_adaptive(self.optimizer, self._setup.layers)
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
         self._own(placement)
         logger.info("%s", self)
@@ -316,8 +319,12 @@ class KFACState(Pausable):
         self._rounds.prepare_step()
 
     def close(self) -> None:
-        """Take the hooks off the model's modules; later steps precondition with what is known. Not collective."""
+        """Take the hooks off the model's modules; later steps precondition with what is known.
+
+        Not collective, but all ranks must, between the same two steps: later steps send no factors.
+        """
         self._flush()
+        self._rounds.close()
         self._preconditioner.close()
         if self._setup.inverter is not None:
             self._setup.inverter.stop()

@@ -37,6 +37,11 @@ from .layers import Layer, unwrapped
 logger = logging.getLogger(__name__)
 
 _NO_BACKWARD: Final = -1
+_NOTHING_SEEN: Final = (
+    "K-FAC has seen no call of any layer whose gradient came, so gradients stay as they are: layers are seen in "
+    "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
+    "BatchNorm in it may be in eval mode), and make the state before the model is compiled and called"
+)
 
 
 class FactorCapture:
@@ -93,6 +98,8 @@ class FactorCapture:
         self._numbers = itertools.count()
         self._newest_task = _NO_BACKWARD
         self._warned = False
+        self._warned_of_none = False
+        self._seen: set[bool] = set()  # whether layers were, of those whose gradients came in this step
         self._micro_batch = 0
         self._gradients_came = False
         self._began_before_backward = False
@@ -101,13 +108,13 @@ class FactorCapture:
     def _hooked(self, model: nn.Module | None) -> Iterator[RemovableHandle]:
         for index in self._sums:
             for module in self._layers[index].modules:
-                hook = _Hook(self, "_on_forward", index)
+                hook = WeakHook(self, "_on_forward", index)
                 # First of all hooks: another one may replace the output.
                 yield module.register_forward_hook(hook, prepend=True, with_kwargs=True)
         for index, layer in enumerate(self._layers):
-            yield layer.weight.register_post_accumulate_grad_hook(_Hook(self, "_on_accumulated", index))
+            yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
         if model is not None:
-            yield unwrapped(model).register_forward_pre_hook(_Hook(self, "_on_root"))
+            yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"))
 
     @property
     def micro_batches(self) -> int:
@@ -116,6 +123,10 @@ class FactorCapture:
 
     def begin_step(self) -> None:
         """Forget all that was not taken, and count micro-batches anew."""
+        if self._seen == {False} and not self._warned_of_none:
+            self._warned_of_none = True
+            logger.warning(_NOTHING_SEEN)
+        self._seen.clear()
         for index, sums in self._sums.items():
             for call in sums.open:
                 call.make_a = None
@@ -204,7 +215,8 @@ class FactorCapture:
     ) -> None:
         if not self._captures(module) or not output.requires_grad:
             return
-        sums, input = self._sums[index], args[0] if args else kwargs["input"]
+        # The layers' only argument: torch's call it input, transformers' Conv1D x.
+        sums, (input,) = self._sums[index], args or kwargs.values()
         if not _in_backward():
             sums.trials.clear()  # of passes that added to no gradient
         call = Call(
@@ -287,6 +299,8 @@ class FactorCapture:
             return
         sums = self._sums.get(index)
         trial = None if sums is None else sums.trials.pop(_task(), None)
+        if sums is not None:
+            self._seen.add(trial is not None)
         if sums is not None and trial is None:
             return
         self._gradients_came = True
@@ -385,24 +399,24 @@ def _no_room(index: int) -> ColumnRoom:
     return ColumnRoom()
 
 
-class _Hook:
-    """A hook of a module or a parameter that knows the capture weakly, and whose copies know none."""
+class WeakHook:
+    """A hook of a module or a parameter that knows its owner weakly, and whose copies know none."""
 
-    def __init__(self, capture: FactorCapture | None, method: str, *arguments: object) -> None:
-        self._capture = None if capture is None else weakref.ref(capture)
+    def __init__(self, owner: object | None, method: str, *arguments: object) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
         self._method = method
         self._arguments = arguments
         # A compiler would trace what it sees of this moment, the sums and flags as constants.
-        self._run = None if capture is None else torch.compiler.disable(self._run_eagerly)
+        self._run = None if owner is None else torch.compiler.disable(self._run_eagerly)
 
     def __call__(self, *arguments: object) -> None:
         if self._run is not None:
             self._run(*arguments)
 
     def _run_eagerly(self, *arguments: object) -> None:
-        capture = None if self._capture is None else self._capture()
-        if capture is not None:
-            getattr(capture, self._method)(*self._arguments, *arguments)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*self._arguments, *arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, self._method)
+        return WeakHook, (None, self._method)

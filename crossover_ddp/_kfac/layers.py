@@ -31,6 +31,11 @@ class Layer:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by their names in the model."""
+        found = {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        return {f"{self.name}.{name}" if self.name else name: each for name, each in found.items()}
+
 
 class _Use(NamedTuple):
     """A module that has a parameter, and under which name."""

@@ -299,9 +299,8 @@ class BucketPayload:
             split_gradient(layer.shape, preconditioned, out, out_bias)
         final(offset + layer.gradient_numel)
         if self._round.plan.kl_clip is not None:
-            wide = matrix.to(preconditioned.dtype)
-            term = (preconditioned * wide).sum(dtype=torch.float64) * layer.lr**2
-            self._round.kl_terms[layer.index] = term
+            terms = preconditioned * matrix.to(preconditioned.dtype)
+            self._round.kl_terms[layer.index] = _kl_term(layer, terms)
 
     @staticmethod
     def _by_rows(
@@ -370,6 +369,14 @@ class BucketPayload:
 
 def _row_product(layer: BucketLayer, solver: Solver, part: Tensor, offset: int) -> RowProduct:
     return RowProduct(layer.shape, solver, *_views(layer, part, offset))
+
+
+def _kl_term(layer: BucketLayer, terms: Tensor) -> Tensor:
+    """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
+    if layer.bias is None or layer.bias_lr == layer.lr:
+        return terms.sum(dtype=torch.float64) * layer.lr**2
+    weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
+    return weight * layer.lr**2 + bias * layer.bias_lr**2
 
 
 def _views(layer: BucketLayer, flat: Tensor, start: int) -> tuple[Tensor, Tensor | None]:

@@ -53,8 +53,8 @@ class RoundPlan:
 class BucketLayer:
     """One complete layer in a payload: its gradients in DDP's buckets, and this rank's factors of the step.
 
-    ``spread``: its solver, if all ranks have it and the layer is spread in this step. ``sends_solver``: whether its
-    owner sends it to all ranks in this step.
+    ``lr``, ``bias_lr``: of its weight and its bias. ``spread``: its solver, if all ranks have it and the layer is
+    spread in this step. ``sends_solver``: whether its owner sends it to all ranks in this step.
     """
 
     index: int
@@ -62,6 +62,7 @@ class BucketLayer:
     weight: Tensor
     bias: Tensor | None
     lr: float
+    bias_lr: float
     a: Tensor | None = None
     g: Tensor | None = None
     sends_a: bool = True

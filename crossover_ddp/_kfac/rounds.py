@@ -15,6 +15,7 @@ from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.gpu_mutex import turns_disabled
 
 from .layers import Layer, unwrapped
 from .matrices import matrices
@@ -22,7 +23,9 @@ from .packing import TravellingFactors
 from .payload import BucketPayload, KFACRound
 from .preconditioner import Preconditioner
 from .round_plan import BucketLayer, RoundPlan
+from .settings import HyperNow
 from .setup import KFACSetup
+from .waiting import WaitingDirections
 
 _MOST_GROUPS: Final = 16  # of late factors; each costs a message
 
@@ -52,6 +55,7 @@ class Rounds:
             (index, each) for index, layer in enumerate(setup.layers) for each in (layer.weight, layer.bias)
         ]
         self._layer_of = {id(parameter): index for index, parameter in parts if parameter is not None}
+        self._waiting = WaitingDirections(setup.layers)
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self.is_deferred = False
         self.steps = 0
@@ -65,6 +69,13 @@ class Rounds:
         self._late: list[TravellingFactors] = []
         self._lrs: dict[int, float] = {}
         self._model_seen = False
+        self._closed = False
+        preconditioner.capture.active = not turns_disabled()
+
+    def close(self) -> None:
+        """Take no factors and make no solvers from now on."""
+        self._closed = True
+        self._traffic.trails = False
 
     def defer(self, state: object) -> None:
         """Let buckets come back late, for ``state``, with which the model's hook is registered."""
@@ -80,10 +91,14 @@ class Rounds:
 
     def prepare_step(self) -> None:
         """Capture what the next step needs; have on the way what it builds on."""
-        now, traffic = self._setup.hypers.at(self.steps), self._traffic
-        self._preconditioner.capture.active = now.takes_factors
+        now, traffic = self._now(), self._traffic
+        self._preconditioner.capture.active = now.takes_factors and not turns_disabled()
         traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
         traffic.late.leave(all_groups=now.takes_factors or now.inverts)
+
+    def _now(self) -> HyperNow:
+        now = self._setup.hypers.at(self.steps)
+        return now._replace(takes_factors=False, inverts=False) if self._closed else now
 
     def end(self, wait: Callable[[], None] | None = None) -> Mapping[int, Collection[int]]:
         """The step's last bucket was handed out, or refused.
@@ -98,6 +113,7 @@ class Rounds:
         if self.is_deferred and wait is None:  # a bucket was refused, others may still travel
             self._buffers.clear()
         if ended is not None:
+            self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
             self._traffic.end_step(ended, wait)
             if ended.plan.late_groups:
                 self._traffic.late.hold(self._late, ended.plan.late_groups, ended.plan.decay)
@@ -108,7 +124,7 @@ class Rounds:
         return {} if ended is None else ended.brought_by
 
     def _begin(self) -> KFACRound:
-        now, setup, preconditioner = self._setup.hypers.at(self.steps), self._setup, self._preconditioner
+        now, setup, preconditioner = self._now(), self._setup, self._preconditioner
         preconditioner.capture.begin_exchange()
         self._lrs = self._learning_rates(now.kl_clip is not None)
         self._late = []
@@ -152,7 +168,10 @@ class Rounds:
             self._round = self._begin()
         contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)
+        self._waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
         layers, passing = self._completed(self._round, contents, bucket.index())
+        if bucket.is_last() and len(self._round.payloads) == bucket.index():  # and no bucket was refused
+            self._check_whole(self._round)
         if self._round.plan.takes_factors or self._round.plan.late_groups:
             if bucket.is_last():
                 self._round.counts = self._traffic.own_counts()
@@ -204,13 +223,18 @@ class Rounds:
         if plan.late_groups:
             self._late.append(self._traffic.travelling(index, g, a))
             a = g = None
+        lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
+        bias_lr = lr if layer.bias is None else self._lrs.get(id(layer.bias), 0.0)
         spread, sends_solver = self._preconditioner.spread.of(index, renewed=plan.inverts)
+        if bias_lr != lr:  # the bias has no part of its own in the rows' share of the clip's sum
+            spread = None
         return BucketLayer(
             index,
             layer.shape,
             weight.mT if layer.shape.transposed else weight,
             None if layer.bias is None else round.waiting[id(layer.bias)],
-            lr=self._lrs.get(id(layer.weight), 0.0),  # without a clip it is not read
+            lr=lr,
+            bias_lr=bias_lr,
             a=a,
             g=g,
             sends_a=not goes_early,
@@ -239,3 +263,15 @@ class Rounds:
             )
         self._traffic.adopt(model_of(bucket, state=self._state()))
         self._model_seen = True
+
+    def _check_whole(self, round: KFACRound) -> None:
+        """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
+        for layer in self._setup.layers:
+            named = layer.parameters()
+            missing = [name for name, parameter in named.items() if id(parameter) not in round.waiting]
+            if 0 < len(missing) < len(named):
+                raise UnsupportedConfigurationError(
+                    f"expected gradients of all parameters of K-FAC's layers, got none of {missing[0]}, which was "
+                    "frozen since the KFACState was made, or which DDP ignores; make the KFACState after that, or name "
+                    "the layer in skip="
+                )

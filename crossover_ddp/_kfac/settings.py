@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
@@ -137,9 +137,7 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
 
 def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
     """Return the learning rates of this moment, by the parameters' ids."""
-    if optimizer is None:
-        return {}
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    optimizers = _listed(optimizer)
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise ValueError(
@@ -150,13 +148,48 @@ def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[in
     return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
 
 
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    one = hasattr(optimizer, "param_groups")
+    return [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
+
+
+def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> None:
+    """Name the optimizers of the layers' parameters that divide by the size of gradients, in one warning."""
+    weights = {id(layer.weight) for layer in layers}
+    found = sorted(
+        {
+            type(each).__name__
+            for each in _listed(optimizer)
+            if any(_divides(kind) for kind in type(each).__mro__)
+            and any(
+                id(parameter) in weights
+                for group in getattr(each, "param_groups", ())
+                for parameter in group["params"]
+            )
+        }
+    )
+    if found:
+        logger.warning(
+            "%s divides each gradient by a running mean of its size, and so divides K-FAC's preconditioning out again; "
+            "use SGD for the layers that K-FAC treats, with the learning rate of a second-order step",
+            ", ".join(found),
+        )
+
+
+def _divides(kind: type) -> bool:
+    name = kind.__name__.lower()
+    return any(each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb"))
+
+
 def check_held(layers: Sequence[Layer], rates: Mapping[int, float]) -> None:
     """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
     missing = [
-        f"{layer.name}.{name}" if layer.name else name
+        name
         for layer in layers
-        for name, parameter in (("weight", layer.weight), ("bias", layer.bias))
-        if parameter is not None and id(parameter) not in rates
+        for name, parameter in layer.parameters().items()
+        if id(parameter) not in rates
     ]
     if missing:
         raise UnsupportedConfigurationError(

@@ -153,6 +153,7 @@ def uneven_ranks(rank: int, world_size: int) -> list[float]:
         if step == PLANNED_AFTER:
             state.plan_factors(early=True)
         inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        model.zero_grad()
         model(inputs[rank]).square().mean().backward()
         second = nn.functional.linear(inputs[0], *model.module.first.parameters()).detach()
         for index, factor in ((0, second_moment(*inputs)), (1, second_moment(second))):
@@ -192,6 +193,7 @@ def columns_of(rank: int, world_size: int) -> dict[str, list[object]]:
             torch.randn(samples, 30, generator=torch.Generator().manual_seed(10 * step + each))
             for each in range(world_size)
         ]
+        model.zero_grad()
         model(inputs[rank]).square().mean().backward()
         before = dropped[-1] if dropped else 0
         dropped.append(sum(curvature.dropped for curvature in state._preconditioner.curvatures.values()))

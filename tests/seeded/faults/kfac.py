@@ -6,6 +6,7 @@ from tests.seeded.fault import Fault
 
 _KFAC = "tests/multiprocess/test_kfac.py"
 _ROWS = "tests/multiprocess/test_kfac_rows.py"
+_DEFECTS = "tests/defects/test_kfac.py"
 
 KFAC: Final[tuple[Fault, ...]] = (
     Fault(
@@ -63,5 +64,75 @@ KFAC: Final[tuple[Fault, ...]] = (
         "self._with_factors = plan.takes_factors and plan.factors_travel",
         "self._with_factors = plan.factors_travel",
         ("tests/multiprocess/test_kfac_wire.py",),
+    ),
+    Fault(
+        "directions that wait for the step are preconditioned again",
+        "crossover_ddp/_kfac/waiting.py",
+        "if added is not None and bool(added):",
+        "if added is None and bool(added):",
+        (_DEFECTS, "-k", "wait_for_the_step"),
+    ),
+    Fault(
+        "a gradient that was cleared through p.grad.data counts as left",
+        "crossover_ddp/_kfac/waiting.py",
+        "left = gradient.detach().any()",
+        "left = gradient.new_ones(1).any()",
+        (_DEFECTS, "-k", "cleared"),
+    ),
+    Fault(
+        "a layer of which one parameter never comes stays as each rank has it",
+        "crossover_ddp/_kfac/rounds.py",
+        "if 0 < len(missing) < len(named):",
+        "if len(missing) > len(named):",
+        (_DEFECTS, "-k", "never_comes"),
+    ),
+    Fault(
+        "factors are computed with CROSSOVER_DISABLE=1, too",
+        "crossover_ddp/_kfac/rounds.py",
+        "capture.active = not turns_disabled()",
+        "capture.active = True",
+        (_DEFECTS, "-k", "disabled"),
+    ),
+    Fault(
+        "factors are taken and solvers made after close()",
+        "crossover_ddp/_kfac/rounds.py",
+        "self._closed = True",
+        "self._closed = False",
+        (_DEFECTS, "-k", "closed"),
+    ),
+    Fault(
+        "nobody is told that no layer was seen",
+        "crossover_ddp/_kfac/capture.py",
+        "if self._seen == {False} and",
+        "if self._seen == {False, True} and",
+        (_DEFECTS, "-k", "without_any_factor"),
+    ),
+    Fault(
+        "a layer's input is called input",
+        "crossover_ddp/_kfac/capture.py",
+        "args or kwargs.values()",
+        'args or (kwargs["input"],)',
+        (_DEFECTS, "-k", "keyword"),
+    ),
+    Fault(
+        "the KL clip takes the weight's learning rate for the bias",
+        "crossover_ddp/_kfac/payload.py",
+        "if layer.bias is None or layer.bias_lr == layer.lr:",
+        "if layer.bias is None or layer.lr:",
+        (_DEFECTS, "-k", "learning_rate and whole"),
+    ),
+    Fault(
+        "a layer is spread although its bias has a learning rate of its own",
+        "crossover_ddp/_kfac/rounds.py",
+        "if bias_lr != lr:",
+        "if bias_lr == lr:",
+        (_DEFECTS, "-k", "learning_rate and spread"),
+    ),
+    Fault(
+        "Adam is taken for an optimizer that leaves directions as they are",
+        "crossover_ddp/_kfac/settings.py",
+        '("adam", "rmsprop",',
+        '("rmsprop",',
+        (_DEFECTS, "-k", "divides"),
     ),
 )

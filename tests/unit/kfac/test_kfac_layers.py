@@ -186,6 +186,7 @@ def test_a_layer_that_comes_late_gets_its_solver_when_it_comes() -> None:
     state = KFACState(model, SGD(model.parameters(), lr=LR), inv_update_steps=100)
     model.register_comm_hook(state, kfac_hook)
     for step in range(2):
+        model.zero_grad()
         model(torch.randn(5, 6)).square().mean().backward()
         assert [curvature._solver is not None for curvature in state._preconditioner.curvatures.values()] == [
             True,

@@ -1,0 +1,316 @@
+"""Known defects of K-FAC; most with one rank."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
+from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness import networks, run_ranks
+from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
+
+network = functools.partial(networks.mlp, WIDTH, 8, OUTPUTS, seed=1)
+both_hooks = pytest.mark.parametrize("decoupled", [False, True], ids=["kfac_hook", "decoupled_hook"])
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    inputs, targets = batch(0, seed)
+    return F.cross_entropy(model(inputs), targets)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --- a second backward pass before the step ----------------------------------------------------------------
+
+
+def leave(training: Training) -> None:
+    """Leave the gradients as they are."""
+
+
+def clip(training: Training) -> None:
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+
+
+def accumulate(training: Training) -> None:
+    with training.model.no_sync():
+        loss_of(training.model, 7).backward()
+
+
+@pytest.mark.defect("strangers-2")
+@pytest.mark.defect("kfac-S1")
+@pytest.mark.parametrize("between", [leave, clip, accumulate])
+@pytest.mark.parametrize("views", [False, True])
+@both_hooks
+@pytest.mark.usefixtures("process_group")
+def test_directions_that_wait_for_the_step_are_not_preconditioned_again(
+    decoupled: bool, views: bool, between: Callable[[Training], None]
+) -> None:
+    """A second exchange that would precondition the first one's directions is refused, and training goes on."""
+    training = Training(0, network(), ddp={"gradient_as_bucket_view": views}, decoupled=decoupled)
+    for _ in range(3):
+        training.step()
+    training.backward()
+    between(training)
+    with pytest.raises(UnsupportedConfigurationError, match=r"zero_grad\(\).*no_sync\(\)"):
+        loss_of(training.model, 6).backward()
+    training.step()
+
+
+def to_none(training: Training) -> None:
+    training.optimizer.zero_grad()
+
+
+def to_zero(training: Training) -> None:
+    training.optimizer.zero_grad(set_to_none=False)
+
+
+def by_hand(training: Training) -> None:
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+@pytest.mark.defect("kfac-S1")
+@pytest.mark.parametrize("clear", [to_none, to_zero, by_hand])
+@pytest.mark.parametrize("parts", [1, 2])
+@both_hooks
+@pytest.mark.usefixtures("process_group")
+def test_gradients_that_were_cleared_in_any_way_are_accepted(
+    decoupled: bool, parts: int, clear: Callable[[Training], None]
+) -> None:
+    """Each way to clear gradients, before or after a look at them, is as good as another."""
+    training = Training(0, network(), decoupled=decoupled)
+    for step in range(4):
+        clear(training)
+        torch.autograd.grad(loss_of(training.model.module, 9), list(training.model.parameters()))
+        for part in range(1, parts):
+            with training.model.no_sync():
+                loss_of(training.model, 10 * step + part).backward()
+        loss_of(training.model, 10 * step).backward()
+        training.optimizer.step()
+
+
+# --- layers of which a part never comes --------------------------------------------------------------------
+
+
+def freeze(model: nn.Module) -> None:
+    model.get_parameter("0.bias").requires_grad_(False)
+
+
+def hide(model: nn.Module) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+
+
+@pytest.mark.defect("kfac-S2")
+@pytest.mark.parametrize("take_away", [freeze, hide])
+@both_hooks
+@pytest.mark.usefixtures("process_group")
+def test_a_layer_of_which_a_part_never_comes_is_refused(
+    take_away: Callable[[nn.Module], None], decoupled: bool
+) -> None:
+    """A layer whose bias is not exchanged is refused by name, where its weight would stay as each rank has it."""
+    inner = network()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    state = KFACState(inner, optimizer)
+    take_away(inner)
+    model = DistributedDataParallel(inner)
+    if decoupled:
+        model.register_comm_hook(DecoupledState(optimizer, kfac=state), decoupled_hook)
+    else:
+        model.register_comm_hook(state, kfac_hook)
+    with pytest.raises(UnsupportedConfigurationError, match=r"0\.bias"):
+        loss_of(model).backward()
+
+
+# --- off, and closed ---------------------------------------------------------------------------------------
+
+
+def flops(step: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+@pytest.mark.defect("kfac-S4")
+@both_hooks
+@pytest.mark.usefixtures("process_group")
+def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CROSSOVER_DISABLE=1 a step computes what it does without a hook."""
+    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
+    plain, training = DistributedDataParallel(network()), Training(0, network(), decoupled=decoupled)
+    for _ in range(2):
+        expected = flops(lambda: loss_of(plain).backward())
+        assert flops(lambda: loss_of(training.model).backward()) == expected
+
+
+@pytest.mark.defect("kfac-S3")
+@pytest.mark.defect("kfac-S7")
+@pytest.mark.parametrize("inversion", ["at_once", "background"])
+@both_hooks
+@pytest.mark.usefixtures("process_group")
+def test_closed_it_goes_on_with_what_it_knows(decoupled: bool, inversion: str) -> None:
+    """After close() steps precondition with the solvers that are there; nothing is taken, dropped, or in the way."""
+    training = Training(
+        0, network(), decoupled=decoupled, inv_update_steps=1, kl_clip=None, inversion=inversion
+    )
+    training.step()
+    training.state.close()
+    before, found = training.state.stats(), []
+    for _ in range(3):
+        training.optimizer.zero_grad()
+        loss_of(training.model).backward()
+        found.append(gradients_of(training.model.module))
+    assert training.state.stats() == before
+    plain = network()
+    plain.load_state_dict(training.model.module.state_dict())
+    loss_of(plain).backward()
+    assert not torch.allclose(found[-1]["0.weight"], gradients_of(plain)["0.weight"], rtol=0.1)
+    assert all(torch.equal(each["0.weight"], found[0]["0.weight"]) for each in found)
+
+
+# --- what is not preconditioned ----------------------------------------------------------------------------
+
+
+def evaluate(model: nn.Module) -> nn.Module:
+    return model.eval()
+
+
+def compile_early(model: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    loss_of(compiled).backward()
+    return compiled
+
+
+@pytest.mark.defect("kfac-S5")
+@pytest.mark.parametrize("prepare", [evaluate, compile_early])
+@pytest.mark.usefixtures("process_group")
+def test_a_step_without_any_factor_is_told_once(
+    prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training in which K-FAC sees no layer warns once, and says what may be the cause."""
+    training = Training(0, prepare(network()), ddp={"bucket_cap_mb": 25}, kl_clip=None)
+    for _ in range(3):
+        training.step()
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "eval()" in record.message and "compiled" in record.message
+
+
+@pytest.mark.defect("strangers-32")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
+@pytest.mark.usefixtures("process_group")
+def test_an_optimizer_that_divides_preconditioning_out_again_is_named(
+    kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adam and its like bring one warning that names them; SGD is what K-FAC is for."""
+    inner = network()
+    KFACState(inner, kind(inner.parameters(), lr=0.1))  # type: ignore[call-arg]
+    told = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [kind.__name__ in each for each in told] == [True] * (0 if kind is torch.optim.SGD else 1)
+
+
+RATES = {"weight": 0.1, "bias": 3.0}
+
+
+def directions_by_rates(rank: int, world_size: int, widths: tuple[int, ...]) -> None:
+    """Compare the clipped directions of the second step with those that were not, and the sum over both."""
+    torch.set_num_threads(1)  # all ranks round alike, or nothing is spread
+
+    def second_step(kl_clip: float | None, *, plain: bool = False) -> dict[str, Tensor]:
+        inner = networks.mlp(*widths, seed=1)
+        groups = [
+            {"params": [p for name, p in inner.named_parameters() if kind in name], "lr": lr}
+            for kind, lr in RATES.items()
+        ]
+        model = DistributedDataParallel(inner)
+        if not plain:
+            state = KFACState(
+                model, torch.optim.SGD(groups), damping=0.1, kl_clip=kl_clip, factor_update_steps=9
+            )
+            model.register_comm_hook(state, kfac_hook)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, 10 * rank).backward()
+        assert plain or ("spread over all ranks" in state.report()) == (world_size > 1)
+        return gradients_of(inner)
+
+    free = second_step(None)
+    total = sum(
+        RATES[name.split(".")[1]] ** 2 * float((free[name] * gradient).sum(dtype=torch.float64))
+        for name, gradient in second_step(None, plain=True).items()
+    )
+    for name, clipped in second_step(total / 4).items():
+        torch.testing.assert_close(
+            clipped, free[name] / 2, rtol=1e-3, atol=1e-4 * float(free[name].abs().max())
+        )
+
+
+@pytest.mark.defect("kfac-S6")
+@pytest.mark.defect("strangers-32")
+@pytest.mark.parametrize(
+    ("world_size", "widths"),
+    [(1, (WIDTH, 8, OUTPUTS)), (2, (WIDTH, 230, 300, OUTPUTS))],
+    ids=["whole", "spread"],
+)
+def test_the_clip_takes_the_learning_rate_of_each_parameter(world_size: int, widths: tuple[int, ...]) -> None:
+    """The KL clip's sum has the bias's own learning rate, so that it bounds the step that is made."""
+    run_ranks(directions_by_rates, world_size, args=(widths,))
+
+
+@pytest.mark.defect("kfac-S8")
+@pytest.mark.usefixtures("process_group")
+def test_a_layer_may_be_called_by_keyword() -> None:
+    """GPT-2's Conv1D names its input x; called by that name, it trains as it does without K-FAC."""
+    pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
+    from transformers.pytorch_utils import Conv1D
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Conv1D(OUTPUTS, WIDTH)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(x=inputs)  # type: ignore[no-any-return]
+
+    training = Training(0, Named())
+    training.step()
+    assert training.state.stats()["dropped"] == 0
+
+
+class BesideItsModule(nn.Module):
+    """Uses a weight through its module, and once more beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) + 100 * F.linear(inputs, self.layer.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.defect("kfac-S9")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="kfac-S9")
+@pytest.mark.usefixtures("process_group")
+def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient of which K-FAC has seen a part only is told, or refused, or passes through as it is."""
+    torch.manual_seed(1)
+    inner = BesideItsModule()
+    plain = BesideItsModule()
+    plain.load_state_dict(inner.state_dict())
+    training = Training(0, inner, kl_clip=None)
+    try:
+        loss_of(training.model).backward()
+    except UnsupportedConfigurationError:
+        return
+    loss_of(plain).backward()
+    passes = torch.allclose(gradients_of(inner)["layer.weight"], gradients_of(plain)["layer.weight"])
+    told = "layer" in caplog.text or any(training.state.stats().values())
+    assert passes or told
