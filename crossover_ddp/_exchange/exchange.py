@@ -292,6 +292,7 @@ class Exchange:
     def _leave(self, step: Step, turn: Turn | None) -> None:
         self._step = Step(step.number + 1)
         self.engine.give_turn_away(step, turn)
+        self.routes.trim()
 
     def _launch(self, transfer: Transfer, bucket: dist.GradBucket, state: object) -> BufferCopy | None:
         """Launch a bucket, and with the step's last one the model's buffers; return these."""

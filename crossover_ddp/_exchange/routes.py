@@ -52,6 +52,7 @@ class Routes:
         self._group = weakref.ref(process_group)
         self._records = records
         self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
+        self._are_new = False
         self._sequence = itertools.count()
         self.world_size = process_group.size()
         self.backends = _backends(process_group)
@@ -77,6 +78,17 @@ class Routes:
         if side is None:
             side = self.sides[device] = Side(device)
         return side
+
+    def trim(self) -> None:
+        """After a step whose buckets were new, give back what only former ones needed.
+
+        DDP's first bucket is as large as the model, and torch keeps pinned memory for ever.
+        """
+        if self._are_new:
+            self._are_new = False
+            for side in self.sides.values():
+                if side.copier is not None:
+                    side.copier.trim()
 
     def equal_layout(self, tensor: torch.Tensor) -> Layout:
         """Cut ``tensor`` equally, as its way likes it."""
@@ -119,6 +131,7 @@ class Routes:
         if parameter not in self._checked and group is not None:
             check_group(bucket, group)
             self._checked[parameter] = True
+            self._are_new = True
 
 
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:

@@ -5,7 +5,6 @@ compute stream by events. No thread but the two workers of the engine ever block
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -44,10 +43,10 @@ class Copier(Protocol):
         """Copy up, run ``owner_step`` on the device, copy down, all in order."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend pinned host memory of at least this size; ``down`` is ordered after its former use."""
+        """Lend pinned host memory that no copy uses any more: the ring may write to it at once."""
 
-    def give_back(self, host: torch.Tensor) -> None:
-        """Take the memory back; copies up may still be reading it."""
+    def trim(self) -> None:
+        """Give back what is not lent."""
 
 
 class CudaCopier:
@@ -57,8 +56,6 @@ class CudaCopier:
         self.device = device
         self.up_stream = torch.cuda.Stream(device)
         self._down_stream = torch.cuda.Stream(device)
-        self._lock = threading.Lock()
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """See :class:`Copier`."""
@@ -83,32 +80,13 @@ class CudaCopier:
         return _copy_down(host, device, self.up_stream)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`Copier`."""
-        with self._lock:
-            best = self._best_fit(numel, dtype)
-        if best is None:
-            return torch.empty(numel, dtype=dtype, pin_memory=True)
-        # The ring writes into this memory only after a copy down into the same place, so ordering
-        # the copies on the device orders the host's writes as well.
-        self._down_stream.wait_event(best[1])
-        return best[0]
+        """See :class:`Copier`. Torch lends what nobody holds again, when the copies that used it are over."""
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def give_back(self, host: torch.Tensor) -> None:
-        """See :class:`Copier`."""
-        last_use = torch.cuda.Event()
-        last_use.record(self.up_stream)
-        with self._lock:
-            self._free.append((host, last_use))
-
-    def _best_fit(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.cuda.Event] | None:
-        fitting = [index for index, (host, _) in enumerate(self._free) if _fits(host, numel, dtype)]
-        if not fitting:
-            return None
-        return self._free.pop(min(fitting, key=lambda index: self._free[index][0].numel()))
-
-
-def _fits(host: torch.Tensor, numel: int, dtype: torch.dtype) -> bool:
-    return host.dtype == dtype and host.numel() >= numel
+    def trim(self) -> None:
+        """Unpin what no bucket needs at the moment. The host waits."""
+        self.up_stream.synchronize()
+        torch._C._host_emptyCache()
 
 
 def _copy_down(host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream) -> Mark:
@@ -175,8 +153,7 @@ class StagedBuffer(HostBuffer):
     def __init__(
         self, device: torch.Tensor, layout: Layout, rank: int, copier: Copier, *, own_only: bool = False
     ) -> None:
-        self._pinned = copier.take(device.numel(), device.dtype)
-        super().__init__(self._pinned[: device.numel()])
+        super().__init__(copier.take(device.numel(), device.dtype))
         self._device = device
         self._copier = copier
         self._marks: dict[Span, Mark] = {}
@@ -203,5 +180,5 @@ class StagedBuffer(HostBuffer):
         self._copier.step(piece, self.piece(part), owner_step).synchronize()
 
     def release(self) -> None:
-        """Give the pinned memory back, all copies up having been enqueued."""
-        self._copier.give_back(self._pinned)
+        """Let go of the pinned memory, all copies up having been enqueued."""
+        del self.tensor

@@ -1,34 +1,32 @@
-"""Skip what the machine cannot run, and say what would run it."""
+"""Where there is no GPU these tests run on the fake device, but for those that need a real one: they say why."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import fake_cuda
+
 HERE = Path(__file__).parent
+REAL = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
 
 
-def why_not_here() -> str | None:
-    """Say why no test of this directory can run, or None."""
-    if torch.cuda.is_available():
-        return None
-    built = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
-    return f"{built}; run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_not_here()
+    """Mark what runs elsewhere, and skip what the machine cannot run; see the marker ``gpu``."""
+    is_real = torch.cuda.is_available() and not fake_cuda.is_here()
     for item in items:
-        if HERE not in item.path.parents:
-            continue
-        needed = item.get_closest_marker("gpu")
-        if needed is None:
+        marks = [*item.iter_markers("gpu")]
+        if HERE not in item.path.parents or not marks:
             continue  # pure helpers of these tests, tested everywhere
-        count = needed.kwargs.get("count", 1)
-        if reason is not None:
+        needs = {name: value for mark in marks for name, value in mark.kwargs.items()}
+        if is_real:
+            found, count = torch.cuda.device_count(), needs.get("count", 1)
+            if found < count:
+                reason = f"needs {count} GPUs, found {found}; run it on a machine with more"
+                item.add_marker(pytest.mark.skip(reason=reason))
+        elif "real" in needs:
+            reason = f"the fake device has {needs['real']}; {REAL}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif torch.cuda.device_count() < count:
-            found = torch.cuda.device_count()
-            item.add_marker(
-                pytest.mark.skip(reason=f"needs {count} GPUs, found {found}; run it on a machine with more")
-            )
+        else:
+            item.add_marker("fake_cuda")

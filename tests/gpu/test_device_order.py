@@ -20,6 +20,7 @@ import torch
 from crossover_ddp._system import device
 from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests import fake_cuda
 from tests.gpu.kernels import busy_kernel, gaps_s, overlaps, span_s, switches
 from tests.gpu.races import (
     LEASE_S,
@@ -54,8 +55,9 @@ def test_kernels_of_two_jobs_never_overlap(
             f"{1e6 * statistics.median(gaps):.0f} us at a hand-over, "
             f"median of {len(gaps)}, at most {1e6 * max(gaps):.0f}"
         )
-    assert switches(first.ran, second.ran) >= TURNS, "the jobs did not alternate"
-    if way != "host":
+    if not fake_cuda.is_here():  # its hosts are its devices, and busy
+        assert switches(first.ran, second.ran) >= TURNS, "the jobs did not alternate"
+    if way != "host" and not fake_cuda.is_here():
         device_s = span_s(first.ran, second.ran)
         slowest_s = max(first.loop_s, second.loop_s)
         assert slowest_s < device_s / 2, f"hosts waited: {slowest_s:.3f} s of the device's {device_s:.3f} s"

@@ -65,6 +65,7 @@ def wait_for_device(event: torch.cuda.Event, limit_s: float = STUCK_S) -> float:
 # --- what the driver says -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu(real="no nvidia-smi")
 def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
     name = device_name(torch.device("cuda", 0))
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60.0).stdout

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
-from crossover_ddp._exchange.exchange import Exchange
+from tests.gpu.test_collectives_gpu import forced_native
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 
@@ -106,17 +105,12 @@ def reproducible(plan: Plan) -> Iterator[None]:
     """Deterministic algorithms, and put back how it was: the next test gets the same process."""
     torch.use_deterministic_algorithms(True)
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    native = mock.patch.object(Exchange, "_launch", launch_native)
     try:
-        with native if plan.force_native else contextlib.nullcontext():
+        with forced_native() if plan.force_native else contextlib.nullcontext():
             yield
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = benchmark
-
-
-def launch_native(engine: Exchange, transfer: Any) -> None:
-    engine.engine.guarded(transfer, "start", lambda: engine.routes.native.begin(engine.engine, transfer))
 
 
 def meet(plan: Plan, what: str) -> None:
@@ -154,7 +148,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
         outcome = Outcome(
             [float(loss) for loss in losses],
-            digest(model),
+            digest(model, rank),
             peak_bytes,
             state.stats() if isinstance(state, CrossoverState) else {},
         )
@@ -188,9 +182,10 @@ def step(
     return total
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model: torch.nn.Module, rank: int) -> str:
+    """Sum up the parameters, and rank 0's buffers, which others have in the end: ours travel behind the gradients."""
     summed = hashlib.sha256()
-    for tensor in model.state_dict().values():
+    for tensor in model.state_dict().values() if rank == 0 else model.parameters():
         summed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     return summed.hexdigest()
 

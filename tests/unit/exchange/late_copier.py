@@ -9,15 +9,15 @@ class LateCopier:
     """Copy down when the mark is waited for, up when the test says so or a step on the device needs it."""
 
     def __init__(self) -> None:
-        self.downs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.downs: list[torch.Tensor] = []
         self.ups: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.given_back = 0
+        self._pool: list[torch.Tensor] = []
 
     def begin(self) -> None:
         pass
 
     def down(self, host: torch.Tensor, device: torch.Tensor) -> "LateMark":
-        self.downs.append((host, device))
+        self.downs.append(device)
         return LateMark(host, device)
 
     def up(self, device: torch.Tensor, host: torch.Tensor) -> None:
@@ -32,16 +32,26 @@ class LateCopier:
         return LateMark(host, device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((numel + 3,), torch.nan, dtype=dtype)
+        """Lend memory again that nobody holds, as torch does; copies that are still to come hold theirs."""
+        for memory in self._pool:
+            if memory.dtype == dtype and memory.numel() == numel and _is_only_reference(memory):
+                return memory.fill_(torch.nan)[:]
+        self._pool.append(torch.full((numel,), torch.nan, dtype=dtype))
+        return self._pool[-1][:]
 
-    def give_back(self, host: torch.Tensor) -> None:
-        self.given_back += 1
+    def trim(self) -> None:
+        self._pool.clear()
 
     def finish(self) -> None:
         """Do all copies up, in order, from what the host memory holds only now."""
         for device, host in self.ups:
             device.copy_(host)
         self.ups.clear()
+
+
+def _is_only_reference(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor's and that one
 
 
 class LateMark:

@@ -82,6 +82,22 @@ def test_a_staged_buffer_is_read_only_after_its_copy_and_copied_back_only_where_
     assert device.tolist() == [0, 11, 12, 13, 4, 5]
 
 
+def test_memory_of_a_gather_is_not_written_before_the_last_one_has_been_copied_from_it() -> None:
+    copier, layout = LateCopier(), Layout.equal(4, 2)
+    devices = [torch.zeros(4) for _ in range(3)]
+    for number, device in enumerate(devices):
+        buffer = StagedBuffer(device, layout, rank=0, copier=copier, own_only=True)
+        buffer.ready(layout.part(0))
+        buffer.tensor.fill_(number)  # the ring receives
+        buffer.landed(Span(0, 4))
+        buffer.release()
+        if number == 1:
+            copier.finish()
+    copier.finish()
+    assert [device.unique().tolist() for device in devices] == [[0], [1], [2]]
+    assert len(copier._pool) == 2, "memory of a gather that is over was not lent again"
+
+
 def test_a_staged_owner_step_runs_on_the_device_between_the_copies() -> None:
     device = torch.arange(4.0)
     copier = LateCopier()
@@ -105,4 +121,4 @@ def test_parts_are_fetched_in_the_order_in_which_a_ring_needs_them() -> None:
     copier = LateCopier()
     layout = Layout.equal(4, 4)
     StagedBuffer(torch.arange(4.0), layout, rank=2, copier=copier)
-    assert [device.item() for _, device in copier.downs] == [1, 0, 3, 2]
+    assert [device.item() for device in copier.downs] == [1, 0, 3, 2]
