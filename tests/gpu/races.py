@@ -13,7 +13,8 @@ import torch
 
 from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
-from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps
+from tests import fake_cuda
+from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, switches
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 from tests.unit.turns.mutexes import membership_of
@@ -172,3 +173,10 @@ def check_turns(first: Outcome, second: Outcome) -> None:
         assert outcome.stats["disabled_because"] is None
         assert outcome.stats["leases_expired"] == 0
         assert outcome.stats["turns"] == len(outcome.ran) + WARM_UP_TURNS
+
+
+def check_alternation(first: Outcome, second: Outcome) -> None:
+    """A host that runs ahead of its device draws several turns; the fake device's hosts are its devices, and busy."""
+    assert switches(first.ran, second.ran) >= (1 if fake_cuda.is_here() else TURNS), (
+        "the jobs did not alternate"
+    )
