@@ -51,6 +51,7 @@ def _proven(busy: Busy) -> Busy:
 
 
 def _from_fake_device() -> Busy:
+    torch.cuda.init()  # loads it
     return cast(Busy, torch.ops.fake.busy)
 
 

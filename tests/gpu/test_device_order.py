@@ -25,7 +25,6 @@ from tests.gpu.kernels import busy_kernel, gaps_s, overlaps, span_s
 from tests.gpu.races import (
     LEASE_S,
     TIMEOUT_S,
-    TURNS,
     Plan,
     check_alternation,
     check_turns,
