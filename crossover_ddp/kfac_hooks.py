@@ -228,6 +228,12 @@ class KFACState(Pausable):
         """Number of backward passes whose gradients were exchanged."""
         return self._rounds.steps
 
+    @property
+    def owners(self) -> dict[str, int]:
+        """Rank of each layer that K-FAC treats, by the layer's name."""
+        placement = self._preconditioner.placement
+        return {layer.name: owner for layer, owner in zip(self._setup.layers, placement.owners, strict=True)}
+
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
         passing = [f"{name} passes through: {reason}" for name, reason in self.passing.items()]

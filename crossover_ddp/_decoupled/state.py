@@ -128,7 +128,6 @@ class DecoupledState(Pausable):
                 self._training.optimizer = as_one(optimizers)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
-        self._stale = self._training.updates.stale
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -222,8 +221,13 @@ class DecoupledState(Pausable):
         self._training.coding.drain()
 
     def stats(self) -> dict[str, Any]:
-        """Return under "codec", if there is one, what `CompressedState.stats` returns. Not collective."""
-        return self._training.coding.stats()
+        """Tell what is deferred: "deferred", buckets whose updates are still to come; "steps_deferred". Not collective.
+
+        "steps_deferred" counts the steps whose updates did not come within ``optimizer.step()``, since the state was
+        made. With a codec also "codec", what `CompressedState.stats` returns.
+        """
+        updates = self._training.updates
+        return {"deferred": updates.pending, "steps_deferred": updates.steps, **self._training.coding.stats()}
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""

@@ -40,7 +40,7 @@ class Updates:
         self.in_forward = False
         self.recorded = False
         self._warned_of_unseen = False
-        self._steps = 0
+        self.steps = 0
         self._partial = partial
         self._early_reads = _Often(
             "parameters are read between optimizer.step() and the next forward (a moving average, "
@@ -52,6 +52,11 @@ class Updates:
         )
 
     # --- what sets it off ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Number of buckets whose updates are still to come."""
+        return len({id(share) for share in list(self.stale.values())})
 
     def urgency(self, index: int, parameters: Sequence[torch.Tensor]) -> int:
         """Return when forward first reads one of a bucket's parameters; the last bucket comes first at first."""
@@ -97,7 +102,7 @@ class Updates:
             if not share.pending:
                 return  # another thread was first
             if not self.in_forward:
-                self._early_reads.note(self._steps)
+                self._early_reads.note(self.steps)
             self._update(share)
 
     # --- what is done ----------------------------------------------------------------------------------------
@@ -108,7 +113,7 @@ class Updates:
             self._defer(plan)
 
     def _defer(self, plan: StepPlan) -> None:
-        self._steps += 1
+        self.steps += 1
         seen = self.watch.seen
         for share in self.round.shares:
             share.take_step(plan, checked=self.checks.on)

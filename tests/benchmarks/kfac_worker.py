@@ -89,7 +89,7 @@ def main() -> None:
     states = {way: run.state for way, run in runs.items() if run.state is not None}
     for state in states.values():
         assert state.stats() == {"strained": 0, "dropped": 0}
-    owners = {way: state._preconditioner.placement.owners for way, state in states.items()}
+    owners = {way: [*state.owners.values()] for way, state in states.items()}
     path = Path(os.environ["CROSSOVER_LAB_DIR"]) / f"kfac-{dist.get_rank()}.json"
     path.write_text(json.dumps({"taken": taken, "owners": owners}))
     dist.barrier()

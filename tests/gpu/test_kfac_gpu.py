@@ -157,10 +157,7 @@ def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
 def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
     scaler = torch.amp.GradScaler(plan.device, init_scale=GRADIENT_SCALE, enabled=plan.scaled)
     model, state, optimizer = model_and_state(plan, scaler)
-    names = [layer.name for layer in state._setup.layers]
-    oracle = Spectral(
-        plan.settings, LR, dict(zip(names, state._preconditioner.placement.owners, strict=True))
-    )
+    oracle = Spectral(plan.settings, LR, state.owners)
     first: dict[int, object] = {}
     for step in range(plan.steps):
         number = 0 if plan.same_batch else step

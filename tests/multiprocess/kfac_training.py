@@ -105,7 +105,7 @@ class Training:
 
     @property
     def owners(self) -> Sequence[int]:
-        return self.state._preconditioner.placement.owners
+        return [*self.state.owners.values()]
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class Training:
             with contextlib.nullcontext() if part == accumulate - 1 else self.model.no_sync():
                 losses.append(self.backward())
         self.optimizer.step()
-        self.deferred += bool(self.state is not None and self.state._stale)
+        self.deferred += bool(self.state is not None and self.state.stats()["deferred"])
         self.optimizer.zero_grad()
         return losses
 
@@ -300,7 +300,7 @@ def leave_at_once(rank: int, world_size: int, meeting: str) -> bool:
     if rank == 0:
         hold_gathers_until_the_other_leaves(training, store)
     training.step()
-    assert training.state._stale
+    assert training.state.stats()["deferred"]
     if rank == 1:
         say_when_leaving(store)
         dist.destroy_process_group()

@@ -68,7 +68,7 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
         if rank == 0 and step % 7 == 5 and state is not None:
             state.flush()  # on one rank only: that it does not defer then must not confuse the others
         optimizer.step()
-        deferred.append(state is not None and bool(state._stale))
+        deferred.append(state is not None and bool(state.stats()["deferred"]))
         # Every other time gradients stay allocated, and are added to in place.
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step % 10 == 9:

@@ -44,7 +44,7 @@ def train(rank: int, world_size: int, group: str, way: str) -> dict[str, Any]:
         "losses": losses,
         "parameters": training.parameters().tolist(),
         "held": held,
-        "own": len(training.state._preconditioner.curvatures),
+        "own": training.owners.count(rank),
         "stats": stats,
     }
 

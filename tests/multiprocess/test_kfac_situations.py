@@ -246,7 +246,7 @@ def smoke(rank: int, world_size: int, name: str) -> tuple[str, int, list[float]]
         sums.append(sum(float(p.grad.double().sum()) for p in model.parameters()))  # type: ignore[union-attr]
         optimizer.step()
     assert state.stats()["dropped"] == 0
-    return state.report(), len(state._setup.layers), sums
+    return state.report(), len(state.owners), sums
 
 
 @pytest.mark.parametrize(("name", "layers"), [("vit", 1 + 2 * 4 + 1), ("resnet18", 1 + 4 + 5 + 1)])

@@ -113,4 +113,4 @@ class Deferrals:
         return state
 
     def _note(self, state: DecoupledState) -> None:
-        self.count += bool(state._stale)
+        self.count += bool(state.stats()["deferred"])

@@ -66,7 +66,7 @@ class Training:
 
     @property
     def is_pending(self) -> bool:
-        return bool(self.state is not None and self.state._stale)
+        return bool(self.state is not None and self.state.stats()["deferred"])
 
     def weights(self) -> list[torch.Tensor]:
         return [value.clone() for value in self.model.module.state_dict().values()]

@@ -166,7 +166,7 @@ class Trained:
         for _ in range(steps):
             self.called(inputs(self.steps)).square().mean().backward()
             self.optimizer.step()
-            self.deferred += bool(self.state is not None and self.state._stale)
+            self.deferred += bool(self.state is not None and self.state.stats()["deferred"])
             self.optimizer.zero_grad()
             if between is not None:
                 between(self)
@@ -231,7 +231,7 @@ def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
     assert trained.state is not None
     for block in (trained.model.module.first, *blocks):  # type: ignore[union-attr]
         block.register_forward_hook(  # type: ignore[union-attr]
-            uncompiled(lambda *_: pending.append(len({id(share) for share in trained.state._stale.values()})))  # type: ignore[union-attr]
+            uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"]))  # type: ignore[union-attr]
         )
     trained.run(1)
     assert pending == sorted(pending, reverse=True)

@@ -121,9 +121,9 @@ def test_the_states_of_both_go_on_together() -> None:
     made.model.register_comm_hook(state, decoupled_hook)
     for _ in range(4):
         made.step()
-    assert state._stale, "the last update waits for the next forward"
+    assert state.stats()["deferred"], "the last update waits for the next forward"
     saved = made.kfac.state_dict()
-    assert not state._stale
+    assert not state.stats()["deferred"]
     assert saved["steps"] == 4
     made.kfac.load_state_dict(saved)
     state.close()

@@ -79,7 +79,7 @@ def test_gpt_2_trains() -> None:
     optimizer = SGD(model.parameters(), lr=0.01)
     state = KFACState(model, optimizer, inv_update_steps=1)
     model.register_comm_hook(state, kfac_hook)
-    assert [layer.name.rsplit(".", 2)[-2:] for layer in state._setup.layers] == [
+    assert [name.rsplit(".", 2)[-2:] for name in state.owners] == [
         ["attn", "c_attn"], ["attn", "c_proj"], ["mlp", "c_fc"], ["mlp", "c_proj"],
     ]  # fmt: skip
     tokens = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -88,4 +88,4 @@ def test_gpt_2_trains() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
     assert state.stats() == {"strained": 0, "dropped": 0}
-    assert all(curvature._solver is not None for curvature in state._preconditioner.curvatures.values())
+    assert all(layer["solver"] for layer in state.state_dict()["layers"].values())
