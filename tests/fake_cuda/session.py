@@ -118,6 +118,7 @@ class OnFakeDevice:
         for report in self._reports(item, order):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.session._setupstate.teardown_exact(nextitem)  # what a test of this process has left for this one
         return True
 
     def _reports(self, item: pytest.Item, order: Order) -> Iterator[pytest.TestReport]:
