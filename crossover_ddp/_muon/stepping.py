@@ -39,6 +39,12 @@ def check_optimizer(muon: object) -> None:
             f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, of which {own[0]} has another; "
             "pass a torch.optim.Muon"
         )
+    parameters = [parameter for group in muon.param_groups for parameter in group["params"]]
+    if any(parameter.is_complex() for parameter in parameters):
+        raise UnsupportedConfigurationError(
+            "expected real matrices, got complex ones, which torch.optim.Muon does not support; give them to another "
+            "optimizer"
+        )
     if getattr(muon, _MARK, False):
         raise UnsupportedConfigurationError(
             "expected a Muon without a MuonState, got one that has another already; make a Muon for each model, or "

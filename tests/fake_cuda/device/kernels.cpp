@@ -2,6 +2,7 @@
 // there by the CPU's kernel, on CPU tensors over the same memory. Arguments are kept as raw memory, as a real
 // kernel keeps them, so a tensor that is freed or overwritten too early gives wrong numbers here too. What
 // the CPU cannot compute raises.
+#include <cmath>
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -118,7 +119,9 @@ struct Launch {
 };  // outs: CPU aliases that a functional operator's results go to
 static void copy_into(const IValue& to, const IValue& from) {
     if (to.isTensor()) {
-        if (to.toTensor().defined()) to.toTensor().copy_(from.toTensor());
+        if (!to.toTensor().defined()) return;
+        if (from.toTensor().numel() || !to.toTensor().numel()) to.toTensor().copy_(from.toTensor());
+        else to.toTensor().fill_(NAN);  // the CPU leaves it out, as statistics in evaluation: not to be read
     } else if (to.isTensorList()) {
         auto a = to.toTensorVector(), b = from.toTensorVector();
         for (size_t i = 0; i < a.size(); ++i) a[i].copy_(b[i]);

@@ -4,7 +4,7 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
-_CONFORMANCE = "tests/multiprocess/conformance/test_conformance.py"
+_CONFORMANCE = "tests/conformance/test_conformance.py"
 _SEARCH = ("tests/unit/exchange/test_model_search.py", "-k", "tuple_in_the_making")
 
 EXCHANGE: Final[tuple[Fault, ...]] = (

@@ -145,7 +145,7 @@ RISKS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_exchange/gathers.py",
         "if self._scattering[oldest]:",
         "if +self._scattering:",
-        ("tests/multiprocess/conformance/test_conformance.py", "-k", "decoupled-joined_ranks-2"),
+        ("tests/conformance/test_conformance.py", "-k", "decoupled-joined_ranks-2"),
     ),
     Fault(
         "risk 11: a rank leaves although another one still needs its parts",

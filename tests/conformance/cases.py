@@ -1,6 +1,7 @@
 """Situations of DDP. Each trains a little and tells what came out, with whatever hook ``Wrap`` registers."""
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from crossover_ddp.errors import CrossoverError
+from tests.harness import inside
 from tests.harness.campaign import IN_CAMPAIGN
 
 # Makes a DDP model with the hook under test; the keywords are DDP's.
@@ -23,6 +26,7 @@ CASES: dict[str, Case] = {}
 TINY_MB = 0.0004
 STEPS = 5 if IN_CAMPAIGN else 4  # decoupled training defers from the third on
 WIDTH = 12
+DEVICE = torch.device("cpu")  # where models and inputs lie; see `backends`
 
 
 def case(function: Case) -> Case:
@@ -33,28 +37,47 @@ def case(function: Case) -> Case:
 class Recorder:
     """Trains a model and notes its gradients of every step, and its parameters and buffers at the end.
 
-    A hook that needs the optimizer is registered here: ``wrap`` leaves it with the model as ``attach``, a function that
-    returns what makes gradients whole before they are read, or None where nobody may read them.
+    The row that ``wrap`` leaves with the model says by which optimizers, and registers its hook here: some states need
+    them. Plain DDP is a row, too.
     """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.1) -> None:
         self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        attach = vars(model).get("attach")
-        self._before_reading: Callable[[], None] | None = attach(self.optimizer) if attach else lambda: None
+        self._row = vars(model)["row"]
+        self.optimizers: list[torch.optim.Optimizer] = self._row.optimizers(model, lr)
+        self._state = self._row.attach(model, self.optimizers)
         self.results: Results = {}
         self._steps = 0
 
-    def step(self, loss: torch.Tensor) -> None:
+    def step(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
         loss.backward()
+        if max_norm is not None:
+            self._clip(max_norm)
         self.note_and_update()
 
-    def note_and_update(self) -> None:
-        if self._before_reading is not None:
-            self._before_reading()
+    def _clip(self, max_norm: float) -> None:
+        """Clip by the state where it can, as its page says, and by torch else."""
+        by_state = getattr(self._state, "clip_grad_norm_", None)
+        parameters = list(self.model.parameters())
+        norm = by_state(max_norm) if by_state else nn.utils.clip_grad_norm_(parameters, max_norm)
+        self.results[f"step {self._steps} norm"] = norm.detach().clone()
+
+    def drop(self) -> None:
+        """Leave the step out, as loops do after an error."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._steps += 1
+
+    def note_and_update(self, *, skips: bool = False) -> None:
+        """``skips``: drop the gradients, as loops do that have seen an overflow."""
+        if self._row.reads != "never":
+            if self._row.reads == "flushed":
+                self._state.flush()
             self._note()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            if not skips:
+                optimizer.step()
+            optimizer.zero_grad()
         self._steps += 1
 
     def _note(self) -> None:
@@ -64,10 +87,11 @@ class Recorder:
             noted = torch.full((), torch.nan) if gradient is None else gradient.detach().clone()
             self.results[f"step {self._steps} gradient of {name}"] = noted
 
+    def note_state(self, when: str) -> None:
+        self.results.update((f"{when} {name}", v.clone()) for name, v in self.model.state_dict().items())
+
     def finish(self) -> Results:
-        self.results.update(
-            (f"final {name}", value.clone()) for name, value in self.model.state_dict().items()
-        )
+        self.note_state("final")
         return self.results
 
 
@@ -78,7 +102,7 @@ def mlp(depth: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def inputs(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(5, WIDTH, generator=generator).to(dtype)
+    return torch.randn(5, WIDTH, generator=generator).to(DEVICE, dtype)
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -390,7 +414,7 @@ def tied_weights(wrap: Wrap, rank: int, world_size: int) -> Results:
     recorder = Recorder(wrap(Shared(), bucket_cap_mb=TINY_MB))
     for step in range(STEPS):
         tokens = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-        recorder.step(loss_of(recorder.model(tokens)))
+        recorder.step(loss_of(recorder.model(tokens.to(DEVICE))))
     return recorder.finish()
 
 
@@ -466,14 +490,124 @@ def two_models_on_one_group(wrap: Wrap, rank: int, world_size: int) -> Results:
 def mixed_precision_by_autocast(wrap: Wrap, rank: int, world_size: int) -> Results:
     recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
     for step in range(STEPS):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             loss = loss_of(recorder.model(inputs(rank, step)))
         recorder.step(loss)
     return recorder.finish()
 
 
+@case
+def non_finite_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """An overflow reaches all ranks; the loop drops that step, and nothing is left of it."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        loss = loss_of(recorder.model(inputs(rank, step)))
+        overflows = step == 1
+        (loss * (torch.inf if overflows and rank == world_size - 1 else 1.0)).backward()
+        recorder.note_and_update(skips=overflows)
+    return recorder.finish()
+
+
+@case
+def refused_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """A bucket is refused on all ranks before anything of it is sent; the loop drops that step and goes on."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        loss = loss_of(recorder.model(inputs(rank, step)))
+        if step != 1:
+            recorder.step(loss)
+            continue
+        with inside.refuse_bucket(1, times=1), contextlib.suppress(KeyError, CrossoverError):
+            loss.backward()
+        recorder.drop()
+    return recorder.finish()
+
+
+@case
+def clipping(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))), max_norm=0.01)
+    return recorder.finish()
+
+
+@case
+def failing_forward(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """The model raises, the loop drops that batch and goes on."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        if step in (1, STEPS - 1):
+            with contextlib.suppress(RuntimeError):
+                recorder.model(torch.zeros(3, WIDTH + 1, device=DEVICE))
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+    return recorder.finish()
+
+
+@case
+def saved_in_every_step(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Between ``step()`` and the next forward the model is whole for whoever saves it."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.note_state(f"after step {step}")
+    return recorder.finish()
+
+
+@case
+def schedule_and_groups(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Two groups with settings of their own, and a schedule that changes them in every step."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    for optimizer in recorder.optimizers:
+        group = optimizer.param_groups[0]
+        apart = group["params"][:1]
+        group["params"] = group["params"][1:]
+        optimizer.add_param_group({**group, "params": apart, "lr": group["lr"] / 2, "weight_decay": 0.01})
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.7) for each in recorder.optimizers]
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        for schedule in schedules:
+            schedule.step()
+    return recorder.finish()
+
+
+@case
+def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """Collectives and messages on the model's own group, begun in the middle of backward and right behind it."""
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
+    pending: list[Any] = []
+
+    def talk(gradient: torch.Tensor) -> None:
+        total = gradient.abs().sum()
+        sent, received = total.clone(), torch.zeros_like(total)
+        pending.append((dist.all_reduce(total, async_op=True), total))
+        if world_size > 1:
+            pending.append((dist.isend(sent, (rank + 1) % world_size, tag=7), sent))
+            pending.append((dist.irecv(received, (rank - 1) % world_size, tag=7), received))
+
+    middle = recorder.model.module[3]  # type: ignore[index]
+    middle.register_forward_hook(lambda module, args, output: output.register_hook(talk) and None)  # type: ignore[union-attr]
+    for step in range(STEPS):
+        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        for number, (work, value) in enumerate(pending):
+            work.wait()
+            recorder.results[f"forward {step} message {number}"] = value.clone()
+        pending.clear()
+    return recorder.finish()
+
+
+@case
+def model_not_found_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Results:
+    """The last rank's model is hidden from the collector, by which hooks look for buffers; all ranks decide alike."""
+    recorder = BufferRecorder(wrap, rank)
+    if rank == world_size - 1:
+        gc.freeze()
+    for _ in range(STEPS):
+        recorder.step(recorder.forward())
+    return recorder.finish()
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,0 +1,85 @@
+"""What carries the buckets: gloo by messages, a backend with collectives of its own, and a CUDA device on both."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import cases
+from tests.conformance.cases import CASES
+from tests.harness import inside, run_ranks
+
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to carry buckets.
+
+    Args:
+        process_group: the backend of the process group.
+        around: a context manager for all that a rank does.
+        marks: of its tests.
+        world_sizes: in the short form.
+        adds_in_order: whether from three ranks on the order of additions is the one in `reference`.
+        switches_off: whether hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it.
+        refuses: by hook, the cases that it refuses here, each with words of its error.
+    """
+
+    process_group: str = "gloo"
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    adds_in_order: bool = True
+    switches_off: bool = False
+    refuses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Call ``function`` in all ranks, with the backend's process group."""
+        return run_ranks(function, world_size, args=args, backend=self.process_group, timeout_s=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def on_cuda() -> Iterator[None]:
+    """Put models and inputs on this rank's device."""
+    device = torch.device("cuda", torch.distributed.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "DEVICE", device)
+        yield
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSOVER_DISABLE", "1")
+        yield
+
+
+# All that runs there in the short form.
+SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers")
+NO_CODEC = dict.fromkeys(CASES, "expected a codec whose messages have one size")
+CODED = ("identity_codec", "decoupled_identity_codec", "int8", "decoupled_int8")
+NATIVE_CODECS = {
+    "identity_codec": NO_CODEC,
+    "decoupled_identity_codec": NO_CODEC,
+    **dict.fromkeys(
+        CODED[2:],
+        dict.fromkeys(("unused_parameters", "unused_parameters_viewed"), "find_unused_parameters"),
+    ),
+}
+_CUDA: dict[str, Any] = {"around": on_cuda, "marks": (pytest.mark.fake_cuda,), "world_sizes": (2,)}
+BACKENDS = {
+    "gloo": Backend(),
+    "native": Backend(
+        around=inside.force_native, world_sizes=(2,), adds_in_order=False, refuses=NATIVE_CODECS
+    ),
+    "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
+    "cuda_gloo": Backend(
+        refuses=dict.fromkeys(CODED, dict.fromkeys(CASES, "make the process group with NCCL")), **_CUDA
+    ),
+    "cuda_nccl": Backend("nccl", adds_in_order=False, refuses=NATIVE_CODECS, **_CUDA),
+}

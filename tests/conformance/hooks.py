@@ -1,0 +1,192 @@
+"""The hooks that must agree with plain DDP, each in every setting that changes its path."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp.comm_hooks import (
+    CrossoverState,
+    DecoupledState,
+    crossover_hook,
+    crossover_wrapper,
+    decoupled_hook,
+    reduce_scatter_all_gather_hook,
+)
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.harness import inside
+from tests.multiprocess.identity_codec import Identity
+
+# The state and the hook for a model and its optimizers.
+Make = Callable[[DistributedDataParallel, list[Optimizer]], tuple[Any, Any]]
+EPSILONS: Final = 128.0
+
+
+def sgd(model: nn.Module, lr: float) -> list[Optimizer]:
+    return [SGD(model.parameters(), lr=lr, momentum=0.9)]
+
+
+def adamw(model: nn.Module, lr: float) -> list[Optimizer]:
+    return [AdamW(model.parameters(), lr=lr / 10)]
+
+
+def muon_and_sgd(model: nn.Module, lr: float) -> list[Optimizer]:
+    """Muon for matrices; a model without any has one that is not trained, so that Muon has something."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    made: list[Optimizer] = [Muon(matrices or [frozen], lr=lr / 5)]
+    return [*made, SGD(others, lr=lr)] if others else made
+
+
+@dataclass(frozen=True)
+class Row:
+    """A hook in one setting, and how close to plain DDP it is.
+
+    Args:
+        make: makes the state and the hook; None is plain DDP.
+        options: of DDP, in all cases.
+        optimizers: of the walk, plain DDP's, too.
+        like: the row that it walks with; None: plain DDP.
+        order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
+            identical: ``"ring"`` for equal parts (begins behind the owner), ``"ranks"`` for messages of a codec.
+            None: equal within ``tolerance`` there. With fewer ranks there is one order only.
+        tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
+            what is not identical.
+        lossy: results are close, whatever the number of ranks.
+        is_like_others: runs only a few cases in the short form; its path is that of other rows but for details.
+        reads: whether gradients may be read between backward and step: always, after a flush, or never.
+        refuses: cases that the hook refuses, each with words of its error.
+        differs: cases with other results, each with the reason, which the hook's page gives, too.
+    """
+
+    make: Make | None
+    options: Mapping[str, bool] = field(default_factory=dict)
+    optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
+    like: str | None = None
+    order: Literal["ring", "ranks"] | None = "ring"
+    tolerance: float = EPSILONS
+    lossy: bool = False
+    is_like_others: bool = False
+    reads: Literal["always", "flushed", "never"] = "always"
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    differs: Mapping[str, str] = field(default_factory=dict)
+
+    def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
+        """Register the hook; the state is left with the model, for who closes it."""
+        if self.make is None:
+            return None
+        state, hook = self.make(model, optimizers)
+        model.register_comm_hook(state, hook)
+        vars(model)["state"] = state
+        return state
+
+
+def kfac_of_nothing(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
+    """All layers pass through K-FAC's payload, which a user is not allowed."""
+    with inside.kfac_of_no_layer():
+        return KFACState(model, optimizers[0], skip=["*"]), kfac_hook
+
+
+def muon_of_nothing(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
+    """Muon has a matrix that is not trained, so that all of the model passes through its payload."""
+    frozen = nn.Parameter(torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False)
+    return MuonState(Muon([frozen])), muon_hook
+
+
+def decoupled(**settings: Any) -> Make:
+    """Every step is deferred that can be."""
+    return lambda model, optimizers: (
+        DecoupledState(optimizers[0], defer="always", **settings),
+        decoupled_hook,
+    )
+
+
+def owners(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
+    return DecoupledState(optimizers, owners="layers", defer="always"), decoupled_hook
+
+
+def compressed(codec: Any) -> Make:
+    return lambda model, optimizers: (CompressedState(codec=codec), compressed_hook)
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+# On the rank that misses its model; the others hear of its end.
+NO_SEARCH = {"model_not_found_on_one_rank": "gc.freeze"}
+NO_VIEWS = {
+    "unused_parameters": "gradient_as_bucket_view",
+    "complex_parameters": "gradient_as_bucket_view",
+}
+IN_DOUBLE = {"several_dtypes": "float64"}
+AS_MANY_STEPS = dict.fromkeys(("joined_ranks", "joined_ranks_with_buffers"), "as many steps")
+
+PLAIN = Row(None)
+HOOKS: dict[str, Row] = {
+    "split": Row(lambda model, optimizers: (None, reduce_scatter_all_gather_hook)),
+    "split_on_own_group": Row(
+        lambda model, optimizers: (model.process_group, reduce_scatter_all_gather_hook), is_like_others=True
+    ),
+    "crossover": Row(lambda model, optimizers: (CrossoverState(), crossover_hook)),
+    "wrapped_all_reduce": Row(
+        lambda model, optimizers: (CrossoverState(), crossover_wrapper(allreduce_hook)), order=None
+    ),
+    "wrapped_fp16": Row(
+        lambda model, optimizers: (CrossoverState(), crossover_wrapper(fp16_compress_hook)),
+        lossy=True,
+        is_like_others=True,
+        tolerance=2.0**16,
+    ),
+    "averaged_every_step": Row(
+        lambda model, optimizers: (LocalSGDState(sync_every=1), local_sgd_hook),
+        refuses={**AS_MANY_STEPS, **NO_SEARCH},
+    ),
+    "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
+    "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
+    "decoupled_and_flushed": Row(
+        decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
+    ),
+    "compressed_by_nothing": Row(compressed(None), is_like_others=True),
+    "identity_codec": Row(compressed(Identity()), order="ranks", refuses=IN_DOUBLE),
+    "decoupled_identity_codec": Row(
+        decoupled(codec=Identity()),
+        options=VIEWS,
+        reads="never",
+        order="ranks",
+        refuses={**IN_DOUBLE, **NO_SEARCH},
+    ),
+    "int8": Row(compressed(Int8()), lossy=True, tolerance=2.0**20, refuses=IN_DOUBLE),
+    "decoupled_int8": Row(
+        decoupled(codec=Int8()),
+        options=VIEWS,
+        reads="never",
+        like="int8",
+        is_like_others=True,
+        refuses={**IN_DOUBLE, **NO_SEARCH},
+    ),
+    "kfac_of_nothing": Row(kfac_of_nothing, order=None),
+    "muon_of_nothing": Row(muon_of_nothing, order=None, is_like_others=True),
+    "muon": Row(
+        lambda model, optimizers: (MuonState(optimizers[0]), muon_hook),  # type: ignore[arg-type]
+        optimizers=muon_and_sgd,
+        order=None,
+        reads="never",
+        refuses={"complex_parameters": "complex"},
+        differs={"clipping": "clipping sees the parameters that are no matrices"},
+    ),
+    "owners": Row(
+        owners,
+        options=VIEWS,
+        optimizers=adamw,
+        order=None,
+        reads="never",
+        refuses={**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
+    ),
+}

@@ -1,0 +1,50 @@
+"""Plain DDP with its additions in the order in which owners add."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.oracles import sum_as_owners_do
+
+
+class Additions:
+    """Add the ranks' gradients as owners do.
+
+    Of equal parts, the ring: each part begins behind its owner, and is divided first, as torch's hook does. Of messages
+    of a codec: in the order of ranks, divided last; but a codec's first step is exact, and goes around the ring.
+    """
+
+    def __init__(self, order: str) -> None:
+        self._on_ring = order == "ring"
+        self._is_first = True
+
+    def mean(self, bucket: dist.GradBucket) -> torch.Tensor:
+        flat, world_size = bucket.buffer(), dist.get_world_size()
+        everyone = [torch.empty_like(flat) for _ in range(world_size)]
+        dist.all_gather(everyone, flat)
+        if self._on_ring or self._is_first:
+            cut = [(each / world_size).tensor_split(_edges(flat.numel(), world_size)) for each in everyone]
+            parts = [sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(world_size)]
+            flat.copy_(torch.cat(parts))
+        else:
+            flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / world_size)
+        self._is_first &= not bucket.is_last()
+        return flat
+
+
+def _edges(numel: int, world_size: int) -> list[int]:
+    """Equal parts; the last one has the rest, too."""
+    return [numel // world_size * owner for owner in range(1, world_size)]
+
+
+def adding(order: str) -> tuple[Any, Any]:
+    """Return the state and the hook."""
+    return Additions(order), _add_in_order
+
+
+def _add_in_order(state: Additions, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(state.mean(bucket))
+    return future

@@ -1,0 +1,248 @@
+"""Plain DDP and every hook walk the same path, on identical seeds, in all cases and with 1 to 4 ranks.
+
+One launch per backend, world size and hook runs all its cases; each test then looks up its own finding. All hooks run
+with two ranks, with others one hook of each kind, and of cases with and without views one. Other backends than gloo run
+a few cases. Unless CROSSOVER_CAMPAIGN is set, which runs everything with everything.
+"""
+
+import hashlib
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.conformance import cases
+from tests.conformance.backends import BACKENDS, SHORT, Backend
+from tests.conformance.cases import CASES, Results, Wrap, seeded
+from tests.conformance.hooks import HOOKS, Row
+from tests.conformance.reference import adding
+from tests.conformance.table import table
+from tests.harness import RankError
+from tests.harness.campaign import IN_CAMPAIGN
+
+WORLD_SIZES = (1, 2, 3, 4)
+# By world size: alone there is no peer; what differs from two ranks is the layout, of which each kind of payload has
+# its own, and the ring, which all of them share.
+OF_EACH_KIND = {
+    1: (
+        "split",
+        "crossover",
+        "averaged_every_step",
+        "decoupled",
+        "identity_codec",
+        "kfac_of_nothing",
+        "muon",
+        "owners",
+    ),
+    3: ("decoupled", "identity_codec", "kfac_of_nothing", "muon_of_nothing", "owners"),
+    4: ("split",),
+}
+# What a state's own norm or another order of buckets makes of the last bits.
+ROUNDED = {"clipping": ("decoupled", "owners")}
+# Finding of one case with one hook: what differs from its reference, and a digest of the results.
+Finding = tuple[str, str]
+
+
+def hooks(backend: str, world_size: int) -> dict[str, Row]:
+    """Return the hooks that run with so many ranks."""
+    if IN_CAMPAIGN or backend != "gloo":
+        return HOOKS
+    return {name: HOOKS[name] for name in OF_EACH_KIND.get(world_size, HOOKS)}
+
+
+def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
+    """Return a hook's cases, one of a pair with and without views where both would run the same."""
+    row = HOOKS[hook]
+    names = [name for name in CASES if name not in {**refusals(backend, hook), **row.differs}]
+    if IN_CAMPAIGN:
+        return names
+    if backend != "gloo" or (row.is_like_others and world_size == 2):
+        return [name for name in names if name in SHORT]
+    pairs = {name: f"{name}_viewed" for name in CASES if f"{name}_viewed" in CASES}
+    repeated: set[str] = set()
+    if row.options:  # these are views, whatever the case asks for
+        repeated = set(pairs)
+    # No layout tells views apart, and that hook is ``decoupled`` with them.
+    elif world_size != 2 or hook == "decoupled_and_copied":
+        repeated = set(pairs.values())
+    return [name for name in names if name not in repeated]
+
+
+def refusals(backend: str, hook: str) -> dict[str, str]:
+    """Return the cases that a hook refuses, each with words of the error."""
+    return {**HOOKS[hook].refuses, **BACKENDS[backend].refuses.get(hook, {})}
+
+
+def findings_of_rank(rank: int, world_size: int, backend: str, hook: str) -> dict[str, Finding]:
+    row, found = HOOKS[hook], {}
+    with BACKENDS[backend].around():
+        for case in cases_of(backend, hook, world_size):
+            rounded = is_rounded(hook, row, case, world_size, BACKENDS[backend])
+            tolerance = row.tolerance if rounded else 0.0
+            expected = run_case(case, rank, world_size, reference_of(row, world_size, BACKENDS[backend]))
+            try:
+                got = run_case(case, rank, world_size, row)
+                found[case] = differences(got, expected, tolerance), digest(got)
+            except Exception:
+                found[case] = traceback.format_exc(), ""
+    return found
+
+
+def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend) -> bool:
+    if hook.startswith(ROUNDED.get(case, "-")):
+        return True
+    if row.lossy:
+        return not backend.switches_off or hook.startswith("wrapped")  # somebody else's hook stays
+    return world_size > 2 and (row.order is None or not backend.adds_in_order)
+
+
+def reference_of(row: Row, world_size: int, backend: Backend) -> Row:
+    """Return what a row walks with: another hook, plain DDP, or plain DDP that adds in the owners' order."""
+    if row.like is not None:
+        return HOOKS[row.like]
+    return ORDERED[row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers]
+
+
+ORDERED = {
+    (order, row.optimizers): Row(order and (lambda *_, by=order: adding(by)), optimizers=row.optimizers)
+    for row in HOOKS.values()
+    for order in (None, "ring", "ranks")
+}
+
+
+def run_case(case: str, rank: int, world_size: int, row: Row) -> Results:
+    models: list[DistributedDataParallel] = []
+    with seeded(5):
+        results = CASES[case](wrapping(row, models), rank, world_size)
+    for model in models:
+        state = vars(model).get("state")
+        for last in ("consolidate", "close"):  # nothing is left with owners
+            getattr(state, last, lambda: None)()
+    return {name: value.cpu() for name, value in results.items()}
+
+
+def wrapping(row: Row, models: list[DistributedDataParallel]) -> Wrap:
+    def wrap(module: nn.Module, **options: object) -> DistributedDataParallel:
+        model = DistributedDataParallel(module.to(cases.DEVICE), **{**options, **row.options})
+        vars(model)["row"] = row
+        models.append(model)
+        return model
+
+    return wrap
+
+
+def differences(got: Results, expected: Results, tolerance: float) -> str:
+    # Where nobody may read gradients only the outcome is left to compare.
+    unread = {name for name in expected.keys() ^ got.keys()}
+    assert all(" gradient of " in name for name in unread), unread
+    common = (name for name in got if name in expected)
+    return "\n".join(
+        found for name in common if (found := difference(name, got[name], expected[name], tolerance))
+    )
+
+
+def difference(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{name}: {got.shape} {got.dtype}, expected {expected.shape} {expected.dtype}"
+    if torch.equal(got, expected) or bool((got.isnan() & expected.isnan() | (got == expected)).all()):
+        return ""
+    if not (tolerance and expected.is_floating_point()):
+        return f"{name}: other bits, by {float((got.double() - expected.double()).abs().max()):.3g}"
+    both = (
+        got.isfinite() & expected.isfinite()
+    )  # a message of a codec carries what is not finite to its neighbours
+    if bool((got.isfinite() & ~expected.isfinite()).any()):
+        return f"{name}: finite where the reference is not"
+    error = float((got.double() - expected.double())[both].abs().max()) if both.any() else 0.0
+    scale = float(expected.double()[both].abs().max()) if both.any() else 0.0
+    epsilon = max(torch.finfo(kind).eps for kind in (expected.dtype, torch.float32))
+    return "" if error <= tolerance * epsilon * scale else f"{name}: off by {error:.3g} of {scale:.3g}"
+
+
+def digest(results: Results) -> str:
+    state = hashlib.sha256()
+    for name in sorted(results):
+        # Each rank has its own buffers during forward; DDP makes them equal before the next one.
+        if not name.startswith("forward") and not name.endswith(".mine"):
+            state.update(name.encode())
+            state.update(results[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+@cache
+def findings(backend: str, world_size: int, hook: str) -> list[dict[str, Finding]] | RankError:
+    try:
+        return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook)
+    except RankError as error:  # it is that of all cells, and not to be waited for again
+        return error
+
+
+# What torch itself does shows in small worlds, at once.
+CELLS = [
+    pytest.param(
+        backend,
+        world_size,
+        hook,
+        case,
+        id=f"{backend}-{hook}-{case}-{world_size}",
+        marks=[
+            *traits.marks,
+            *([pytest.mark.torch_version] if world_size <= 2 and backend == "gloo" else []),
+        ],
+    )
+    for backend, traits in BACKENDS.items()
+    for world_size in (WORLD_SIZES if IN_CAMPAIGN else traits.world_sizes)
+    for hook in hooks(backend, world_size)
+    for case in cases_of(backend, hook, world_size)
+]
+
+
+@pytest.mark.parametrize(("backend", "world_size", "hook", "case"), CELLS)
+def test_hook_agrees_with_plain_ddp(backend: str, world_size: int, hook: str, case: str) -> None:
+    found = findings(backend, world_size, hook)
+    if isinstance(found, RankError):
+        raise found
+    of_ranks = [of_rank[case] for of_rank in found]
+    for rank, (difference_, _) in enumerate(of_ranks):
+        assert not difference_, f"rank {rank} differs from its reference:\n{difference_}"
+    assert len({digest_ for _, digest_ in of_ranks}) == 1, "the ranks differ from each other"
+
+
+def refused(rank: int, world_size: int, backend: str, hook: str, case: str) -> None:
+    with BACKENDS[backend].around():
+        run_case(case, rank, world_size, HOOKS[hook])
+
+
+def refusal_cells() -> Iterator[tuple[str, str, str, str]]:
+    """One case for each reason of a hook on a backend; reasons of the hook itself on gloo only."""
+    for backend in BACKENDS:
+        for hook in HOOKS:
+            known = HOOKS[hook].refuses
+            here = known if backend == "gloo" else refusals(backend, hook)
+            first = {
+                words: case
+                for case, words in reversed(here.items())
+                if backend == "gloo" or case not in known
+            }
+            yield from ((backend, hook, case, words) for words, case in first.items())
+
+
+@pytest.mark.parametrize(
+    ("backend", "hook", "case", "words"),
+    [pytest.param(*cell, id="-".join(cell[:3]), marks=BACKENDS[cell[0]].marks) for cell in refusal_cells()],
+)
+def test_what_a_hook_cannot_do_is_an_error(backend: str, hook: str, case: str, words: str) -> None:
+    """On the rank that finds it; others hear of that rank's end."""
+    with pytest.raises(RankError, match=f"Error: .*{words}"):
+        BACKENDS[backend].run(refused, 2, backend, hook, case)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/loops.md").read_text()
+    shown = page.partition("<!-- conformance -->\n")[2].partition("\n<!-- /conformance -->")[0]
+    assert shown == table(), "put what python -m tests.conformance prints into docs/loops.md"
