@@ -56,8 +56,8 @@ class GPUMutex:
             is ``CROSSOVER_DEVICE`` or made from the machine's boot id.
         process_group: the job; default the default group, or this process alone where there is none.
         lease: seconds that siblings wait for a turn of this job that does not end, or a ``timedelta``. Default
-            four of the job's long recent turns (an outlier does not count), at least 5 s and at most 60 s. However long
-            siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
+            four of the job's long recent turns (three outliers do not count), at least 5 s and at most 60 s. However
+            long siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
 
     On failure: `SegmentError` for a foreign or malformed segment, `TurnError` when siblings share only some of the
     job's devices, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns

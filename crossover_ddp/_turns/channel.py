@@ -173,14 +173,6 @@ class TurnChannel:
         assert self._listener is not None
         return self._listener.take(self._grant_timeout_s)
 
-    def report_wait(self, turn: int, seconds: float) -> None:
-        """Add to the time by which siblings delayed ranks of this job in ``turn``; peers may have waited for them."""
-        self._connected().add(f"wait/{turn}", round(seconds * 1000))
-
-    def reported_wait_s(self, turn: int) -> float:
-        """Return the sum of all `report_wait` for ``turn``, in seconds: an upper bound of what a peer has waited."""
-        return self._connected().add(f"wait/{turn}", 0) / 1000
-
     def interrupt(self) -> None:
         """End the `receive` of another thread."""
         if self._listener is not None:

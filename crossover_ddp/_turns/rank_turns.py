@@ -118,11 +118,7 @@ class RankTurns:
         given_back_ns = self._device_wait.follow(grant)
         if waited:
             self._counters.hand_over(since_s, given_back_ns)
-        waited_s = time.monotonic() - since_s
-        self._counters.wait(waited_s)
-        if self._patience.lost and self.membership.channel is not None:
-            # Before this rank begins: peers that wait for it inside the turn ask when they give that back.
-            self.membership.channel.report_wait(grant.turn, waited_s)
+        self._counters.wait(time.monotonic() - since_s)
         self._patience.started()
         self.shared, self.idle = grant.shared, grant.idle
         self.membership.segment.publish_started(grant.turn)
@@ -157,7 +153,7 @@ class RankTurns:
             return
         self.holding = False
         turn = self._counters.turn
-        if self._lease.note(self._own_seconds(turn, self._counters.end())):
+        if self._lease.note(self._counters.end()):
             self.membership.segment.publish_lease(self._lease.seconds)
         self.membership.order.finish(
             turn,
@@ -165,17 +161,6 @@ class RankTurns:
             on_host=self._device_wait.is_awaited_on_host(),
             streams=streams,
         )
-
-    def _own_seconds(self, turn: int, held_s: float) -> float:
-        """Return how much of a turn was the job's own doing.
-
-        A rank's own waits for siblings end before its turn begins. But inside it may wait for a peer that still waits
-        for a stopped sibling. Such a peer tells the job's ranks how long that took; they ask only where it matters.
-        """
-        channel = self.membership.channel
-        if channel is None or not self._lease.matters(held_s):
-            return held_s
-        return max(0.0, held_s - channel.reported_wait_s(turn))
 
     def _publish(self, turn: int) -> None:
         try:

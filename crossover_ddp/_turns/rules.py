@@ -33,6 +33,7 @@ DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
+_OUTLIERS = 3
 _CLOSE = 0.6
 """Jobs are out of step when this part of what an even spread would put between them does."""
 
@@ -244,10 +245,10 @@ class Patience:
 class Lease:
     """How long siblings are asked to wait for a turn of the own job that does not end.
 
-    It is what the user gave. Without that it is four times the second longest of the 16 recent turns, but at least 5 s
-    and at most 60 s. The longest of them does not count: one evaluation inside a turn, or one turn in which a rank of
+    It is what the user gave. Without that it is four times the fourth longest of the 16 recent turns, but at least 5 s
+    and at most 60 s. The three longest of them do not count: an evaluation inside a turn, or a turn in which a rank of
     the job waited for a stopped sibling while the others waited for that rank, says nothing about the turns to come.
-    So a stop that costs the job one lease does not make the job's own lease longer, nor in turn its siblings' leases.
+    So stops that cost the job a lease do not make the job's own lease longer, nor in turn its siblings' leases.
 
     Args:
         given_s: what the user gave; None to follow the job's turns.
@@ -258,16 +259,12 @@ class Lease:
         self.seconds = DEFAULT_LEASE_S if given_s is None else given_s
         self._recent_s: deque[float] = deque(maxlen=_RECENT_TURNS)
 
-    def matters(self, turn_s: float) -> bool:
-        """Return whether a turn of ``turn_s`` seconds can make the lease longer than the default."""
-        return not self._given and _LEASE_TURNS * turn_s > DEFAULT_LEASE_S
-
     def note(self, turn_s: float) -> bool:
-        """Take in a turn's length, without waits for siblings; return whether the lease has changed."""
+        """Take in a turn's length; return whether the lease has changed."""
         self._recent_s.append(turn_s)
         before_s = self.seconds
         if not self._given:
-            typical_s = [0.0, *heapq.nlargest(2, self._recent_s)[1:]][-1]
+            typical_s = [0.0, *heapq.nlargest(_OUTLIERS + 1, self._recent_s)[_OUTLIERS:]][-1]
             self.seconds = min(max(_LEASE_TURNS * typical_s, DEFAULT_LEASE_S), LONGEST_LEASE_S)
         return self.seconds != before_s
 

@@ -117,15 +117,6 @@ def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make
         other.receive()
 
 
-def test_waits_are_told_and_added_up(make: Make) -> None:
-    lead, first, second = make(3)
-    assert lead.reported_wait_s(7) == 0.0
-    first.report_wait(7, 1.25)
-    second.report_wait(7, 0.5)
-    assert lead.reported_wait_s(7) == first.reported_wait_s(7) == 1.75
-    assert lead.reported_wait_s(8) == 0.0
-
-
 def test_nobody_waits_longer_than_half_the_groups_timeout(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
