@@ -296,6 +296,7 @@ class JobTurn:
         self._is_partial = False
         self.device: torch.device | None = None
         self.mutex: GPUMutex | None = None
+        self.ranks = None  # a model of some of the job's ranks takes no turns
 
     @property
     def shared(self) -> bool:

@@ -42,6 +42,15 @@ def turns_disabled() -> bool:
     return environment.is_set(environment.DISABLE)
 
 
+def _ranks_of(process_group: "ProcessGroup | None") -> tuple[int, ...]:
+    """Return the job as ranks of the default group; none of them where this process alone is the job."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
 class GPUMutex:
     """Take turns on a device with sibling jobs: the jobs of one user that name the same group.
 
@@ -123,6 +132,8 @@ class GPUMutex:
 
     def _prepare(self, name: str | None, lease_s: float | None, process_group: "ProcessGroup | None") -> None:
         self.name = name if name is not None else environment.sibling_group()
+        self.ranks = _ranks_of(process_group)
+        """The job, as ranks of the default group; empty where there was no group: this process alone."""
         self.job = 0
         self.device = ""
         self.closed = False

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._exchange.agreement import Agreement, compare
-from crossover_ddp._exchange.ddp_checks import OnlyModel, check_forward, check_not_joined, flat_gradients
+from crossover_ddp._exchange.ddp_checks import (
+    OnlyModel,
+    check_forward,
+    check_not_joined,
+    check_turn,
+    flat_gradients,
+)
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.own_hook import OwnHook
@@ -126,6 +132,7 @@ class Replica:
         gradients = flat_gradients(bucket)
         self._only.enter(bucket, state)
         if self.exchange is None:
+            check_turn(self.turn, group)
             self._adopt(model_behind(bucket, state, group), exchange)
             self.group = group
         self.agreement.make(group, self._said)

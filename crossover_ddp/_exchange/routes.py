@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves, Ring
-from .ddp_checks import check_group, flat_gradients, largest_bytes
+from .ddp_checks import check_group, check_turn, flat_gradients, largest_bytes
 from .direct_way import DirectWay
 from .gathers import GatherOrder
 from .layout import Layout
@@ -99,6 +99,7 @@ class Routes:
         """Return the transfer of DDP's bucket; raise what makes it impossible."""
         tensor = flat_gradients(bucket)
         self._check_group(bucket)
+        check_turn(turn, self._group())
         step.last_hook_s = time.monotonic()
         step.buckets.append((tensor.nbytes, step.last_hook_s))
         return Transfer(

@@ -24,6 +24,10 @@ class Turn(Protocol):
     """What a mutex offers to the engine. No method raises."""
 
     @property
+    def ranks(self) -> Sequence[int] | None:
+        """The ranks of the default group that take the turn together, empty for this process alone; None: any."""
+
+    @property
     def shared(self) -> bool:
         """Whether a sibling is present; the same answer on all ranks during one step."""
 

@@ -8,6 +8,12 @@ message to the store and one from it, while the last bucket is still being gathe
 order of the job's collectives. Other stores than torch's ``TCPStore`` poll, or keep every key for ever. With
 these, rank 0 opens a ``TCPStore`` beside the group's store.
 
+[Note: one life of a store]
+A store may outlive the group: after ``destroy_process_group``, or when torchrun starts ranks again, the next life finds
+the keys of the one before. So rank 0 draws a number for each channel, which names the keys, and hands it to the rank
+that asks for it under a number of *its* own. Whoever is answered knows that rank 0 is there; a question of an earlier
+life is answered, too, and nobody reads that.
+
 [Note: one verdict]
 All ranks must know whether they agreed, or some would wait for turns that others do not take. So each round ends
 with one ``compare_set`` of the store: a rank that has all answers, or has waited long enough, proposes a verdict, and
@@ -19,6 +25,7 @@ import contextlib
 import datetime
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -39,11 +46,12 @@ _END_TIMEOUT_S = 1.0
 _LISTENING = datetime.timedelta(days=20)  # `close` ends it, or the end of the store's connection
 _ALL, _NOT_ALL = "all", "not all"
 _END = "end"
-_SERVER_KEY = "crossover-turns-server"
+_MEETING = "crossover-turns-meeting"
+_MEETING_LOOK_S = 0.01
+_SERVER_KEY = "server"
 _LOOPBACK = "127.0.0.1"
 # Kept as long as the group's store, which goes with the group: other ranks may use the server after rank 0 has closed.
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
-_channel_count: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class TurnChannel:
@@ -73,37 +81,63 @@ class TurnChannel:
         self._store: dist.Store | None = None
         if self.size == 1:
             return
-        # The same number on all ranks, since making a channel is collective.
-        number = _channel_count[group] = _channel_count.get(group, 0) + 1
         try:
-            own = self._own_connection(_get_process_group_store(group))
+            shared = _get_process_group_store(group)
+            is_served = isinstance(_innermost(shared), dist.TCPStore)
+            own = shared.clone() if is_served else shared  # whose waiting blocks no other caller
+            name = f"crossover-turns-{self._met(dist.PrefixStore(_MEETING, own))}"
+            if not is_served:
+                own = self._beside(dist.PrefixStore(name, own), shared)
             own.set_timeout(datetime.timedelta(seconds=timeout_s))
         except (RuntimeError, KeyError, OSError) as error:
             raise TurnError(
                 f"expected a store that all ranks of the job reach, got {type(error).__name__}: {error}; "
                 "turns need the store that init_process_group was given"
             ) from error
-        self._store = dist.PrefixStore(f"crossover-turns-{number}", own)
+        self._store = dist.PrefixStore(name, own)
 
-    def _own_connection(self, store: dist.Store) -> dist.Store:
-        """Return ``store`` over a connection of its own, which no other caller's waiting blocks."""
-        if isinstance(_innermost(store), dist.TCPStore):
-            return store.clone()
+    def _met(self, store: dist.Store) -> str:
+        """Return rank 0's number for this channel, the same on all ranks; see [Note: one life of a store]."""
+        own = secrets.token_hex(8)
+        if self.rank:
+            store.set(f"asks/{self.rank}", own)
+            store.wait([own], datetime.timedelta(seconds=self.timeout_s))
+            number = store.get(own).decode()
+            store.delete_key(own)
+            store.set(f"{number}/{self.rank}", "heard")
+            return number
+        asked: dict[int, bytes] = {}
+        missing = set(range(1, self.size))
+        deadline_s = time.monotonic() + self.timeout_s
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"asks/{rank}"]) and (question := store.get(f"asks/{rank}")) != asked.get(
+                    rank
+                ):
+                    asked[rank] = question
+                    store.set(question.decode(), own)
+                if store.check([f"{own}/{rank}"]):
+                    store.delete_key(f"{own}/{rank}")
+                    missing.remove(rank)
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"ranks {sorted(missing)} did not come within {self.timeout_s:.0f} s")
+            time.sleep(_MEETING_LOOK_S if missing else 0.0)
+        return own
+
+    def _beside(self, life: dist.Store, shared: dist.Store) -> dist.Store:
+        """Return a ``TCPStore`` beside another kind of store; see [Note: grants through the store]."""
         if self.rank == 0:
-            return self._server(store).clone()
+            server = _servers.get(shared)
+            if server is None:
+                server = _servers[shared] = dist.TCPStore(
+                    _LOOPBACK, 0, is_master=True, wait_for_workers=False
+                )
+            life.set(_SERVER_KEY, f"{socket.gethostname()} {server.port}")
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        store.wait([_SERVER_KEY], timeout)
-        host, _, port = store.get(_SERVER_KEY).decode().partition(" ")
+        life.wait([_SERVER_KEY], timeout)
+        host, _, port = life.get(_SERVER_KEY).decode().partition(" ")
         address = _LOOPBACK if host == socket.gethostname() else host
         return dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
-
-    def _server(self, store: dist.Store) -> dist.Store:
-        """Open a ``TCPStore`` beside ``store`` and publish its address there; see [Note: grants through the store]."""
-        server = _servers.get(store)
-        if server is None:
-            server = _servers[store] = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            store.set(_SERVER_KEY, f"{socket.gethostname()} {server.port}")
-        return server
 
     # --- agreeing --------------------------------------------------------------------------------------------
 

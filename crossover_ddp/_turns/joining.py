@@ -11,6 +11,7 @@ the other, and of two that both stay the one with the greater number leaves firs
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,9 @@ _NEWCOMER_S = (
     1.0  # the job with the greater number waits so long for a misfit without turns, the other twice that
 )
 _LOOK_EVERY_S = 0.01
+_places: set[tuple[int, str, str]] = set()
+"""Where this process takes turns: its PID, as a fork is another process; group; device."""
+_claiming = threading.Lock()
 
 
 class NotJoinedError(CrossoverError):
@@ -76,12 +80,14 @@ class _Attempt:
         self._channel = channel
         self._segment: TurnSegment | None = None
         self._order: DeviceOrder | None = None
+        self._place: tuple[int, str, str] | None = None
 
     def run(self, wanted: "torch.device | str | int | None") -> Membership:
         """Join on all ranks, or raise `NotJoinedError` on all ranks."""
         device, name, problem = None, "", ""
         try:
             device, name = _resolve_device(wanted)
+            self._claim(name)
         except Exception as error:  # all ranks learn of it: either all take turns or none
             problem = _described(error)
         everyone = self._agree((name, secrets.randbits(62) | 1, problem), problem_at=2)
@@ -93,6 +99,18 @@ class _Attempt:
         self._agree_on(lambda: self._stay(job, devices, is_lead=self._rank == lead))
         assert self._segment is not None and self._order is not None
         return Membership(job, name, self._rank == lead, self._segment, self._order, self._channel)
+
+    def _claim(self, device: str) -> None:
+        """Take the process's one place in the group on the device: two would wait for each other, a lease each time."""
+        place = (os.getpid(), self._name, device)
+        with _claiming:
+            if place in _places:
+                raise TurnError(
+                    f"expected one GPUMutex of a process for group {self._name!r} on {device}, got a second one; give "
+                    "the first one to all states (mutex=…; a hook's own is state.mutex), or close() it before"
+                )
+            _places.add(place)
+        self._place = place
 
     @property
     def _rank(self) -> int:
@@ -153,6 +171,8 @@ class _Attempt:
 
     def undo(self) -> None:
         """Give back what was taken, whatever else fails."""
+        if self._place is not None:
+            _places.discard(self._place)
         with contextlib.suppress(Exception):
             if self._order is not None:
                 self._order.close()
@@ -205,6 +225,7 @@ def leave(membership: Membership, pid: int) -> None:
         pid: the process that joined; a fork of it leaves the device alone.
     """
     try:
+        _places.discard((pid, membership.segment.group, membership.device))
         if os.getpid() == pid:
             membership.order.close()
     finally:

@@ -53,7 +53,9 @@ class TurnSegment:
             )
         self.device = device
         self.slot = -1
-        self._group = group
+        self.group = group
+        """Siblings name the same one."""
+        """Siblings name the same one."""
         self._own: Slot | None = None
         self._files = PrivateFiles(f"{group}-{digest(device):016x}", base)
         self.table = SlotTable(self._files, device)
@@ -151,7 +153,7 @@ class TurnSegment:
             # Somebody has removed the slots, perhaps not the bells and the log. Only a process that holds all slots may
             # remove those, so come and go once more, in the segment that others would find.
             with contextlib.suppress(OSError, SegmentError):
-                TurnSegment(self._group, self.device, base=self._files.base).leave()
+                TurnSegment(self.group, self.device, base=self._files.base).leave()
 
     def _give_slot_up(self) -> bool:
         """Free the slot and its bell; return whether somebody had removed the segment under way."""

@@ -119,7 +119,12 @@ def new_table(left: Sequence[str], right: Sequence[str], title: str = "") -> "Ta
 
 def write_json(document: Any, *, indent: int | None = 2) -> None:
     """Write one JSON document, or one line of several, to standard output."""
+    sys.stdout.write(json_text(document, indent=indent))
+    sys.stdout.flush()
+
+
+def json_text(document: Any, *, indent: int | None = 2) -> str:
+    """Return one JSON document as lines."""
     if dataclasses.is_dataclass(document) and not isinstance(document, type):
         document = dataclasses.asdict(document)
-    sys.stdout.write(json.dumps(document, indent=indent, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    return json.dumps(document, indent=indent, allow_nan=False) + "\n"

@@ -29,6 +29,7 @@ class RecordingTurn:
         log: list[str] | None = None,
     ) -> None:
         self.shared = shared
+        self.ranks = None  # whatever group's
         self.order: list[str] = [] if log is None else log
         self.rates: list[float] = []  # bytes sent over an exact exchange's, as a codec tells the mutex
         self.threads: list[threading.Thread] = []

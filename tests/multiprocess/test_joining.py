@@ -127,7 +127,7 @@ def _broken_store(rank: int, patch: pytest.MonkeyPatch) -> None:
         def unreachable(*_: Any) -> None:
             raise RuntimeError("connection refused")
 
-        patch.setattr(turn_channel.TurnChannel, "_own_connection", unreachable)
+        patch.setattr(turn_channel.TurnChannel, "_met", unreachable)
 
 
 def _late_rank(rank: int, patch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Fixtures that several files of unit tests use."""
 
-from tests.unit.turns.mutexes import group, make, threads
+from tests.unit.turns.mutexes import group, make, several_jobs_in_this_process, threads
 
-__all__ = ["group", "make", "threads"]
+__all__ = ["group", "make", "several_jobs_in_this_process", "threads"]

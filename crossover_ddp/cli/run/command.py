@@ -21,16 +21,16 @@ from crossover_ddp.cli.output import (
     add_command,
     console,
     group_name,
+    json_text,
     new_table,
     require,
     seconds,
     whole,
-    write_json,
 )
 
 from .commands import Command, CommandError, from_groups, from_lines, named
 from .first_look import FirstLook, FreeMemory, format_size
-from .output import Terminal
+from .output import Terminal, silence, write_all
 from .ports import Rendezvous, rendezvous
 from .runner import JobResult, Planned, Runner, RunOutcome, Settings
 
@@ -134,10 +134,11 @@ def run(arguments: argparse.Namespace) -> int:
     sweep(group=group)  # what killed jobs have left
     peaks = first_look.peak_bytes if first_look else {}
     document = _document(jobs, group, runner.at_once, memories, peaks, result, arguments.logs)
-    if arguments.json:
-        write_json(document)
-    else:
-        _show(result)
+    text = json_text(document) if arguments.json else _table_text(result)
+    try:
+        write_all(sys.stdout.buffer, text.encode(errors="replace"))
+    except OSError:  # the exit code is that of the jobs, even if nobody can read the table
+        silence(sys.stdout)
     return result.exit_code
 
 
@@ -283,11 +284,11 @@ def _seconds_of(result: JobResult) -> float | None:
     return result.ended_s - result.began_s
 
 
-def _show(result: RunOutcome) -> None:
-    try:
-        console().print(table(result))
-    except BrokenPipeError:  # the exit code is that of the jobs, even if nobody reads the table
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _table_text(result: RunOutcome) -> str:
+    shown = console()
+    with shown.capture() as captured:
+        shown.print(table(result))
+    return captured.get()
 
 
 def table(result: RunOutcome) -> "Table":

@@ -1,10 +1,12 @@
 """Show the output of jobs line by line, each behind its job's name, on the terminal and in files."""
 
+import contextlib
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO, Final, TextIO
+from typing import IO, Any, BinaryIO, Final, TextIO
 
 from .lines import Lines, prefix
 
@@ -20,7 +22,7 @@ class Terminal:
         names: of all jobs.
         only_errors: write everything to standard error, since standard output is for something else.
 
-    If the reader closes its end nothing more is shown; the jobs go on.
+    A stream that cannot be written (closed, a full disk, a terminal that is gone) shows nothing more; the jobs go on.
     """
 
     def __init__(self, names: Sequence[str], *, only_errors: bool) -> None:
@@ -35,7 +37,7 @@ class Terminal:
             for stream in streams
         ]
         self._own_prefix = prefix(_OWN_NAME, self._width, None)
-        self._closed: set[BinaryIO] = set()
+        self._lost: set[BinaryIO] = set()
 
     def show(self, name: str, stream: int, lines: Sequence[bytes]) -> None:
         """Show lines of a job's standard output (0) or standard error (1)."""
@@ -47,13 +49,34 @@ class Terminal:
         self._write(self._streams[1], self._own_prefix + text.encode(errors="replace") + b"\n")
 
     def _write(self, stream: BinaryIO, data: bytes) -> None:
-        if stream in self._closed or not data:
+        if stream in self._lost or not data:
             return
         try:
-            stream.write(data)
+            write_all(stream, data)
+        except (OSError, ValueError):
+            self._lost.add(stream)
+            silence(stream)
+
+
+def write_all(stream: BinaryIO, data: bytes) -> None:
+    """Write all of it, also where another program has made the terminal non-blocking; `OSError` if nobody takes it."""
+    left = memoryview(data)
+    while True:
+        try:
+            left = left[stream.write(left) :]
             stream.flush()
-        except (BrokenPipeError, ValueError):
-            self._closed.add(stream)
+            return
+        except BlockingIOError as full:
+            left = left[full.characters_written :]
+            select.select([], [stream], [])
+
+
+def silence(stream: IO[Any]) -> None:
+    """Let what is still buffered go nowhere, or the interpreter would fail at its exit: the exit code is the jobs'."""
+    with contextlib.suppress(OSError, ValueError):  # not a file: nothing to do at the exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def coloured(stream: TextIO, variables: Mapping[str, str]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from crossover_ddp._turns import joining
 from crossover_ddp._turns.joining import Membership
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.groups import files_of, new_group
@@ -19,6 +20,20 @@ LEASE_S = 20.0  # longer than any test: a turn that overlaps another one was not
 SOON_S = 5.0  # far less than the lease, and enough on a busy machine
 
 Make = Callable[..., GPUMutex]
+
+
+class Nowhere(set[Any]):
+    """Remembers no place of this process, as if each mutex were in a process of its own."""
+
+    def add(self, place: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def several_jobs_in_this_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # the fixture would undo a test's own patches too late
+        patch.setattr(joining, "_places", Nowhere())
+        yield
 
 
 @pytest.fixture

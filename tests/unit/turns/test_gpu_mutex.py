@@ -319,7 +319,7 @@ def test_a_lease_left_out_follows_the_turns_up_and_down(make: Make, monkeypatch:
         slots = membership_of(sibling).segment.slots().values()
         return next(slot.lease_s for slot in slots if slot.job == mutex.job)
 
-    for _ in range(2):
+    for _ in range(4):
         with mutex:
             time.sleep(0.1)
     assert mutex.stats()["lease_s"] >= 0.4
