@@ -46,7 +46,6 @@ def join_over(
         dist.broadcast_object_list(ports)
         if store is None:
             store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-    dist.barrier()
     dist.destroy_process_group()
     limit = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -103,18 +102,17 @@ def test_a_long_turn_is_given_back_without_the_job_s_store() -> None:
     assert all(after <= before for before, after, _ in found)
 
 
-def _live_three_times(rank: int, world_size: int, group: str) -> list[list[str]]:
-    """Return each life's job as each rank knows it; rank 0 comes last, so that others find what is old first."""
+def _live_three_times(rank: int, world_size: int, group: str) -> list[str]:
+    """Return each life's job as this rank knows it; rank 0 comes last, so that others find what is old first."""
     store, jobs = None, []
     for _ in range(3):
         store = join_over(rank, world_size, store)
         time.sleep(0.0 if rank else 0.3)
         mutex = GPUMutex(group, device=f"dev{rank}")
-        known: list[Any] = [None] * world_size
-        dist.all_gather_object(known, mutex.stats()["job"])
-        jobs.append(known)
-        take_turns(mutex, 2, 0.0)
-        assert mutex.stats()["disabled_because"] is None
+        jobs.append(mutex.stats()["job"])
+        for _ in range(2):
+            with mutex:
+                assert mutex.holding
         mutex.close()
     return jobs
 
@@ -123,9 +121,11 @@ def _live_three_times(rank: int, world_size: int, group: str) -> list[list[str]]
 @pytest.mark.defect("strangers-21")
 def test_a_group_made_again_on_the_same_store_is_one_job_on_all_its_ranks() -> None:
     """What an earlier life has left in the store is nobody's answer."""
-    jobs, _ = run_ranks(_live_three_times, 2, args=(new_group(),))
-    assert [len(set(life)) for life in jobs] == [1, 1, 1]
-    assert len({life[0] for life in jobs}) == 3
+    # gloo itself finds addresses of the life before in the store; lazily it connects with the first collective only.
+    lazy = {"TORCH_GLOO_LAZY_INIT": "1"}
+    first, second = run_ranks(_live_three_times, 2, args=(new_group(),), environment=lazy)
+    assert first == second
+    assert len(set(first)) == 3
 
 
 # --- a mutex for some of the ranks --------------------------------------------------------------------------------
