@@ -63,7 +63,11 @@ def write_all(stream: BinaryIO, data: bytes) -> None:
     left = memoryview(data)
     while True:
         try:
-            left = left[stream.write(left) :]
+            while left:
+                written = stream.write(left) or 0  # unbuffered it takes a part, or says None
+                left = left[written:]
+                if not written:
+                    select.select([], [stream], [])
             stream.flush()
             return
         except BlockingIOError as full:
