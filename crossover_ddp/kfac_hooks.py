@@ -144,7 +144,10 @@ class KFACState(Pausable):
         check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
         check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
-        inverse_steps = hypers.at(0).inverse_steps  # says what is wrong with them
+        arguments = hypers.arguments(0)  # says what is wrong with them
+        inverse_steps = hypers.at(0).inverse_steps
+        arguments |= {"solver": solver, "pi": pi, "weight_sharing": weight_sharing, "factors": factors}
+        arguments |= {"inversion": inversion, "accumulated": accumulated, "costs": costs}
         check_max_dim(max_factor_dim)
         check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
         self.process_group = group_of(model) if process_group is None else process_group
@@ -155,7 +158,7 @@ class KFACState(Pausable):
         spread_steps = inverse_steps if inversion == "at_once" and codec is None else None
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         inverse_cost, agreed = self._agree_on(
-            model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None
+            model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None, arguments
         )
         self._setup = KFACSetup(
             layers=layers,
@@ -198,11 +201,12 @@ class KFACState(Pausable):
         group: dist.ProcessGroup,
         spread_steps: int | None,
         measured: type[Solver] | None,
+        arguments: dict[str, object],
     ) -> tuple[InverseCost, Sequence[LayerCost]]:
-        """Check that all ranks have found the same layers; return what these cost, the same on all ranks."""
+        """Check that all ranks have the same arguments and layers; return what these cost, the same on all ranks."""
         check_parameters(layers, model)
         typical = layer_costs(model, layers, group.size(), spread_steps)
-        inverse_cost, costs = agree(typical, layers, group, measured=measured)
+        inverse_cost, costs = agree(typical, layers, group, measured=measured, arguments=arguments)
         check_any(layers, self.passing)
         if group.rank() == 0:
             warn_of_large(self.passing)

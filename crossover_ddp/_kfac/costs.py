@@ -1,7 +1,7 @@
 """What a model's layers cost, as far as their owners are chosen by it; agreed upon by all ranks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -65,6 +65,7 @@ def agree(
     group: dist.ProcessGroup,
     *,
     measured: type[Solver] | None,
+    arguments: Mapping[str, object],
 ) -> tuple[InverseCost, list[LayerCost]]:
     """Return the costs of inversions, typical ones or rank 0's, and of layers; raise on all ranks if layers differ.
 
@@ -75,6 +76,7 @@ def agree(
         layers: in the same order.
         group: the ranks.
         measured: the solver to measure on rank 0; None for typical costs.
+        arguments: of this rank's state, by name.
 
     Collective.
     """
@@ -85,19 +87,31 @@ def agree(
         [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread], device
     )
     answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (cost, costs, rounded), group=group)
-    for other, (_, theirs, _) in enumerate(answers):
+    dist.all_gather_object(answers, (cost, costs, rounded, dict(arguments)), group=group)
+    _check_arguments([each[-1] for each in answers])
+    for other, (_, theirs, *_) in enumerate(answers):
         if theirs != costs:
             raise UnsupportedConfigurationError(
                 f"expected the same layers on all ranks, got {_difference(costs, theirs)} on rank {other} against rank "
                 f"{rank}; build the same model everywhere"
             )
     agreed: InverseCost = answers[0][0]
-    if len({rounded for *_, rounded in answers}) > 1:
+    if len({rounded for _, _, rounded, _ in answers}) > 1:
         if rank == 0:
             _warn_of_rounding()
         return agreed, [each._replace(spread=False) for each in costs]
     return agreed, costs
+
+
+def _check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
+    for name, value in arguments[0].items():
+        theirs = enumerate(each[name] for each in arguments)
+        others = [f"{name}={other!r} on rank {rank}" for rank, other in theirs if other != value]
+        if others:
+            raise UnsupportedConfigurationError(
+                f"expected the same arguments on all ranks, got {', '.join(others)} and {name}={value!r} on rank 0; "
+                "make the KFACState alike everywhere, or replicas drift apart"
+            )
 
 
 def _warn_of_rounding() -> None:

@@ -68,6 +68,12 @@ class Hypers(NamedTuple):
         takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
         return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
 
+    def arguments(self, step: int) -> dict[str, object]:
+        """Return their values in ``step`` by name; raise as `at`."""
+        now = self.at(step)
+        values = (now.damping, now.decay, now.kl_clip, now.factor_steps, now.inverse_steps)
+        return dict(zip(self._fields, values, strict=True))
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -314,3 +315,62 @@ def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFix
     passes = torch.allclose(gradients_of(inner)["layer.weight"], gradients_of(plain)["layer.weight"])
     told = "layer" in caplog.text or any(training.state.stats().values())
     assert passes or told
+
+
+# --- ranks and layouts ---------------------------------------------------------------------------------------
+
+
+def make_with(rank: int, world_size: int, others: dict[str, Any]) -> str:
+    inner = network()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedConfigurationError) as caught:
+        KFACState(inner, optimizer, **(others if rank else {}))
+    return str(caught.value)
+
+
+@pytest.mark.defect("strangers-3")
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"kl_clip": 0.01},
+        {"damping": 0.1},
+        {"solver": "eigen"},
+        {"weight_sharing": "reduce"},
+        {"inv_update_steps": 2},
+    ],
+    ids=lambda others: next(iter(others)),
+)
+def test_other_arguments_on_another_rank_are_refused_by_name(others: dict[str, Any]) -> None:
+    """Ranks with other arguments, whose replicas would drift apart, are refused when the state is made."""
+    ((name, value),) = others.items()
+    for error in run_ranks(make_with, 2, args=(others,)):
+        assert f"{name}={value!r} on rank 1" in error
+
+
+class Positions(nn.Module):
+    """The same function of [N, S, d], computed in one of three layouts."""
+
+    def __init__(self, arrange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = network()
+        self.arrange = arrange
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(self.arrange(inputs)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.defect("strangers-4")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-4")
+@pytest.mark.parametrize(
+    "arrange", [lambda x: x.transpose(0, 1), lambda x: x.flatten(0, 1)], ids=["sequence first", "flattened"]
+)
+@pytest.mark.usefixtures("process_group")
+def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tensor]) -> None:
+    """The same model, computed batch first, sequence first or flattened, makes the same step."""
+    found = []
+    for each in (lambda x: x, arrange):
+        training = Training(0, Positions(each), kl_clip=None, damping=0.1)
+        training.model(torch.randn(4, 12, WIDTH, generator=torch.Generator().manual_seed(0))).backward()
+        found.append(gradients_of(training.model.module))
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))

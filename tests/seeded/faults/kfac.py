@@ -129,6 +129,13 @@ KFAC: Final[tuple[Fault, ...]] = (
         (_DEFECTS, "-k", "learning_rate and spread"),
     ),
     Fault(
+        "ranks with other arguments train on",
+        "crossover_ddp/_kfac/costs.py",
+        "if other != value]",
+        "if other != other]",
+        (_DEFECTS, "-k", "other_arguments"),
+    ),
+    Fault(
         "Adam is taken for an optimizer that leaves directions as they are",
         "crossover_ddp/_kfac/settings.py",
         '("adam", "rmsprop",',
