@@ -74,11 +74,12 @@ class Recorder:
             if self._row.reads == "flushed":
                 self._state.flush()
             self._note()
+        self.drop() if skips else self.update()
+
+    def update(self) -> None:
         for optimizer in self.optimizers:
-            if not skips:
-                optimizer.step()
-            optimizer.zero_grad()
-        self._steps += 1
+            optimizer.step()
+        self.drop()
 
     def _note(self) -> None:
         for name, parameter in self.model.named_parameters():

@@ -1,6 +1,7 @@
 """The hooks that must agree with plain DDP, each in every setting that changes its path."""
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -25,8 +26,9 @@ from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
 
-# The state and the hook for a model and its optimizers.
-Make = Callable[[DistributedDataParallel, list[Optimizer]], tuple[Any, Any]]
+# The state and the hook for a model and its optimizers; a keyword ``mutex`` may follow.
+Make = Callable[..., tuple[Any, Any]]
+MUTEX: ContextVar[Any] = ContextVar("MUTEX", default=None)  # that states are given
 EPSILONS: Final = 128.0
 
 
@@ -63,6 +65,7 @@ class Row:
             what is not identical.
         lossy: results are close, whatever the number of ranks.
         is_like_others: runs only a few cases in the short form; its path is that of other rows but for details.
+        takes_turns: whether the state takes a mutex.
         reads: whether gradients may be read between backward and step: always, after a flush, or never.
         refuses: cases that the hook refuses, each with words of its error.
         differs: cases with other results, each with the reason, which the hook's page gives, too.
@@ -76,46 +79,52 @@ class Row:
     tolerance: float = EPSILONS
     lossy: bool = False
     is_like_others: bool = False
+    takes_turns: bool = True
     reads: Literal["always", "flushed", "never"] = "always"
     refuses: Mapping[str, str] = field(default_factory=dict)
     differs: Mapping[str, str] = field(default_factory=dict)
 
     def attach(self, model: DistributedDataParallel, optimizers: list[Optimizer]) -> Any:
-        """Register the hook; the state is left with the model, for who closes it."""
+        """Register the hook, with the turn that `MUTEX` has; the state is left with the model, for who closes it."""
         if self.make is None:
             return None
-        state, hook = self.make(model, optimizers)
+        turn = {"mutex": MUTEX.get()} if self.takes_turns and MUTEX.get() else {}
+        state, hook = self.make(model, optimizers, **turn)
         model.register_comm_hook(state, hook)
         vars(model)["state"] = state
         return state
 
 
-def kfac_of_nothing(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
+def kfac_of_nothing(
+    model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any
+) -> tuple[Any, Any]:
     """All layers pass through K-FAC's payload, which a user is not allowed."""
     with inside.kfac_of_no_layer():
-        return KFACState(model, optimizers[0], skip=["*"]), kfac_hook
+        return KFACState(model, optimizers[0], skip=["*"], **turn), kfac_hook
 
 
-def muon_of_nothing(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
+def muon_of_nothing(
+    model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any
+) -> tuple[Any, Any]:
     """Muon has a matrix that is not trained, so that all of the model passes through its payload."""
     frozen = nn.Parameter(torch.ones(2, 2, device=next(model.parameters()).device), requires_grad=False)
-    return MuonState(Muon([frozen])), muon_hook
+    return MuonState(Muon([frozen]), **turn), muon_hook
 
 
 def decoupled(**settings: Any) -> Make:
     """Every step is deferred that can be."""
-    return lambda model, optimizers: (
-        DecoupledState(optimizers[0], defer="always", **settings),
+    return lambda model, optimizers, **turn: (
+        DecoupledState(optimizers[0], defer="always", **settings, **turn),
         decoupled_hook,
     )
 
 
-def owners(model: DistributedDataParallel, optimizers: list[Optimizer]) -> tuple[Any, Any]:
-    return DecoupledState(optimizers, owners="layers", defer="always"), decoupled_hook
+def owners(model: DistributedDataParallel, optimizers: list[Optimizer], **turn: Any) -> tuple[Any, Any]:
+    return DecoupledState(optimizers, owners="layers", defer="always", **turn), decoupled_hook
 
 
 def compressed(codec: Any) -> Make:
-    return lambda model, optimizers: (CompressedState(codec=codec), compressed_hook)
+    return lambda model, optimizers, **turn: (CompressedState(codec=codec, **turn), compressed_hook)
 
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -130,22 +139,25 @@ AS_MANY_STEPS = dict.fromkeys(("joined_ranks", "joined_ranks_with_buffers"), "as
 
 PLAIN = Row(None)
 HOOKS: dict[str, Row] = {
-    "split": Row(lambda model, optimizers: (None, reduce_scatter_all_gather_hook)),
+    "split": Row(lambda model, optimizers: (None, reduce_scatter_all_gather_hook), takes_turns=False),
     "split_on_own_group": Row(
-        lambda model, optimizers: (model.process_group, reduce_scatter_all_gather_hook), is_like_others=True
+        lambda model, optimizers: (model.process_group, reduce_scatter_all_gather_hook),
+        is_like_others=True,
+        takes_turns=False,
     ),
-    "crossover": Row(lambda model, optimizers: (CrossoverState(), crossover_hook)),
+    "crossover": Row(lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_hook)),
     "wrapped_all_reduce": Row(
-        lambda model, optimizers: (CrossoverState(), crossover_wrapper(allreduce_hook)), order=None
+        lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_wrapper(allreduce_hook)),
+        order=None,
     ),
     "wrapped_fp16": Row(
-        lambda model, optimizers: (CrossoverState(), crossover_wrapper(fp16_compress_hook)),
+        lambda model, optimizers, **turn: (CrossoverState(**turn), crossover_wrapper(fp16_compress_hook)),
         lossy=True,
         is_like_others=True,
         tolerance=2.0**16,
     ),
     "averaged_every_step": Row(
-        lambda model, optimizers: (LocalSGDState(sync_every=1), local_sgd_hook),
+        lambda model, optimizers, **turn: (LocalSGDState(sync_every=1, **turn), local_sgd_hook),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
     "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
@@ -174,7 +186,7 @@ HOOKS: dict[str, Row] = {
     "kfac_of_nothing": Row(kfac_of_nothing, order=None),
     "muon_of_nothing": Row(muon_of_nothing, order=None, is_like_others=True),
     "muon": Row(
-        lambda model, optimizers: (MuonState(optimizers[0]), muon_hook),  # type: ignore[arg-type]
+        lambda model, optimizers, **turn: (MuonState(optimizers[0], **turn), muon_hook),  # type: ignore[arg-type]
         optimizers=muon_and_sgd,
         order=None,
         reads="never",

@@ -120,10 +120,14 @@ def run_case(case: str, rank: int, world_size: int, row: Row) -> Results:
     with seeded(5):
         results = CASES[case](wrapping(row, models), rank, world_size)
     for model in models:
-        state = vars(model).get("state")
-        for last in ("consolidate", "close"):  # nothing is left with owners
-            getattr(state, last, lambda: None)()
+        end(model)
     return {name: value.cpu() for name, value in results.items()}
+
+
+def end(model: DistributedDataParallel) -> None:
+    """Close a model's state; nothing is left with owners."""
+    for last in ("consolidate", "close"):
+        getattr(vars(model).get("state"), last, lambda: None)()
 
 
 def wrapping(row: Row, models: list[DistributedDataParallel]) -> Wrap:

@@ -1,0 +1,142 @@
+"""Each hook beside a sibling, with a peer that dies, and resumed from a checkpoint."""
+
+import copy
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import GPUMutex
+from crossover_ddp.errors import ExchangeError
+from tests.conformance.cases import TINY_MB, WIDTH, Recorder, inputs, loss_of
+from tests.conformance.hooks import HOOKS, MUTEX, Row
+from tests.conformance.test_conformance import differences, end
+from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.groups import new_group
+
+STEPS = 12
+SECONDS = 20.0  # a peer's death is heard of within these, on a busy machine
+
+
+class Walk(Recorder):
+    """A small model with BatchNorm that is trained by a row's optimizers and hook."""
+
+    def __init__(self, row: Row, seed: int = 5) -> None:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+        model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=TINY_MB, **row.options)
+        vars(model)["row"] = row
+        super().__init__(model)
+        self.parts: dict[str, Any] = {
+            "model": model.module,
+            **{str(i): o for i, o in enumerate(self.optimizers)},
+        }
+        if hasattr(self._state, "load_state_dict"):
+            self.parts["state"] = self._state
+
+    def train(self, rank: int, first: int, last: int) -> None:
+        for step in range(first, last):
+            loss_of(self.model(inputs(rank, step))).backward()
+            self.update()
+
+    def save(self) -> dict[str, Any]:
+        getattr(self._state, "consolidate", lambda: None)()
+        return copy.deepcopy({name: part.state_dict() for name, part in self.parts.items()})
+
+    def load(self, saved: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(copy.deepcopy(saved[name]))
+
+
+# --- a sibling -----------------------------------------------------------------------------------------------
+
+
+def beside(
+    rank: int, world_size: int, hook: str, group: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Train; without a group alone and without turns."""
+    mutex = GPUMutex(group, device=f"device{rank}") if group else None
+    MUTEX.set(mutex)
+    walk = Walk(HOOKS[hook])
+    held = []
+    walk.model.module.register_forward_pre_hook(lambda *_: held.append(mutex is None or mutex.holding))
+    walk.train(rank, 0, STEPS)
+    stats = mutex.stats() if mutex is not None else {}
+    end(walk.model)
+    if mutex is not None:
+        mutex.close()
+    MUTEX.set(None)
+    return walk.finish(), {**stats, "held": held}
+
+
+@pytest.mark.parametrize("hook", [name for name, row in HOOKS.items() if row.takes_turns])
+def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
+    alone, group = run_ranks(beside, 2, args=(hook, "")), new_group()
+    for job in run_jobs([Job(beside, 2, (hook, group), name=name) for name in "ab"], timeout_s=120):
+        for rank, (results, stats) in enumerate(job):
+            assert not differences(results, alone[rank][0], 0.0)
+            assert stats["turns"] >= STEPS - 1, "a turn a step"
+            assert all(stats["held"][1:]), "the first forward comes before the first turn, all others in one"
+            assert stats["disabled_because"] is None
+            assert stats["leases_expired"] == 0
+
+
+# --- a peer that dies ----------------------------------------------------------------------------------------
+
+
+def peer_dies(rank: int, world_size: int, hook: str) -> tuple[str, float, list[str]]:
+    """Rank 1 dies in the middle of its third backward pass; return what rank 0 hears, when, and threads left."""
+    walk = Walk(HOOKS[hook])
+    walk.train(rank, 0, 2)
+    dist.barrier()
+    if rank == 1:
+        last = walk.model.module[2].weight
+        last.register_hook(lambda gradient: signal.raise_signal(signal.SIGKILL))
+    begin_s, heard = time.monotonic(), "nothing"
+    try:
+        walk.train(rank, 2, 6)
+    except ExchangeError as error:
+        heard = str(error)
+    took_s = time.monotonic() - begin_s
+    dist.destroy_process_group()
+    left = [each.name for each in threading.enumerate() if each.name.startswith("crossover")]
+    return heard, took_s, left
+
+
+@pytest.mark.parametrize("hook", [name for name in HOOKS if not name.startswith("wrapped")])
+def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(hook: str) -> None:
+    (heard, took_s, left), _ = run_ranks(peer_dies, 2, args=(hook,), deaths={1: signal.SIGKILL})
+    assert heard.startswith("rank 0 of 2: the ") and " of bucket " in heard, heard
+    assert took_s < SECONDS
+    assert not left
+
+
+# --- a checkpoint --------------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, world_size: int, hook: str) -> str:
+    """Go on from a checkpoint in a new model and state; return how that differs from going on.
+
+    The first step with a codec is exact, that of a resumed job, too.
+    """
+    row = HOOKS[HOOKS[hook].like or hook]
+    whole = Walk(HOOKS[hook])
+    whole.train(rank, 0, 4)
+    saved = whole.save()
+    whole.train(rank, 4, 7)
+    end(whole.model)
+    again = Walk(HOOKS[hook], seed=9)
+    again.load(saved)
+    again.train(rank, 4, 7)
+    end(again.model)
+    return differences(again.finish(), whole.finish(), row.tolerance if row.lossy else 0.0)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_resumed_job_goes_on_to_the_last_bit(hook: str) -> None:
+    assert run_ranks(resumed, 2, args=(hook,)) == ["", ""]
