@@ -5,14 +5,11 @@ its own, so a change of the counter that gradients carry is somebody else's, mad
 Changes through ``.data`` are not counted: see [Note: changes that no counter sees].
 """
 
-import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from crossover_ddp._exchange.transfer import Deferred
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -229,37 +226,3 @@ class Share:
             first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
             if first < stop:
                 yield own[first - part.start : stop - part.start]
-
-
-def gradient_norm(
-    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor | None:
-    """Return the p-norm of all collected gradients together: each rank looks at its own parts.
-
-    None if a rank has no shares: its gradients are whole, and all ranks must look at whole ones.
-
-    **Collective**: two numbers per rank are exchanged.
-    """
-    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
-        raise ValueError(
-            f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
-            "torch.nn.utils.clip_grad_norm_"
-        )
-    infinite = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for share in shares:
-        for piece in share.own_pieces(process_group.rank()):
-            norm = torch.linalg.vector_norm(piece, norm_type).to(device, torch.float64)
-            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-    operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    # gloo's maximum loses NaN.
-    exchanged = torch.stack(
-        (total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan(), torch.full_like(total, not shares))
-    )
-    dist.all_reduce(exchanged, operation, group=process_group)
-    if not shares or exchanged[2]:
-        return None
-    total = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
-    total = total if infinite else total ** (1.0 / norm_type)
-    total = total.to(functools.reduce(torch.promote_types, [share.buffer.dtype for share in shares]))
-    return total if shares[0].factor is None else total * shares[0].factor

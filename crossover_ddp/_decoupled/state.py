@@ -24,6 +24,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
+from .compiled import compiled_modules
 from .optimizers import as_one, checked_optimizers
 from .owned_training import OwnedTraining
 from .payload_training import PayloadTraining
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS: Final = 16
 _SMALLEST_BUCKET_BYTES: Final = 256 * 1024
+_SMALLEST_COMPILED_BUCKET_BYTES: Final = (
+    2**20
+)  # DDP's default for the first one, which dynamo takes for granted
 _LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
 
 
@@ -132,7 +136,7 @@ class DecoupledState(Pausable):
     # --- for users -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def ddp_options(model: nn.Module) -> dict[str, Any]:
+    def ddp_options(model: nn.Module, *, compiled: bool | None = None) -> dict[str, Any]:
         """Return arguments of ``DistributedDataParallel`` that suit decoupled training of ``model``.
 
         Gradients are views of the buckets, and a bucket holds a sixteenth of them, but at least 256 KiB and at most
@@ -141,13 +145,18 @@ class DecoupledState(Pausable):
 
         Args:
             model: the module that is going to be wrapped.
+            compiled: whether something of it is compiled while it is wrapped: torch then wants buckets of 1 MiB at
+                least. None: look whether something of it is compiled by now; say True for ``torch.compile(ddp)``.
 
         Example::
 
             model = DistributedDataParallel(model, **DecoupledState.ddp_options(model))
         """
         gradients_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        cap_bytes = min(max(gradients_bytes / _BUCKETS, _SMALLEST_BUCKET_BYTES), _LARGEST_BUCKET_BYTES)
+        if compiled is None:
+            compiled = any(True for _ in compiled_modules(model))
+        smallest_bytes = _SMALLEST_COMPILED_BUCKET_BYTES if compiled else _SMALLEST_BUCKET_BYTES
+        cap_bytes = min(max(gradients_bytes / _BUCKETS, smallest_bytes), _LARGEST_BUCKET_BYTES)
         return {"gradient_as_bucket_view": True, "bucket_cap_mb": cap_bytes / 2**20}
 
     @property

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,6 +33,7 @@ from crossover_ddp._exchange.step import after_backward
 from crossover_ddp._exchange.transfer import MakeMessages, Payload, Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .clipping import check_finite, clip_whole, gradient_norm
 from .coded import Coding
 from .compiled import called_by_compiled_code, uncompiled
 from .guards import Guards
@@ -41,7 +41,7 @@ from .held_turn import HeldTurn
 from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
 from .round import Round, parameters_of
-from .shares import CHANGED, Share, gradient_norm, views_of
+from .shares import CHANGED, Share, views_of
 from .trial import Trial
 from .updates import Updates
 
@@ -96,15 +96,15 @@ class DecoupledTraining:
         self, group: dist.ProcessGroup, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See `DecoupledState.clip_grad_norm_`. **Collective**."""
-        round_ = self.updates.round
+        round_, norm_type = self.updates.round, float(norm_type)
         round_.collect(self.optimizer, self._known)
         parameters = parameters_of(self.optimizer)
-        norm = gradient_norm(round_.shares, float(norm_type), group, parameters[0].device)
+        norm = gradient_norm(round_.shares, norm_type, group, parameters[0].device)
         if norm is None:
             self.updates.make_round_whole()
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if error_if_nonfinite:
-            _check_finite(norm, norm_type)
+            check_finite(norm, norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for share in round_.shares:
             share.clip(factor)
@@ -370,14 +370,6 @@ def _views(
 def copies_gradients(model: DistributedDataParallel | None) -> bool:
     """Return whether gradients are no views of their bucket, so that their means have to be copied there."""
     return model is not None and not model.gradient_as_bucket_view
-
-
-def _check_finite(norm: torch.Tensor, norm_type: float) -> None:
-    if not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
-            "look for the step that blew up, or pass error_if_nonfinite=False"
-        )
 
 
 def _check_in_optimizer(

@@ -4,10 +4,13 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -21,6 +24,7 @@ from .shares import UNSTEPPED, Share
 logger = logging.getLogger(__name__)
 
 _EARLY_STEPS_TO_WARN: Final = 3
+_STEPS_CLOSE_TOGETHER: Final = 10
 
 
 class Updates:
@@ -95,7 +99,8 @@ class Updates:
         with self.lock:
             pending = {id(share): share for share in self.stale.values() if share.unseen or not unseen}
             for share in sorted(pending.values(), key=lambda each: each.urgency):
-                self._update(share)
+                if share.pending:
+                    self._update(share)
 
     def _bring_up_to_date(self, share: Share) -> None:
         with self.lock:
@@ -158,9 +163,11 @@ class Updates:
         waited_s = time.monotonic()
         share.check_gradients()
         share.check_parameters()
+        share.pending = (
+            False  # a signal's handler may read in the middle of it, and gets what is there by then
+        )
         with as_in_step(share.buffer.device.type):
             share.apply(self._partial)
-        share.pending = False
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)
         self.times.updated(share.place, begin_s, waited_s)
@@ -211,26 +218,28 @@ class Updates:
 
 
 class _Often:
-    """A warning for what happens in several steps; whatever happens in one of them counts once."""
+    """A warning, given once, for what happens in several steps close together; in one of them it counts once."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._last = -1
-        self._count = 0
+        self._steps: deque[int] = deque(maxlen=_EARLY_STEPS_TO_WARN)
+        self._has_warned = False
 
     def note(self, step: int) -> None:
-        if step == self._last:
+        if self._has_warned or step in self._steps:
             return
-        self._last = step
-        self._count += 1
-        if self._count == _EARLY_STEPS_TO_WARN:
+        self._steps.append(step)
+        if len(self._steps) == _EARLY_STEPS_TO_WARN and step - self._steps[0] < _STEPS_CLOSE_TOGETHER:
+            self._has_warned = True
             logger.warning(self._text)
 
 
 @contextlib.contextmanager
 def as_in_step(device_type: str) -> Iterator[None]:
-    """Compute as in ``optimizer.step()``, whatever forward has set: no autocast, inference mode or gradients."""
+    """Compute as in ``optimizer.step()``, whatever forward has set: autocast, inference mode, gradients, torch.func."""
     with contextlib.ExitStack() as stack:
+        if peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -2,21 +2,27 @@
 
 import contextlib
 import itertools
+import logging
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import timm.optim
 import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from tests.harness import run_ranks
+from tests.harness.networks import mlp
 from tests.harness.turn import RecordingTurn
-from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs
+from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
@@ -247,3 +253,164 @@ def test_an_optimizer_that_draws_for_each_parameter_is_refused(
         torch.compiler.set_stance("force_eager"),
     ):
         Training(decoupled=True, make=make)
+
+
+def buffers_between_steps(rank: int, world_size: int) -> list[bool]:
+    """Return after which steps rank 1's running mean is rank 0's already."""
+    training = Training(
+        decoupled=True, net=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), defer="auto"
+    )
+    found = []
+    for step in range(24):
+        training.steps = 2 * step + rank
+        training.step()
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, training.model.module[1].running_mean)
+        found.append(torch.equal(*everyone))
+    return found[3:]
+
+
+@pytest.mark.defect("decoupled-16")
+def test_buffers_between_steps_do_not_hang_on_whether_a_step_is_deferred() -> None:
+    """What another rank than 0 would save between two steps is of one kind in all steps."""
+    for found in run_ranks(buffers_between_steps, 2):
+        assert len(set(found)) == 1
+
+
+@pytest.mark.defect("decoupled-15")
+def test_the_norm_has_the_widest_type_of_all_gradients() -> None:
+    """The norm over bfloat16 and float32 gradients is float32, as torch's."""
+    net = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 1).bfloat16()])
+    net.forward = lambda x: net[1](net[0](x).bfloat16())  # type: ignore[method-assign]
+    training = Training(decoupled=True, net=lambda: net)
+    training.backward()
+    assert training.state is not None
+    norm = training.state.clip_grad_norm_(1.0)
+    training.state.flush()
+    assert norm.dtype == clip_grad_norm_(training.held, 1.0).dtype == torch.float32
+
+
+@pytest.mark.defect("strangers-7")
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) -> None:
+    """Norms, and what they clip, are the same to the last bit for whole gradients and for parts."""
+    runs = [Training(decoupled=True, net=lambda: mlp(6, 40, 40, 6, seed=3, tanh_last=True)) for _ in range(2)]
+    for step in range(12):
+        norms = []
+        for run in runs:
+            run.backward()
+            assert run.state is not None
+            if run is runs[0]:
+                run.state.flush()
+            norms.append(run.state.clip_grad_norm_(0.01, norm_type))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        assert torch.equal(*norms), step
+    assert_same(*runs)
+
+
+@pytest.mark.defect("strangers-11")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-11")
+def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp_or_refused() -> None:
+    """An average that goes through parameters taken once (torch_ema) sees updated ones, or somebody says so."""
+    plain, ours = (Training(decoupled=decoupled) for decoupled in (False, True))
+    averages = []
+    for run in (plain, ours):
+        average = [parameter.detach().clone() for parameter in run.held]
+        for _ in range(6):
+            run.step()
+            torch._foreach_lerp_(average, [parameter.detach() for parameter in run.held], 0.5)
+        averages.append(average)
+    assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True))
+
+
+COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP(torch.compile(net))": lambda net: wrapped(torch.compile(net, backend="eager")),
+    "net.compile()": lambda net: (net.compile(backend="eager"), wrapped(net))[1],
+    "blocks": lambda net: (net[0].compile(backend="eager"), wrapped(net))[1],
+    "torch.compile(ddp)": lambda net: torch.compile(wrapped(net, compiled=True), backend="eager"),
+}
+
+
+def wrapped(net: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(net, **DecoupledState.ddp_options(net, **options))
+
+
+@pytest.mark.defect("strangers-26")
+@pytest.mark.parametrize("way", COMPILED)
+def test_options_for_ddp_let_a_small_model_be_compiled(way: str) -> None:
+    """What ``ddp_options`` returns suits each documented way to compile."""
+    with fresh_dynamo():
+        COMPILED[way](network())(inputs(0)).sum().backward()
+
+
+@contextlib.contextmanager
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+class Pinn(nn.Module):
+    """A network whose loss has its derivative by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.jacrev(self.net))(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.defect("strangers-27")
+def test_derivatives_by_torch_func_in_forward_train_as_with_plain_ddp() -> None:
+    """A model that differentiates itself in forward (PINN, Jacobian penalty) trains decoupled as with plain DDP."""
+    plain, ours = (Training(decoupled=decoupled, net=Pinn).run(6) for decoupled in (False, True))
+    assert_same(plain, ours)
+
+
+class Interrupted(torch.optim.SGD):
+    """Gets a signal in the middle of a step, where one is handled."""
+
+    def step(self, closure: Any = None) -> Any:
+        if callable(signal.getsignal(signal.SIGUSR1)):
+            signal.raise_signal(signal.SIGUSR1)
+        return super().step(closure)
+
+
+@pytest.mark.defect("strangers-28")
+def test_a_checkpoint_from_a_signal_handler_inside_an_update_is_one() -> None:
+    """A handler that saves (Lightning's requeue) gets a state dict, whatever the signal has interrupted."""
+    training, plain = (
+        Training(decoupled=decoupled, make=lambda m: Interrupted(m.parameters(), lr=0.1))
+        for decoupled in (True, False)
+    )
+    former = signal.getsignal(signal.SIGUSR1)
+    saved: list[Any] = []
+
+    def save(*_: Any) -> None:
+        signal.signal(signal.SIGUSR1, former)
+        saved.append(training.model.module.state_dict())
+
+    try:
+        for _ in range(6):
+            signal.signal(signal.SIGUSR1, save)
+            training.step()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert len(saved) == 6
+    assert_same(training, plain.run(6))
+
+
+@pytest.mark.defect("strangers-31")
+def test_checkpoints_now_and_then_are_no_moving_average(caplog: pytest.LogCaptureFixture) -> None:
+    """Three checkpoints in 400 steps bring no warning of reads in every step."""
+    training = Training(decoupled=True)
+    with caplog.at_level(logging.WARNING):
+        for step in range(64):
+            training.step()
+            if step % 16 == 15:
+                training.model.module.state_dict()
+    assert not caplog.records

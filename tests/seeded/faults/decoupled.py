@@ -96,7 +96,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the greatest gradient of all ranks is a number although one is none",
-        "crossover_ddp/_decoupled/shares.py",
+        "crossover_ddp/_decoupled/clipping.py",
         "torch.where(exchanged[1] > 0, math.nan, exchanged[0])",
         "exchanged[0]",
         (_DEFECTS, "-k", "nan_if_any_is"),
@@ -114,5 +114,49 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
         "for parameter in parameters if parameter.requires_grad]",
         "for parameter in parameters]",
         ("tests/defects/test_owners.py", "-k", "integer"),
+    ),
+    Fault(
+        "the norm has the type of the first bucket",
+        "crossover_ddp/_decoupled/clipping.py",
+        "functools.reduce(torch.promote_types, dtypes)",
+        "[*dtypes][0]",
+        (_DEFECTS, "-k", "widest_type"),
+    ),
+    Fault(
+        "whole gradients are clipped by a norm in their own type",
+        "crossover_ddp/_decoupled/training.py",
+        "            return clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)\n",
+        "            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)\n",
+        (_DEFECTS, "-k", "clipping_does_not_hang"),
+    ),
+    Fault(
+        "buckets of a compiled model may be smaller than torch takes",
+        "crossover_ddp/_decoupled/state.py",
+        "_SMALLEST_COMPILED_BUCKET_BYTES if compiled else",
+        "_SMALLEST_BUCKET_BYTES if compiled else",
+        (_DEFECTS, "-k", "model_be_compiled"),
+    ),
+    Fault(
+        "an update runs inside of a transform by torch.func",
+        "crossover_ddp/_decoupled/updates.py",
+        "        if peek_interpreter_stack() is not None:\n",
+        "        if False:\n",
+        (_DEFECTS, "-k", "torch_func"),
+    ),
+    Fault(
+        "a handler of a signal in the middle of an update makes the update again",
+        "crossover_ddp/_decoupled/updates.py",
+        "        with as_in_step(share.buffer.device.type):\n            share.apply(self._partial)\n",
+        "        share.pending = True\n"
+        "        with as_in_step(share.buffer.device.type):\n            share.apply(self._partial)\n"
+        "        share.pending = False\n",
+        (_DEFECTS, "-k", "signal_handler"),
+    ),
+    Fault(
+        "checkpoints far apart are taken for reads in every step",
+        "crossover_ddp/_decoupled/updates.py",
+        " and step - self._steps[0] < _STEPS_CLOSE_TOGETHER:",
+        ":",
+        (_DEFECTS, "-k", "now_and_then"),
     ),
 )

@@ -1,0 +1,104 @@
+"""The norm of all gradients together, of parts of them on each rank or of whole ones, and clipping by it.
+
+[Note: one norm] Whether a step is deferred may hang on a clock, and what a run computes must not. So norms are summed
+in float64, of the same elements in whatever order, and rounded to the gradients' type at the end.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .shares import Share
+
+_PIECE_NUMEL: Final = 1 << 18
+
+
+def clip_whole(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Clip gradients that are whole; return their norm, which is that of `gradient_norm`."""
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    total = _Norm(norm_type, gradients[0].device)
+    for gradient in gradients:
+        total.add(torch.view_as_real(gradient) if gradient.is_complex() and norm_type == 2.0 else gradient)
+    norm = total.of(total.summed, [gradient.dtype.to_real() for gradient in gradients])
+    if error_if_nonfinite:
+        check_finite(norm, norm_type)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def check_finite(norm: torch.Tensor, norm_type: float) -> None:
+    """Raise what torch raises, for the same reason."""
+    if not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
+            "look for the step that blew up, or pass error_if_nonfinite=False"
+        )
+
+
+def gradient_norm(
+    shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor | None:
+    """Return the p-norm of all collected gradients together: each rank looks at its own parts.
+
+    None if a rank has no shares: its gradients are whole, and all ranks must look at whole ones.
+
+    **Collective**: three numbers per rank are exchanged.
+    """
+    if norm_type != 2.0 and any(update.gradient.is_complex() for share in shares for update in share.updates):
+        raise ValueError(
+            f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    total = _Norm(norm_type, device)
+    for share in shares:
+        for piece in share.own_pieces(process_group.rank()):
+            total.add(piece)
+    summed = total.summed
+    # gloo's maximum loses NaN.
+    is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)
+    exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
+    dist.all_reduce(
+        exchanged, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=process_group
+    )
+    if not shares or exchanged[2]:
+        return None
+    norm = total.of(
+        torch.where(exchanged[1] > 0, math.nan, exchanged[0]), [share.buffer.dtype for share in shares]
+    )
+    return norm if shares[0].factor is None else norm * shares[0].factor
+
+
+class _Norm:
+    """A p-norm in the making, see [Note: one norm]."""
+
+    def __init__(self, norm_type: float, device: torch.device) -> None:
+        self.summed = torch.zeros((), dtype=torch.float64, device=device)
+        self._norm_type = norm_type
+        self._is_infinite = math.isinf(norm_type)
+
+    def add(self, values: torch.Tensor) -> None:
+        if self._is_infinite:
+            self.summed = torch.maximum(self.summed, self._of_piece(values, None))
+            return
+        dtype = torch.complex128 if values.is_complex() else torch.float64
+        # In pieces: torch makes a copy in the type of the sum.
+        for piece in values.reshape(-1).split(_PIECE_NUMEL):
+            self.summed = self.summed + self._of_piece(piece, dtype) ** self._norm_type
+
+    def _of_piece(self, piece: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(piece, self._norm_type, dtype=dtype)
+        return norm.to(self.summed.device, torch.float64)
+
+    def of(self, summed: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+        """Return the norm whose sum is ``summed``, in the widest of the gradients' types."""
+        norm: torch.Tensor = summed if self._is_infinite else summed ** (1.0 / self._norm_type)
+        return norm.to(functools.reduce(torch.promote_types, dtypes))
