@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Muon
 
@@ -32,7 +33,7 @@ from crossover_ddp._muon.stepping import Stepping, check_optimizer
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
 
-__all__ = ["MuonState", "muon_hook"]
+__all__ = ["MuonState", "muon_hook", "muon_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,40 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
         return state.exchange(group, bucket)
 
     return guarded(bucket, answer)
+
+
+def muon_parameters(
+    model: nn.Module, *, head: nn.Module | None = None
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the parameters of ``model`` as torch's page on Muon says: matrices of hidden layers, and all others.
+
+    Embeddings, whatever is tied to them, and the head are no hidden layers. Matrices that a module keeps as parameters
+    of its own, such as embeddings of positions, are taken for hidden ones.
+
+    Args:
+        model: the module that is trained.
+        head: the module that makes the outputs. Default: the last one that has a matrix.
+
+    Returns:
+        What is for ``torch.optim.Muon``, and what is for another optimizer, each in the model's order.
+
+    Example::
+
+        matrices, others = muon_parameters(model)
+        muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others)
+    """
+    having = [
+        module for module in model.modules() if any(p.ndim == 2 for p in module.parameters(recurse=False))
+    ]
+    apart: list[nn.Module] = [
+        module for module in having if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
+    apart += [head] if head is not None else having[-1:]
+    kept = {id(p) for module in apart for p in module.parameters()}
+    parameters = [*model.parameters()]
+    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in kept]
+    hidden = {id(p) for p in matrices}
+    return matrices, [p for p in parameters if id(p) not in hidden]
 
 
 def _shape(matrix: torch.Tensor) -> tuple[int, int]:

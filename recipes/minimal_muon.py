@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from crossover_ddp.muon_hooks import MuonState, muon_hook
+from crossover_ddp.muon_hooks import MuonState, muon_hook, muon_parameters
 
 
 def main() -> None:
@@ -46,8 +46,7 @@ def main() -> None:
         nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
     ).to(device)
     # Muon is for hidden matrices; biases, embeddings and the head go to another optimizer.
-    matrices = [p for name, p in network.named_parameters() if name in ("0.weight", "2.weight")]
-    others = [p for p in network.parameters() if all(p is not matrix for matrix in matrices)]
+    matrices, others = muon_parameters(network)
     muon, adamw = torch.optim.Muon(matrices, lr=args.lr), torch.optim.AdamW(others, lr=1e-3)
     optimizers: list[torch.optim.Optimizer] = [muon, adamw]
     model = DistributedDataParallel(network)

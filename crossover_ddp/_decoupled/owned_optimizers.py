@@ -33,6 +33,12 @@ class OwnedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        modes = [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
+        if modes:
+            raise UnsupportedConfigurationError(
+                f"expected an optimizer without modes of its own, got {type(optimizer).__name__} with {modes}, which "
+                "need the state of all parameters, of which a rank has its own ones'; use owners=None"
+            )
         self.optimizer = optimizer
         self.partial = PartialOptimizer(optimizer)
         self.costs = costs_of(optimizer)
@@ -99,6 +105,16 @@ class OwnedOptimizers:
         """Note that owners have updated their state; what was consolidated before is old."""
         self._is_whole = self._is_whole and all(owner == self._rank for owner in self.owners)
         self.drop_foreign()
+
+    def check_foreign(self) -> None:
+        """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
+        for parameter, owner in zip(self.parameters, self.owners, strict=True) if not self._is_whole else ():
+            if owner != self._rank and (kept := self._state_of(parameter).get(parameter)):
+                name = type(self.of(parameter).optimizer).__name__
+                raise UnsupportedConfigurationError(
+                    f"expected state of this rank's own parameters in {name}, got {sorted(kept)} of one that rank "
+                    f"{owner} owns, which differs from rank to rank (a Lookahead around it?); use owners=None"
+                )
 
     def adopt(self) -> None:
         """Keep the owned part of a state that was loaded."""

@@ -96,6 +96,7 @@ class OwnedTraining(DecoupledTraining):
         self._dropped: set[int] = set()
         self._is_checked = False
         self._skipped = 0
+        self._failure: Exception | None = None
         super().__init__(
             optimizers[0], turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates
         )
@@ -132,6 +133,11 @@ class OwnedTraining(DecoupledTraining):
     ) -> torch.futures.Future[torch.Tensor]:
         round_ = self.updates.round
         if round_.shares and not round_.is_open and not self._closed:
+            if (failure := self._failure) is not None:
+                raise UnsupportedConfigurationError(
+                    "expected step() of this rank's own parameters to end, got a second backward() after "
+                    f"{type(failure).__name__}: {failure}; other ranks wait for what it has not sent: restart the job"
+                ) from failure
             raise UnsupportedConfigurationError(
                 "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
                 "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
@@ -242,8 +248,13 @@ class OwnedTraining(DecoupledTraining):
         if closure is not None:
             with torch.enable_grad():  # as torch's optimizers do
                 loss = closure()
-        with self.updates.lock:
-            result = self._step_of(number)
+        try:
+            with self.updates.lock:
+                result = self._step_of(number)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._failure = None
         return result if closure is None else loss
 
     def _step_of(self, number: int) -> Any:
@@ -253,6 +264,7 @@ class OwnedTraining(DecoupledTraining):
         if self._closed:
             return owned.partial.step()
         if not self._plans:
+            self.owned.check_foreign()
             round_.collect(self.optimizer, self._known)
         if not round_.shares:
             _check_without_gradients(owned)

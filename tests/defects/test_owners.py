@@ -1,16 +1,22 @@
 """Known defects of owners and of Muon: the report on decoupled training, and what strangers' programs found."""
 
+import contextlib
 import logging
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import timm.optim
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from crossover_ddp.muon_hooks import MuonState
-from tests.harness import run_ranks
+from crossover_ddp import DecoupledState, ExchangeError, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp.muon_hooks import MuonState, muon_parameters
+from tests.harness import RankError, run_ranks
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -151,3 +157,143 @@ def test_a_frozen_integer_parameter_may_be_in_the_optimizer(owners: str | None) 
         Training(decoupled=decoupled, net=quantised, owners=owners).run() for decoupled in (False, True)
     )
     assert_same(plain, ours)
+
+
+def lookahead(rank: int, world_size: int) -> bool:
+    """Return whether all ranks have the same parameters."""
+    training = owned()
+    wrapper = timm.optim.Lookahead(training.optimizer, k=2)
+    for step in range(6):
+        training.steps = 2 * step + rank
+        training.backward()
+        wrapper.step()
+        wrapper.zero_grad()
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, training.weights())
+    return all(torch.equal(a, b) for a, b in zip(*everyone, strict=True))
+
+
+@pytest.mark.defect("strangers-6")
+def test_a_lookahead_around_owners_keeps_ranks_equal_or_is_refused() -> None:
+    """State that somebody else keeps in the optimizer for parameters of other ranks is refused by its name."""
+    with pytest.raises(RankError, match="lookahead_slow_buff"):
+        run_ranks(lookahead, 2)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Exchanges all parameters before and after evaluations, by what it keeps of each."""
+
+    def eval(self) -> None:
+        """Show averages."""
+
+    def train(self) -> None:
+        """Go on."""
+
+
+@pytest.mark.defect("strangers-6")
+def test_an_optimizer_with_modes_of_its_own_is_refused_for_owners() -> None:
+    """``optimizer.eval()`` needs the state of all parameters, which no rank has with owners."""
+    with pytest.raises(UnsupportedConfigurationError, match=r"ScheduleFree.*eval\(\)"):
+        owned(make=lambda m: ScheduleFree(m.parameters(), lr=0.1))
+
+
+class Failing(torch.optim.SGD):
+    """Fails once."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails and any(group["params"] for group in self.param_groups):
+            Failing.fails = False
+            raise ArithmeticError("singular side")
+        return super().step(closure)
+
+
+@pytest.mark.defect("decoupled-14")
+def test_after_a_failed_step_of_owners_the_next_backward_names_the_cause() -> None:
+    """What an optimizer raised in ``step()`` is not hidden behind a message on a forgotten ``step()``."""
+    training = owned(make=lambda m: Failing(m.parameters(), lr=0.1)).run(3)
+    training.backward()
+    Failing.fails = True
+    with pytest.raises(ArithmeticError):
+        training.optimizer.step()
+    with pytest.raises(UnsupportedConfigurationError, match="singular side"):
+        training.backward()
+
+
+def with_a_failed_owner(rank: int, world_size: int) -> float:
+    """Return how long the other rank waits for an owner that failed, at most the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    net = network()
+    optimizer = Failing(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, process_group=group)
+    model.register_comm_hook(DecoupledState(optimizer, group, owners="layers"), decoupled_hook)
+    model(inputs(0)).sum().backward()
+    Failing.fails = rank == 1
+    began_s = time.monotonic()
+    with contextlib.suppress(ArithmeticError, ExchangeError):
+        optimizer.step()
+        if rank == 0:
+            net.state_dict()
+    waited_s = time.monotonic() - began_s
+    dist.barrier()
+    return waited_s
+
+
+@pytest.mark.defect("decoupled-14")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="decoupled-14")
+def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout() -> None:
+    """A rank whose optimizer raises in ``step()`` does not leave the others waiting until the timeout."""
+    assert max(run_ranks(with_a_failed_owner, 2)) < 3
+
+
+def with_a_skipped_step(rank: int, world_size: int) -> str:
+    """Return what a rank is told that goes on while the other one has skipped a step."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, process_group=group)
+    model.register_comm_hook(DecoupledState(optimizer, group, owners="layers"), decoupled_hook)
+    try:
+        for step in range(3):
+            model(inputs(step)).sum().backward()
+            if rank == 0 or step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        net.state_dict()
+    except (ExchangeError, UnsupportedConfigurationError) as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.defect("strangers-31")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-31")
+def test_a_step_that_one_rank_skips_is_named() -> None:
+    """Where one rank takes a step that another skips, an error says that steps differ."""
+    assert any("step()" in message for message in run_ranks(with_a_skipped_step, 2))
+
+
+@pytest.mark.defect("strangers-28")
+@pytest.mark.xfail(strict=True, raises=UnsupportedConfigurationError, reason="strangers-28")
+def test_torchs_distributed_checkpoint_resumes_owners() -> None:
+    """``set_optimizer_state_dict`` loads what ``get_optimizer_state_dict`` has saved, and leaves the learning rate."""
+    saving, resumed = (owned(make=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1)) for _ in range(2))
+    saved = get_optimizer_state_dict(saving.run().model, saving.optimizer)
+    set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.defect("strangers-16")
+def test_muon_gets_hidden_matrices_only() -> None:
+    """Embeddings, what is tied to them, biases and the head are for another optimizer, as torch's page on Muon says."""
+    net = nn.Sequential(
+        nn.Embedding(7, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 7)
+    )
+    matrices, others = muon_parameters(net)
+    assert [id(matrix) for matrix in matrices] == [id(net[1].weight), id(net[3].weight)]
+    assert {id(p) for p in (*matrices, *others)} == {id(p) for p in net.parameters()}
+    net[4].weight = net[0].weight
+    assert len(muon_parameters(net)[0]) == 2
+    assert len(muon_parameters(net, head=net[3])[0]) == 1
