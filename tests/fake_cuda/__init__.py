@@ -1,13 +1,16 @@
 """A CUDA device and NCCL on the CPU, for torch's CUDA build; see README.md."""
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 from typing import Final
 
 from .build import build, why_not
 
 DEVICES: Final = 2
 
-__all__ = ["DEVICES", "build", "environment", "is_here", "why_not"]
+__all__ = ["DEVICES", "build", "contexts", "environment", "is_here", "late", "why_not"]
 
 
 def is_here() -> bool:
@@ -23,11 +26,35 @@ def environment(devices: int = DEVICES, **knobs: int) -> dict[str, str]:
         knobs: ``kernel_us=300`` sets ``FAKE_KERNEL_US``; see README.md.
     """
     libraries = build()
-    runtime = next(libraries.glob("libcudart.so.*"))
+    preloaded = [
+        str(path) for name in ("cudart", "nccl", "nvrtc") for path in libraries.glob(f"lib{name}.so.*")
+    ]
     before = os.environ.get("LD_LIBRARY_PATH")
     return {
-        "LD_PRELOAD": f"{runtime}:{libraries / 'libnccl.so.2'}",
+        "LD_PRELOAD": os.pathsep.join(preloaded),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries), before])),
         "FAKE_DEVICES": str(devices),
         **{f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()},
     }
+
+
+@contextlib.contextmanager
+def late(**knobs: int) -> Iterator[None]:
+    """Set knobs for what this process launches in the block, ``kernel_us=300`` for instance."""
+    names = [f"FAKE_{name.upper()}" for name in knobs]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(zip(names, map(str, knobs.values()), strict=True))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def contexts() -> list[int]:
+    """Return the devices on which this process has a context."""
+    mask = ctypes.CDLL(None).fake_contexts()
+    return [device for device in range(mask.bit_length()) if mask >> device & 1]

@@ -29,8 +29,9 @@ class BuildError(RuntimeError):
 class Toolkit(NamedTuple):
     """What NVIDIA's packages, which torch's CUDA build depends on, bring along."""
 
-    runtime: Path  # libcudart.so.N
+    runtime: Path
     nccl: Path
+    nvrtc: Path
     headers: Path
     nccl_headers: Path
     crt: Path  # host headers that only triton's package has
@@ -52,8 +53,9 @@ def _find() -> Toolkit | str:
     """Find NVIDIA's packages beside torch, or say what is missing."""
     packages = TORCH.parent
     wanted = {
-        "runtime": "nvidia/**/lib/libcudart.so.*",
+        "runtime": "nvidia/**/lib/libcudart.so.13",
         "nccl": "nvidia/**/lib/libnccl.so.2",
+        "nvrtc": "nvidia/**/lib/libnvrtc.so.*",
         "headers": "nvidia/**/include/cuda_runtime_api.h",
         "nccl_headers": "nvidia/**/include/nccl.h",
         "crt": "triton/backends/nvidia/include/crt/host_defines.h",
@@ -97,26 +99,27 @@ def build() -> Path:
 
 def _build_all(toolkit: Toolkit, work: Path) -> None:
     """Compile the three libraries at the same time."""
-    out, runtime = work / "libraries", toolkit.runtime.name
+    out, runtime, nvrtc = work / "libraries", toolkit.runtime.name, toolkit.nvrtc.name
     out.mkdir()
     (work / "include").mkdir()
     (work / "include" / "crt").symlink_to(toolkit.crt.parent)
-    (work / "names.map").write_text(f"{runtime} {{ global: *; }};")
     headers = _options("-I", work / "include", toolkit.headers.parent, toolkit.nccl_headers.parent)
     of_torch = _options("-I", TORCH / "include", TORCH / "include/torch/csrc/api/include")
-    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch"]
+    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch"]
+    parts = [work / f"{name}.o" for name in ("runtime", "streams", "driver")]
     _run_all(
-        _compile("-c", "-O1", *headers, SOURCES / "runtime.cpp", "-o", work / "runtime.o"),
+        *[_compile("-c", "-O1", *headers, SOURCES / f"{part.stem}.cpp", "-o", part) for part in parts],
         _compile("-c", "-O2", f"-I{SOURCES / 'stub'}", *headers, SOURCES / "nccl.cpp", "-o", work / "nccl.o"),
+        _compile("-c", SOURCES / "nvrtc.cpp", "-o", work / "nvrtc.o"),
         _compile("-O1", *headers, *of_torch, SOURCES / "kernels.cpp", *libraries, "-o", out / "kernels.so"),
     )
-    _write_rest(toolkit.runtime, work / "runtime.o", ("cuda", "__cuda"), 801)  # cudaErrorNotSupported
-    _write_rest(toolkit.nccl, work / "nccl.o", ("nccl",), 5)  # ncclInvalidUsage
-    names = [f"-Wl,-soname,{runtime}", f"-Wl,--version-script={work / 'names.map'}"]
-    of_nccl = ["-Wl,-soname,libnccl.so.2", "-o", out / "libnccl.so.2"]
+    _write_rest(toolkit.runtime, parts, "cuda", 801)  # cudaErrorNotSupported
+    _write_rest(toolkit.nvrtc, [work / "nvrtc.o"], "nvrtc", 11)  # NVRTC_ERROR_INTERNAL_ERROR
+    _write_rest(toolkit.nccl, [work / "nccl.o"], "nccl", 5)  # ncclInvalidUsage
     _run_all(
-        _compile(work / "runtime.o", work / "runtime.o.cpp", *names, "-ldl", "-o", out / runtime),
-        _compile(work / "nccl.o", work / "nccl.o.cpp", *of_nccl),
+        _link(out / runtime, *parts, work / "runtime.rest.cpp", "-ldl"),
+        _link(out / toolkit.nccl.name, work / "nccl.o", work / "nccl.rest.cpp"),
+        _link(out / nvrtc, work / "nvrtc.o", work / "nvrtc.rest.cpp"),
     )
     (out / "libcuda.so.1").symlink_to(runtime)
 
@@ -125,18 +128,30 @@ def _compile(*words: str | Path) -> list[str]:
     return [*_COMPILER, *map(str, words)]
 
 
+def _link(library: Path, *words: str | Path) -> list[str]:
+    """Give the library the real one's name, which is also the version of its names."""
+    versions = library.parent.with_name(f"{library.name}.map")
+    versions.write_text(f"{library.name} {{ global: *; }};")
+    return _compile(*words, f"-Wl,-soname,{library.name},--version-script={versions}", "-o", library)
+
+
 def _options(letter: str, *paths: Path) -> list[str]:
     return [f"{letter}{path}" for path in paths]
 
 
-def _write_rest(real: Path, mine: Path, prefixes: tuple[str, ...], error: int) -> None:
-    """Write a source file with each name of the real library that ours lacks: whoever calls one is told so."""
-    lacking = sorted(name for name in _names(real, "-D") - _names(mine) if name.startswith(prefixes))
-    lines = ["#include <cstdio>", '#define API extern "C" __attribute__((visibility("default")))']
-    for name in lacking:
-        told = f'std::fputs("fake CUDA device: {name} is not covered\\n", stderr)'
-        lines.append(f"API int {name}() {{ {told}; return {error}; }}")
-    Path(f"{mine}.cpp").write_text("\n".join(lines))
+def _write_rest(real: Path, mine: Sequence[Path], prefix: str, error: int) -> None:
+    """Write a source file with each name of the real library that ours lacks: it fails and says so."""
+    defined = set[str]().union(*map(_names, mine))
+    lacking = sorted(
+        name for name in _names(real, "-D") - defined if name.startswith((prefix, f"__{prefix}"))
+    )
+    told = "" if prefix == "nvrtc" else 'fake_not_covered("{name}"); '  # it has no error of the runtime
+    lines = [
+        '#define API extern "C" __attribute__((visibility("default")))',
+        "API int fake_not_covered(const char*);",
+    ]
+    lines += [f"API int {name}() {{ {told.format(name=name)}return {error}; }}" for name in lacking]
+    mine[0].with_suffix(".rest.cpp").write_text("\n".join(lines))
 
 
 def _names(library: Path, *options: str) -> set[str]:

@@ -1,379 +1,433 @@
-// Kernels of the fake device: an operator on "cuda" tensors is enqueued on the current stream and computed
-// there by the CPU's kernel, on CPU tensors over the same memory. Arguments are kept as raw memory, as a real
-// kernel keeps them, so a tensor that is freed or overwritten too early gives wrong numbers here too. What
-// the CPU cannot compute raises.
-#include <cmath>
+// An operator on CUDA tensors is enqueued on the current stream and computed there by the CPU's kernel, on CPU tensors
+// over the same memory. Arguments are kept as raw memory, as a real kernel keeps them, so a tensor that is freed or
+// overwritten too early gives wrong numbers here, too. What cannot be computed right raises.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
-#include <fcntl.h>
-#include <sys/file.h>
 #include <torch/library.h>
 
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
+#include <cmath>
 #include <iostream>
-#include <map>
-#include <random>
-#include <thread>
+#include <set>
+#include <unordered_map>
+
+#include "fake.h"
+
 using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-static long env(const char* name, long otherwise) {
-    const char* v = getenv(name);
-    return v ? atol(v) : otherwise;
-}
-static void be_late() {
-    const long each = env("FAKE_KERNEL_US", 0),
-               most = env("FAKE_KERNEL_JITTER_US", 0);  // read each time: a test may change them
-    static thread_local std::mt19937 random{std::random_device{}()};
-    long t = each + (most > 0 ? (long)(random() % most) : 0);
-    if (t > 0) std::this_thread::sleep_for(std::chrono::microseconds(t));
-}
 extern "C" {
 int PyGILState_Ensure();
 void PyGILState_Release(int);
 void PyErr_Clear();
 }
-static void forget_python_error() {
-    int g = PyGILState_Ensure();
+static void forget_python_error() {  // a shape function in Python has left one
+    const int state = PyGILState_Ensure();
     PyErr_Clear();
-    PyGILState_Release(g);
-}  // a shape function in Python left one
-// One kernel at a time on a device, whatever process it is of, as under time slicing: FAKE_SHARED=1.
-struct OnDevice {
-    int fd = -1;
-    explicit OnDevice(int device) {
-        static const bool shared = getenv("FAKE_SHARED");
-        if (!shared) return;
-        static thread_local std::map<int, int> files;
-        int& f = files[device];
-        if (!f) {
-            char n[40];
-            snprintf(n, 40, "/dev/shm/fakegpu-%d", device);
-            f = open(n, O_CREAT | O_RDWR, 0600);
-        }
-        fd = f;
-        flock(fd, LOCK_EX);
-    }
-    ~OnDevice() {
-        if (fd >= 0) flock(fd, LOCK_UN);
-    }
-};
+    PyGILState_Release(state);
+}
 static bool tracing() {
     static const bool on = getenv("FAKE_TRACE");
     return on;
 }
+static cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 // ---- arguments
 template <class F>
-static IValue each_tensor(const IValue& v, F&& f) {
-    if (v.isTensor()) return f(v.toTensor());
-    if (v.isTensorList()) {
+static IValue each_tensor(const IValue& value, F&& f) {
+    if (value.isTensor()) return f(value.toTensor());
+    if (value.isTensorList()) {
         c10::List<at::Tensor> out;
-        for (const at::Tensor& t : v.toTensorVector()) out.push_back(f(t));
+        for (const at::Tensor& tensor : value.toTensorVector()) out.push_back(f(tensor));
         return out;
     }
-    if (v.isOptionalTensorList()) {
+    if (value.isOptionalTensorList()) {
         c10::List<std::optional<at::Tensor>> out;
-        for (std::optional<at::Tensor> t : v.toOptionalTensorList())
-            out.push_back(t ? std::optional<at::Tensor>(f(*t)) : t);
+        for (std::optional<at::Tensor> tensor : value.toOptionalTensorList())
+            out.push_back(tensor ? std::optional<at::Tensor>(f(*tensor)) : tensor);
         return out;
     }
-    if (v.isGenerator()) return IValue();
-    if (v.isDevice()) return v;
-    return v;
+    return value;
+}
+static bool wrapped(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->is_wrapped_number(); }
+static at::TensorOptions on(c10::DeviceType device, const at::Tensor& like) {
+    return at::TensorOptions().dtype(like.dtype()).device(device);
+}
+static at::Tensor over_same_memory(const at::Tensor& t) {
+    TORCH_CHECK(!t.is_conj() && !t.is_neg(), "the fake device does not cover conjugate and negative views");
+    return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), on(at::kCPU, t));
 }
 static at::Tensor on_cpu(const at::Tensor& t) {
     if (!t.defined()) return t;
-    if (!t.is_cuda()) return t.unsafeGetTensorImpl()->is_wrapped_number() ? t : t.clone();
-    auto o = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
-    at::Tensor a = t.numel() ? at::from_blob(t.data_ptr(), t.sizes(), t.strides(), o)
-                             : at::empty_strided(t.sizes(), t.strides(), o);
-    if (t.unsafeGetTensorImpl()->is_wrapped_number()) a.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return a;
-}
-static at::Tensor on_meta(const at::Tensor& t) {
-    if (!t.defined() || !t.is_cuda()) return t;
-    return at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(at::kMeta));
-}
-static Stack convert(const Stack& all, size_t from, at::Tensor (*f)(const at::Tensor&), bool cpu) {
-    Stack out;
-    for (size_t i = from; i < all.size(); ++i)
-        out.push_back(
-            all[i].isDevice() ? IValue(c10::Device(cpu ? at::kCPU : at::kMeta)) : each_tensor(all[i], f));
+    if (!t.is_cuda()) return wrapped(t) ? t : t.clone();
+    at::Tensor out = t.numel() ? over_same_memory(t) : at::empty_strided(t.sizes(), t.strides(), on(at::kCPU, t));
+    if (wrapped(t)) out.unsafeGetTensorImpl()->set_wrapped_number(true);
     return out;
 }
+static at::Tensor on_meta(const at::Tensor& t) {
+    return t.defined() && t.is_cuda() ? at::empty_strided(t.sizes(), t.strides(), on(at::kMeta, t)) : t;
+}
+static at::Tensor like_on_cuda(const at::Tensor& t) {
+    return t.defined() ? at::empty_strided(t.sizes(), t.strides(), on(at::kCUDA, t)) : t;
+}
+static Stack convert(const IValue* arguments, size_t count, at::Tensor (*f)(const at::Tensor&), c10::DeviceType device) {
+    Stack out;
+    out.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+        const IValue& value = arguments[i];
+        if (value.isDevice()) out.emplace_back(c10::Device(device));
+        else if (value.isGenerator()) out.emplace_back();
+        else out.push_back(each_tensor(value, f));
+    }
+    return out;
+}
+
+// ---- what a schema says of an operator, once for each
+struct Known {
+    size_t count = 0;
+    std::vector<size_t> written;    // arguments
+    std::vector<size_t> resizable;  // out= arguments
+    std::vector<bool> aliased;      // results that are arguments
+    bool functional = false;        // some result is no argument
+    bool plain = true;              // results are tensors
+    bool computed = false;          // by the CPU, too
+    bool mixes = false;             // takes CPU tensors beside CUDA tensors
+    bool random = false;
+    int generator = -1;  // which argument
+};
+static Known know(const OperatorHandle& op) {
+    const auto& schema = op.schema();
+    Known known;
+    known.count = schema.arguments().size();
+    for (size_t i = 0; i < known.count; ++i) {
+        const auto& argument = schema.arguments()[i];
+        if (argument.alias_info() && argument.alias_info()->isWrite()) known.written.push_back(i);
+        if (argument.is_out()) known.resizable.push_back(i);
+        if (argument.type()->str().rfind("Generator", 0) == 0) known.generator = (int)i;
+    }
+    for (const auto& result : schema.returns()) {
+        const bool aliased = result.alias_info() && result.alias_info()->isWrite();
+        known.aliased.push_back(aliased);
+        known.functional |= !aliased;
+        known.plain &= aliased || result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                       result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+    }
+    known.computed = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+    for (const char* name : {"aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_ctc_loss"})
+        known.mixes |= schema.name().rfind(name, 0) == 0;
+    known.random = op.hasTag(at::Tag::nondeterministic_seeded);
+    return known;
+}
+static const Known& known_of(const OperatorHandle& op) {
+    static thread_local std::unordered_map<const void*, Known> all;
+    const void* key = &op.schema();
+    const auto found = all.find(key);
+    return found != all.end() ? found->second : all.emplace(key, know(op)).first->second;
+}
+static c10::Device device_of(const OperatorHandle& op, const IValue* arguments, const Known& known) {
+    std::optional<c10::Device> found;
+    bool host = false;
+    for (size_t i = 0; i < known.count; ++i) {
+        each_tensor(arguments[i], [&](const at::Tensor& t) {
+            if (!t.defined()) return t;
+            TORCH_CHECK(
+                !t.is_cuda() || !found || *found == t.device(), "expected all tensors on one device, got ", *found,
+                " and ", t.device(), " for ", op.operator_name());
+            if (t.is_cuda()) found = t.device();
+            host |= !t.is_cuda() && t.dim() > 0;
+            return t;
+        });
+    }
+    for (size_t i = 0; i < known.count && !found; ++i)
+        if (arguments[i].isDevice() && arguments[i].toDevice().is_cuda() && arguments[i].toDevice().has_index())
+            found = arguments[i].toDevice();
+    TORCH_CHECK(
+        !host || !found || known.mixes, "expected all tensors on ", *found, ", got one on the CPU for ",
+        op.operator_name());
+    return found.value_or(c10::Device(at::kCUDA, c10::cuda::current_device()));
+}
+
+// ---- shapes of results, from "meta", once for each operator and shapes of arguments: a Python function costs 1 ms
+struct Shapes {
+    bool known = false;
+    Stack results;
+    Stack arguments;  // as an out= argument was left
+};
+// Writes all that a shape may depend on; false if that is more than is written here.
+static bool describe(const IValue& value, std::string& key) {
+    auto add = [&](const auto& plain) { key.append((const char*)&plain, sizeof plain); };
+    auto add_all = [&](const auto& list) {
+        add(list.size());
+        for (const auto& each : list) add(each);
+    };
+    auto add_tensor = [&](const at::Tensor& t) {
+        add(t.defined());
+        if (!t.defined()) return t;
+        add(t.scalar_type());
+        add(t.device().type());
+        add(wrapped(t));
+        add_all(t.sizes());
+        add_all(t.strides());
+        return t;
+    };
+    add(value.isNone() ? 'n' : value.isTensor() ? 't' : value.isInt() ? 'i' : value.isDouble() ? 'd' : 'o');
+    if (value.isNone() || value.isDevice() || value.isGenerator()) return true;
+    if (value.isTensor()) add_tensor(value.toTensor());
+    else if (value.isInt()) add(value.toInt());
+    else if (value.isDouble()) add(value.toDouble());
+    else if (value.isBool()) add(value.toBool());
+    else if (value.isIntList()) add_all(value.toIntVector());
+    else if (value.isDoubleList()) add_all(value.toDoubleVector());
+    else if (value.isString()) key += value.toStringRef() + '\0';
+    else if (value.isTensorList() || value.isOptionalTensorList()) {
+        key += '[';
+        each_tensor(value, add_tensor);
+        key += ']';
+    } else return false;
+    return true;
+}
+static Shapes infer(const OperatorHandle& op, const IValue* arguments, const Known& known) {
+    Shapes shapes;
+    shapes.results = convert(arguments, known.count, on_meta, at::kMeta);
+    shapes.arguments = shapes.results;
+    try {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        op.callBoxed(&shapes.results);
+        shapes.known = true;
+    } catch (const std::exception&) {
+        forget_python_error();
+    }
+    return shapes;
+}
+static Shapes shapes_of(const OperatorHandle& op, const IValue* arguments, const Known& known) {
+    static thread_local std::unordered_map<std::string, Shapes> all;
+    constexpr size_t MOST = 10'000;
+    const void* name = &op.schema();
+    std::string key((const char*)&name, sizeof name);
+    for (size_t i = 0; i < known.count; ++i)
+        if (!describe(arguments[i], key)) return infer(op, arguments, known);
+    const auto found = all.find(key);
+    if (found != all.end()) return found->second;
+    if (all.size() > MOST) all.clear();
+    return all.emplace(std::move(key), infer(op, arguments, known)).first->second;
+}
+
+// ---- random numbers: drawn in the stream from what the device's generator was when the kernel was launched
+static at::Generator generator_at_launch(const IValue& given) {
+    cudaStreamCaptureStatus status;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream(), &status));
+    TORCH_CHECK(status == cudaStreamCaptureStatusNone, "the fake device does not cover random numbers in a graph");
+    at::Generator of_device = given.isNone()
+                                  ? at::cuda::detail::getDefaultCUDAGenerator(c10::cuda::current_device())
+                                  : given.toGenerator();
+    std::lock_guard<std::mutex> lock(of_device.mutex());
+    auto* state = at::check_generator<at::CUDAGeneratorImpl>(of_device);
+    const uint64_t offset = state->philox_offset_per_thread();
+    state->set_philox_offset_per_thread(offset + 4);
+    return at::make_generator<at::CPUGeneratorImpl>(state->current_seed() * 0x9E3779B97F4A7C15ull + offset);
+}
+
 // ---- launching
 struct Launch {
     OperatorHandle op;
-    Stack args;
-    Stack outs;
+    Stack arguments;
+    Stack results;  // on the CPU, over the memory of those that are no arguments
     int device;
-};  // outs: CPU aliases that a functional operator's results go to
+    long late_us;
+};
 static void copy_into(const IValue& to, const IValue& from) {
-    if (to.isTensor()) {
-        if (!to.toTensor().defined()) return;
+    if (to.isTensor() && to.toTensor().defined()) {
         if (from.toTensor().numel() || !to.toTensor().numel()) to.toTensor().copy_(from.toTensor());
         else to.toTensor().fill_(NAN);  // the CPU leaves it out, as statistics in evaluation: not to be read
-    } else if (to.isTensorList()) {
-        auto a = to.toTensorVector(), b = from.toTensorVector();
-        for (size_t i = 0; i < a.size(); ++i) a[i].copy_(b[i]);
     }
+    if (!to.isTensorList()) return;
+    const auto into = to.toTensorVector(), values = from.toTensorVector();
+    for (size_t i = 0; i < into.size(); ++i) into[i].copy_(values[i]);
 }
-static void run(void* p) {
-    std::unique_ptr<Launch> l((Launch*)p);
-    static thread_local bool once = (at::set_num_threads(1), true);
+static void run(void* data) {
+    const auto& launch = *(Launch*)data;
+    static thread_local const bool once = (at::set_num_threads(1), true);
     (void)once;
-    OnDevice alone(l->device);
-    be_late();
+    const fake::Alone alone("gpu", launch.device);
+    fake_sleep_us(launch.late_us);
     try {
         at::AutoDispatchBelowADInplaceOrView guard;
-        l->op.callBoxed(&l->args);
-        for (size_t i = 0; i < l->outs.size(); ++i) copy_into(l->outs[i], l->args[i]);
-    } catch (const std::exception& e) {
-        fprintf(
-            stderr, "fake device: %s failed in its stream: %s\n",
-            c10::toString(l->op.operator_name()).c_str(), e.what());
+        Stack stack = launch.arguments;
+        launch.op.callBoxed(&stack);
+        for (size_t i = 0; i < launch.results.size(); ++i) copy_into(launch.results[i], stack[i]);
+    } catch (const std::exception& error) {  // as a device's assertion: nothing that follows can be trusted
+        std::cerr << "fake CUDA device: " << launch.op.operator_name() << " failed in its stream: " << error.what() << "\n";
         abort();
     }
 }
-static void enqueue(Launch* l) {
-    auto s = c10::cuda::getCurrentCUDAStream().stream();
-    TORCH_CHECK(cudaLaunchHostFunc(s, run, l) == cudaSuccess);
+template <class T>
+static void enqueue(void (*run)(void*), T* data) {
+    C10_CUDA_CHECK(fake_launch(stream(), run, [](void* data) { delete (T*)data; }, data));
 }
-static void sync_stream() { cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream().stream()); }
-static bool has_cpu(const OperatorHandle& op) {
-    return op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
-}
-static at::Tensor like_on_cuda(const at::Tensor& m) {
-    return m.defined() ? at::empty_strided(
-                             m.sizes(), m.strides(), at::TensorOptions().dtype(m.dtype()).device(at::kCUDA))
-                       : m;
-}
-
-static std::optional<c10::Device> device_of(const Stack& all, size_t from) {
-    std::optional<c10::Device> found;
-    for (size_t i = from; i < all.size() && !found; ++i) {
-        each_tensor(all[i], [&](const at::Tensor& t) {
-            if (!found && t.defined() && t.is_cuda()) found = t.device();
-            return t;
-        });
-        if (!found && all[i].isDevice() && all[i].toDevice().is_cuda() && all[i].toDevice().has_index())
-            found = all[i].toDevice();
-    }
-    return found;
-}
-static void kernel(const OperatorHandle& op, Stack* stack) {
-    const auto& schema = op.schema();
-    const size_t n = schema.arguments().size(), from = stack->size() - n;
-    c10::cuda::OptionalCUDAGuard on_device;
-    if (auto d = device_of(*stack, from)) on_device.set_device(*d);
-    TORCH_CHECK_NOT_IMPLEMENTED(has_cpu(op), "fake device: no CPU kernel for ", op.operator_name());
-    if (tracing()) std::cerr << "op " << op.operator_name() << "\n";
-    std::vector<size_t> written;
-    bool out_argument = false;
-    for (size_t i = 0; i < n; ++i) {
-        auto* a = schema.arguments()[i].alias_info();
-        if (a && a->isWrite()) {
-            written.push_back(i);
-            out_argument |= schema.arguments()[i].is_out();
-        }
-    }
-    bool functional = false,
-         plain = true;  // functional: some result is no argument; plain: results are tensors
-    for (auto& r : schema.returns()) {
-        bool aliased = r.alias_info() && r.alias_info()->isWrite();
-        functional |= !aliased;
-        plain &= aliased || r.type()->isSubtypeOf(*c10::TensorType::get()) ||
-                 r.type()->isSubtypeOf(*c10::ListType::ofTensors());
+static Stack launch(const OperatorHandle& op, const IValue* arguments, const Known& known, const Shapes& shapes) {
+    for (size_t i : known.resizable) {
+        if (!arguments[i].isTensor()) continue;
+        const at::Tensor out = arguments[i].toTensor(), wanted = shapes.arguments[i].toTensor();
+        if (out.sizes() != wanted.sizes()) out.resize_(wanted.sizes());
     }
     Stack results;
-    bool late = plain;
-    if (late && (functional || out_argument)) {  // shapes first
-        Stack meta = convert(*stack, from, on_meta, false);
-        Stack handed = meta;
-        try {
-            at::AutoDispatchBelowADInplaceOrView guard;
-            op.callBoxed(&meta);
-        } catch (const std::exception&) {
-            late = false;
-            forget_python_error();
-        }
-        if (late && out_argument)
-            for (size_t i : written)
-                if (schema.arguments()[i].is_out() && (*stack)[from + i].isTensor()) {
-                    auto t = (*stack)[from + i].toTensor(), m = handed[i].toTensor();
-                    if (t.sizes() != m.sizes()) t.resize_(m.sizes());
-                }
-        if (late && functional)
-            for (size_t i = 0; i < meta.size(); ++i) {
-                auto* a = schema.returns()[i].alias_info();
-                results.push_back(a && a->isWrite() ? IValue() : each_tensor(meta[i], like_on_cuda));
-            }
+    for (size_t i = 0; known.functional && i < shapes.results.size(); ++i)
+        results.push_back(known.aliased[i] ? IValue() : each_tensor(shapes.results[i], like_on_cuda));
+    auto data = std::make_unique<Launch>(Launch{op, convert(arguments, known.count, on_cpu, at::kCPU), {}, 0, 0});
+    if (known.generator >= 0) data->arguments[known.generator] = generator_at_launch(arguments[known.generator]);
+    for (const IValue& each : results) data->results.push_back(each_tensor(each, on_cpu));
+    data->device = fake_physical(c10::cuda::current_device());
+    data->late_us = fake_lateness_us("KERNEL", stream());
+    enqueue(run, data.release());
+    return results;
+}
+// There is no shape without the values, or a result on the host: as on a device, wait.
+static Stack compute_now(const OperatorHandle& op, const IValue* arguments, const Known& known) {
+    C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
+    Stack stack = convert(arguments, known.count, on_cpu, at::kCPU), before, results;
+    if (known.generator >= 0) stack[known.generator] = generator_at_launch(arguments[known.generator]);
+    before = stack;
+    {
+        at::AutoDispatchBelowADInplaceOrView guard;
+        op.callBoxed(&stack);
     }
-    if (!late) {  // no shape without the values, or a result on the host: as on a device, wait
-        sync_stream();
-        Stack args = convert(*stack, from, on_cpu, true);
-        Stack before = args;
-        {
-            at::AutoDispatchBelowADInplaceOrView guard;
-            op.callBoxed(&args);
-        }
-        for (size_t i = 0; i < schema.returns().size(); ++i) {
-            auto* a = schema.returns()[i].alias_info();
-            if (a && a->isWrite()) {
-                results.push_back(IValue());
-                continue;
-            }
-            results.push_back(each_tensor(args[i], [](const at::Tensor& t) {
-                if (!t.defined()) return t;
-                at::Tensor c = like_on_cuda(t);
-                if (t.numel()) {
-                    on_cpu(c).copy_(t);
-                }
-                return c;
-            }));
-        }
-        if (out_argument)
-            for (size_t i : written)
-                if ((*stack)[from + i].isTensor()) {
-                    auto t = (*stack)[from + i].toTensor();
-                    auto b = before[i].toTensor();
-                    if (t.sizes() != b.sizes()) {
-                        t.resize_(b.sizes());
-                        on_cpu(t).copy_(b);
-                    }
-                }
-    } else {
-        auto* l = new Launch{op, convert(*stack, from, on_cpu, true), {}, (int)c10::cuda::current_device()};
-        if (functional)
-            for (auto& r : results) l->outs.push_back(each_tensor(r, on_cpu));
-        enqueue(l);
+    for (size_t i = 0; i < known.aliased.size(); ++i) {
+        results.push_back(known.aliased[i] ? IValue() : each_tensor(stack[i], [](const at::Tensor& computed) {
+            at::Tensor out = like_on_cuda(computed);
+            if (out.defined() && out.numel()) over_same_memory(out).copy_(computed);
+            return out;
+        }));
     }
+    for (size_t i : known.resizable) {
+        if (!arguments[i].isTensor()) continue;
+        const at::Tensor out = arguments[i].toTensor(), computed = before[i].toTensor();
+        if (out.sizes() == computed.sizes()) continue;
+        out.resize_(computed.sizes());
+        if (out.numel()) over_same_memory(out).copy_(computed);
+    }
+    return results;
+}
+static void kernel(const OperatorHandle& op, Stack* stack) {
+    const Known& known = known_of(op);
+    const IValue* arguments = stack->data() + (stack->size() - known.count);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        known.computed && !(known.random && known.generator < 0), "the fake device does not cover ",
+        op.operator_name());
+    const c10::cuda::CUDAGuard on_device(device_of(op, arguments, known));
+    if (tracing()) std::cerr << "fake CUDA device: " << op.operator_name() << "\n";
+    const bool needs_shapes = known.functional || !known.resizable.empty();
+    Shapes shapes;
+    if (known.plain && needs_shapes) shapes = shapes_of(op, arguments, known);
+    const bool late = known.plain && (shapes.known || !needs_shapes);
+    Stack results = late ? launch(op, arguments, known, shapes) : compute_now(op, arguments, known);
     Stack answer;
-    size_t w = 0;
-    for (size_t i = 0; i < schema.returns().size(); ++i) {
-        auto* a = schema.returns()[i].alias_info();
-        if (a && a->isWrite())
-            answer.push_back((*stack)[from + written[w++]]);
-        else
-            answer.push_back(results[i]);
-    }
-    torch::jit::drop(*stack, n);
-    for (auto& r : answer) stack->push_back(r);
+    for (size_t i = 0, written = 0; i < known.aliased.size(); ++i)
+        answer.push_back(known.aliased[i] ? arguments[known.written[written++]] : results[i]);
+    torch::jit::drop(*stack, known.count);
+    for (IValue& each : answer) stack->push_back(std::move(each));
 }
-static at::Tensor& copy_kernel(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
-    if (self.numel() == 0 || self.is_same(src)) return self;
-    c10::cuda::CUDAGuard on_device(self.is_cuda() ? self.device() : src.device());
-    if (self.is_cuda() && src.is_cuda() && self.device() != src.device()) {
-        c10::cuda::CUDAGuard other(src.device());
-        sync_stream();
+
+// ---- operators of their own
+static void copy_strided(const at::Tensor& to, const at::Tensor& from) {
+    struct Copy {
+        at::Tensor to, from;
+        long late_us;
+    };
+    enqueue(
+        [](void* data) {
+            const auto& copy = *(Copy*)data;
+            at::AutoDispatchBelowADInplaceOrView guard;
+            fake_sleep_us(copy.late_us);
+            at::Tensor(copy.to).copy_(copy.from);
+        },
+        new Copy{over_same_memory(to), over_same_memory(from), fake_lateness_us("COPY", stream())});
+}
+static at::Tensor& copy_kernel(at::Tensor& to, const at::Tensor& source, bool non_blocking) {
+    if (to.numel() == 0 || to.is_same(source)) return to;
+    const bool on_device = to.is_cuda() && source.is_cuda(), across = on_device && to.device() != source.device();
+    const c10::cuda::CUDAGuard guard(to.is_cuda() ? to.device() : source.device());
+    if (across) {
+        const c10::cuda::CUDAGuard other(source.device());
+        C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     }
-    auto s = c10::cuda::getCurrentCUDAStream().stream();
-    at::Tensor from = src.expand(self.sizes());
-    bool pinned = !(self.is_cuda() && src.is_cuda()) && (self.is_cuda() ? src : self).is_pinned();
-    bool wait = !(self.is_cuda() && src.is_cuda()) && !(non_blocking && pinned);
-    auto flat = [](const at::Tensor& t) { return t.is_non_overlapping_and_dense(); };
-    if (flat(self) && flat(from) && self.dtype() == from.dtype() && self.strides() == from.strides()) {
-        TORCH_CHECK(
-            cudaMemcpyAsync(self.data_ptr(), from.data_ptr(), self.nbytes(), cudaMemcpyDefault, s) ==
-            cudaSuccess);
-    } else {
-        struct Copy {
-            at::Tensor to, from;
-        };
-        auto raw = [](const at::Tensor& t) {
-            return at::from_blob(
-                t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(at::kCPU));
-        };
-        TORCH_CHECK(
-            cudaLaunchHostFunc(
-                s,
-                [](void* p) {
-                    std::unique_ptr<Copy> c((Copy*)p);
-                    at::AutoDispatchBelowADInplaceOrView guard;
-                    be_late();
-                    c->to.copy_(c->from);
-                },
-                new Copy{raw(self), raw(from)}) == cudaSuccess);
-    }
-    if (wait || (self.is_cuda() && src.is_cuda() && self.device() != src.device()))
-        cudaStreamSynchronize(s);
-    else if (pinned) {  // pinned memory is lent again only after this copy, as by torch's own
-        const at::Tensor& host = self.is_cuda() ? src : self;
+    const at::Tensor from = source.expand(to.sizes()), &host = to.is_cuda() ? source : to;
+    const bool pinned = !on_device && host.is_pinned();
+    const bool dense = to.is_non_overlapping_and_dense() && from.is_non_overlapping_and_dense();
+    const bool flagged = to.is_conj() != from.is_conj() || to.is_neg() != from.is_neg();
+    if (dense && !flagged && to.dtype() == from.dtype() && to.strides() == from.strides())
+        C10_CUDA_CHECK(cudaMemcpyAsync(to.data_ptr(), from.data_ptr(), to.nbytes(), cudaMemcpyDefault, stream()));
+    else
+        copy_strided(to, from);
+    if (across || !(on_device || (non_blocking && pinned))) C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
+    else if (pinned)  // it is lent again only after this copy, as torch's own copy sees to
         at::getHostAllocator(at::kCUDA)->record_event(
-            host.data_ptr(), host.storage().data_ptr().get_context(),
-            c10::cuda::getCurrentCUDAStream().unwrap());
-    }
-    return self;
+            host.data_ptr(), host.storage().data_ptr().get_context(), c10::cuda::getCurrentCUDAStream().unwrap());
+    return to;
 }
-static bool keep(
-    const c10::FunctionSchema& s) {  // allocation, views and what launches nothing keep torch's own kernels
-    static const std::set<std::string> names{
-        "aten::empty",
-        "aten::empty_strided",
-        "aten::resize_",
-        "aten::set_",
-        "aten::record_stream",
-        "aten::_local_scalar_dense",
-        "aten::is_pinned",
-        "aten::_pin_memory",
-        "aten::is_set_to",
-        "aten::_reshape_alias",
-        "aten::copy_",
-        "aten::_cudnn_init_dropout_state",
-        "aten::_has_compatible_shallow_copy_type"};
-    if (names.count(s.name())) return true;
-    for (auto& r : s.returns())
-        if (r.alias_info() && !r.alias_info()->isWrite()) return true;
-    return false;
+// The CPU's kernel draws from the CPU's own generator, so this one is made of others.
+static std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+    if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+    at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+    return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
 }
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-    at::globalContext().setUserEnabledCuDNN(false);
-    auto& d = c10::Dispatcher::singleton();
-    long n = 0;
-    for (auto& name : d.getAllOpNames()) {
-        if (name.name.rfind("aten::", 0) != 0) continue;
-        auto op = d.findSchema(name);
-        if (!op || keep(op->schema())) continue;
-        static const std::set<std::string> composite{"aten::convolution", "aten::convolution_backward"};
-        if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !composite.count(name.name)) continue;
-        m.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
-        ++n;
-    }
-    m.impl("copy_", copy_kernel);
-    if (tracing()) fprintf(stderr, "fake device: %ld operators\n", n);
-}
-// A kernel that is busy for a time and writes when it began and ended, in nanoseconds that all processes
-// share.
+// A kernel that is busy for a time and writes when it began and ended, in nanoseconds that all processes share.
 static void busy(const at::Tensor& marks, int64_t ns) {
     struct Busy {
         int64_t* marks;
         int64_t ns;
     };
-    TORCH_CHECK(
-        cudaLaunchHostFunc(
-            c10::cuda::getCurrentCUDAStream().stream(),
-            [](void* p) {
-                std::unique_ptr<Busy> b((Busy*)p);
-                auto now = [] {
-                    return (int64_t)std::chrono::duration_cast<std::chrono::nanoseconds>(
-                               std::chrono::steady_clock::now().time_since_epoch())
-                        .count();
-                };
-                int64_t begin = now();
-                std::this_thread::sleep_for(std::chrono::nanoseconds(b->ns));
-                b->marks[0] = begin;
-                b->marks[1] = now();
-            },
-            new Busy{marks.data_ptr<int64_t>(), ns}) == cudaSuccess);
+    enqueue(
+        [](void* data) {
+            const auto& busy = *(Busy*)data;
+            auto now = [] {
+                const auto since = std::chrono::steady_clock::now().time_since_epoch();
+                return (int64_t)std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+            };
+            const int64_t begin = now();
+            std::this_thread::sleep_for(std::chrono::nanoseconds(busy.ns));
+            busy.marks[0] = begin;
+            busy.marks[1] = now();
+        },
+        new Busy{marks.data_ptr<int64_t>(), ns});
 }
-TORCH_LIBRARY(fake, m) { m.def("busy(Tensor(a!) marks, int ns) -> ()"); }
-TORCH_LIBRARY_IMPL(fake, CUDA, m) { m.impl("busy", busy); }
+
+// Allocation, views and what launches nothing keep torch's own kernels.
+static bool keeps_its_own(const c10::FunctionSchema& schema) {
+    static const std::set<std::string> names{
+        "aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::record_stream",
+        "aten::_local_scalar_dense", "aten::is_pinned", "aten::_pin_memory", "aten::is_set_to",
+        "aten::_reshape_alias", "aten::copy_", "aten::_cudnn_init_dropout_state",
+        "aten::_has_compatible_shallow_copy_type", "aten::native_dropout"};
+    if (names.count(schema.name())) return true;
+    for (const auto& result : schema.returns())
+        if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+    return false;
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+    auto& context = at::globalContext();  // what is made of other operators
+    context.setUserEnabledCuDNN(false);
+    context.setSDPUseFlash(false);
+    context.setSDPUseMemEfficient(false);
+    context.setSDPUseCuDNN(false);
+    static const std::set<std::string> composite{"aten::convolution", "aten::convolution_backward"};
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const auto& name : dispatcher.getAllOpNames()) {
+        if (name.name.rfind("aten::", 0) != 0) continue;
+        const auto op = dispatcher.findSchema(name);
+        if (!op || keeps_its_own(op->schema())) continue;
+        if (op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || composite.count(name.name))
+            library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+    }
+    library.impl("copy_", copy_kernel);
+    library.impl("native_dropout", dropout);
+}
+TORCH_LIBRARY(fake, library) { library.def("busy(Tensor(a!) marks, int ns) -> ()"); }
+TORCH_LIBRARY_IMPL(fake, CUDA, library) { library.impl("busy", busy); }

@@ -1,478 +1,470 @@
-// NCCL between processes of one machine, for the fake device: collectives run in stream order, exchange
-// through files in /dev/shm, sum in the order of ranks, may be late (FAKE_NCCL_US, FAKE_NCCL_JITTER_US) and
-// as slow as a link (FAKE_NCCL_MBPS: megabytes per second that a rank sends). Ranks may share a device.
-#include <cuda_runtime_api.h>
-#include <fcntl.h>
+// NCCL between processes of one machine: collectives run in stream order, exchange through files in /dev/shm and sum in
+// the order of ranks. FAKE_NCCL_MBPS makes the link slow: megabytes a second that a rank sends. Ranks may share a device.
 #include <nccl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include <cstdint>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
-#include <string>
 #include <thread>
 #include <vector>
-#define API extern "C" __attribute__((visibility("default")))
+
+#include "fake.h"
+
 using Bytes = std::vector<char>;
+constexpr long POLL_US = 30;
+
 struct ncclComm {
     std::string id;
-    int rank, n, device = 0;
-    std::atomic<uint64_t> launched{0}, turn{0};
+    int rank, count, device = 0;
+    std::atomic<uint64_t> launched{0}, done{0};  // one after the other, whatever streams they are on
     std::atomic<bool> aborted{false};
     std::map<int, uint64_t> sent, received;
     int splits = 0;
+    std::mutex mutex;
+    std::vector<std::string> left;  // files that a peer may still read
 };
-static long env(const char* n, long d) {
-    const char* v = getenv(n);
-    return v ? atol(v) : d;
+
+[[noreturn]] static void die(const std::string& why) {
+    fprintf(stderr, "fake NCCL: %s\n", why.c_str());
+    abort();
 }
-static void us(long t) {
-    if (t > 0) std::this_thread::sleep_for(std::chrono::microseconds(t));
-}
-struct OnLink {
-    int fd = -1;
-    explicit OnLink(int rank) {
-        static const bool shared = getenv("FAKE_SHARED");
-        if (!shared) return;
-        static thread_local std::map<int, int> files;  // ranks of all jobs share their node's link
-        int& f = files[rank];
-        if (!f) {
-            char n[40];
-            snprintf(n, 40, "/dev/shm/fakelink-%d", rank);
-            f = open(n, O_CREAT | O_RDWR, 0600);
-        }
-        fd = f;
-        flock(fd, LOCK_EX);
-    }
-    ~OnLink() {
-        if (fd >= 0) flock(fd, LOCK_UN);
-    }
-};
-static void be_late(size_t bytes) {
-    const long each = env("FAKE_NCCL_US", 0), most = env("FAKE_NCCL_JITTER_US", 0),
-               rate = env("FAKE_NCCL_MBPS", 0);
-    static thread_local std::mt19937 r{std::random_device{}()};
-    us(each + (most > 0 ? (long)(r() % most) : 0) + (rate > 0 ? (long)(bytes / rate) : 0));
-}
-static std::string path(ncclComm* c, const std::string& what) {
-    return "/dev/shm/fakenccl-" + c->id + "-" + what;
-}
+static std::string path(const ncclComm* c, const std::string& what) { return "/dev/shm/fakenccl-" + c->id + "-" + what; }
+
 static void post(ncclComm* c, const std::string& what, const void* data, size_t size) {
-    std::string to = path(c, what), tmp = to + ".new";
-    int fd = open(tmp.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    const std::string to = path(c, what), unfinished = to + ".new";
+    const int file = open(unfinished.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
+    if (file < 0) die("cannot write " + unfinished + ": " + strerror(errno));
     for (size_t done = 0; done < size;) {
-        ssize_t k = write(fd, (const char*)data + done, size - done);
-        if (k <= 0) {
-            perror("fake nccl");
-            abort();
-        }
-        done += k;
+        const ssize_t written = write(file, (const char*)data + done, size - done);
+        if (written <= 0) die("cannot write " + unfinished + ": " + strerror(errno));
+        done += written;
     }
-    close(fd);
-    rename(tmp.c_str(), to.c_str());
+    close(file);
+    rename(unfinished.c_str(), to.c_str());
 }
 static bool fetch(ncclComm* c, const std::string& what, void* data, size_t from, size_t size) {
-    std::string at = path(c, what);
-    int fd;
-    while ((fd = open(at.c_str(), O_RDONLY)) < 0) {
+    const std::string at = path(c, what);
+    int file;
+    while ((file = open(at.c_str(), O_RDONLY | O_CLOEXEC)) < 0) {
         if (c->aborted) return false;
-        us(30);
+        fake_sleep_us(POLL_US);
     }
-    struct stat s;
-    fstat(fd, &s);
-    if (size && (size_t)s.st_size < from + size) {
-        fprintf(
-            stderr,
-            "fake nccl: rank %d reads %zu bytes from %zu of %zu: ranks do not call the same collective\n",
-            c->rank, size, from, (size_t)s.st_size);
-        abort();
-    }
+    struct stat found;
+    fstat(file, &found);
+    if (size && (size_t)found.st_size < from + size)
+        die("rank " + std::to_string(c->rank) + " expects " + std::to_string(from + size) + " bytes, got " +
+            std::to_string(found.st_size) + "; ranks do not call the same collective");
     for (size_t done = 0; done < size;) {
-        ssize_t k = pread(fd, (char*)data + done, size - done, from + done);
-        if (k <= 0) {
-            perror("fake nccl");
-            abort();
-        }
-        done += k;
+        const ssize_t got = pread(file, (char*)data + done, size - done, from + done);
+        if (got <= 0) die("cannot read " + at + ": " + strerror(errno));
+        done += got;
     }
-    close(fd);
+    close(file);
     return true;
 }
+// Removes what this rank has posted before the last one: all have read it, as they have posted what comes behind.
+static void posted(ncclComm* c, const std::string& what) {
+    std::lock_guard lock(c->mutex);
+    for (const std::string& each : c->left) unlink(path(c, each).c_str());
+    c->left = {what};
+}
+
 // ---- numbers
-static size_t width(ncclDataType_t t) {
-    static const size_t w[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    return w[t];
+static size_t width(ncclDataType_t type) {
+    static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return widths[type];
 }
-static float bf(uint16_t v) {
-    uint32_t u = (uint32_t)v << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
+static float from_bf16(uint16_t value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
 }
-static uint16_t bf(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    if (std::isnan(f)) return 0x7fc0;
-    return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
-struct PreMul {
-    double scalar;
-};
-static std::mutex g_m;
-static std::map<int, PreMul> g_ops;
-static int g_next = 16;
-template <class T, class A>
-static void fold(char* into, const std::vector<Bytes>& all, size_t count, int op, A (*get)(T), T (*put)(A)) {
-    int n = all.size();
-    double scale = 1;
-    bool sum = op == ncclSum || op == ncclAvg || op >= 16;
-    if (op == ncclAvg) scale = 1.0 / n;
-    if (op >= 16) {
-        std::lock_guard<std::mutex> l(g_m);
-        scale = g_ops[op].scalar;
-    }
-    bool whole = std::is_integral<T>::value && !std::is_same<T, uint16_t>::value;
-    A s = (A)scale;
+constexpr int FIRST_OWN_OP = 16;
+static std::mutex g_ops_mutex;
+static std::map<int, double> g_ops;  // what inputs are multiplied by before they are summed
+static int g_next_op = FIRST_OWN_OP;
+
+static double scale_of(int op, int ranks) {
+    if (op == ncclAvg) return 1.0 / ranks;
+    if (op < FIRST_OWN_OP) return 1;
+    std::lock_guard lock(g_ops_mutex);
+    return g_ops.at(op);
+}
+// `get` and `put` turn stored numbers into those that are computed with, and round them again after each operation.
+template <class Stored, class Number>
+static void fold(
+    char* into, const std::vector<Bytes>& all, size_t count, int op, Number (*get)(Stored), Stored (*put)(Number)) {
+    constexpr bool whole = std::is_integral_v<Number>;
+    const bool sum = op == ncclSum || op == ncclAvg || op >= FIRST_OWN_OP;
+    const double scale = scale_of(op, (int)all.size());
     for (size_t i = 0; i < count; ++i) {
-        A total = 0;
-        for (int r = 0; r < n; ++r) {
-            A v = get(((const T*)all[r].data())[i]);
-            if (sum && scale != 1 && !whole) v = get(put(v * s));
-            if (r == 0)
-                total = v;
-            else
-                total = sum              ? get(put(total + v))
-                        : op == ncclProd ? total * v
-                        : op == ncclMax  ? std::max(total, v)
-                                         : std::min(total, v);
+        Number total = 0;
+        for (size_t rank = 0; rank < all.size(); ++rank) {
+            Number value = get(((const Stored*)all[rank].data())[i]);
+            if (sum && scale != 1 && !whole) value = get(put(value * (Number)scale));
+            if (rank == 0) total = value;
+            else if (sum) total = get(put(total + value));
+            else if (op == ncclProd) total = get(put(total * value));
+            else total = op == ncclMax ? std::max(total, value) : std::min(total, value);
         }
-        if (op == ncclAvg && whole) total = total / n;
-        ((T*)into)[i] = put(total);
+        if (op == ncclAvg && whole) total = total / (Number)all.size();
+        ((Stored*)into)[i] = put(total);
     }
 }
 template <class T>
-static T same(T v) {
-    return v;
+static T same(T value) {
+    return value;
 }
-static float h2f(_Float16 v) { return v; }
-static _Float16 f2h(float v) { return v; }
-static void reduce(char* into, const std::vector<Bytes>& all, size_t count, ncclDataType_t t, int op) {
-    switch (t) {
-        case ncclInt8:
-            fold<int8_t, int8_t>(into, all, count, op, same, same);
-            break;
-        case ncclUint8:
-            fold<uint8_t, uint8_t>(into, all, count, op, same, same);
-            break;
-        case ncclInt32:
-            fold<int32_t, int32_t>(into, all, count, op, same, same);
-            break;
-        case ncclUint32:
-            fold<uint32_t, uint32_t>(into, all, count, op, same, same);
-            break;
-        case ncclInt64:
-            fold<int64_t, int64_t>(into, all, count, op, same, same);
-            break;
-        case ncclUint64:
-            fold<uint64_t, uint64_t>(into, all, count, op, same, same);
-            break;
-        case ncclFloat16:
-            fold<_Float16, float>(into, all, count, op, h2f, f2h);
-            break;
-        case ncclFloat32:
-            fold<float, float>(into, all, count, op, same, same);
-            break;
-        case ncclFloat64:
-            fold<double, double>(into, all, count, op, same, same);
-            break;
-        case ncclBfloat16:
-            fold<uint16_t, float>(into, all, count, op, bf, bf);
-            break;
-        default:
-            fprintf(stderr, "fake nccl: data type %d\n", t);
-            abort();
+static float from_half(_Float16 value) { return value; }
+static _Float16 to_half(float value) { return value; }
+static void reduce(char* into, const std::vector<Bytes>& all, size_t count, ncclDataType_t type, int op) {
+    switch (type) {
+        case ncclInt8: return fold<int8_t, int8_t>(into, all, count, op, same, same);
+        case ncclUint8: return fold<uint8_t, uint8_t>(into, all, count, op, same, same);
+        case ncclInt32: return fold<int32_t, int32_t>(into, all, count, op, same, same);
+        case ncclUint32: return fold<uint32_t, uint32_t>(into, all, count, op, same, same);
+        case ncclInt64: return fold<int64_t, int64_t>(into, all, count, op, same, same);
+        case ncclUint64: return fold<uint64_t, uint64_t>(into, all, count, op, same, same);
+        case ncclFloat16: return fold<_Float16, float>(into, all, count, op, from_half, to_half);
+        case ncclFloat32: return fold<float, float>(into, all, count, op, same, same);
+        case ncclFloat64: return fold<double, double>(into, all, count, op, same, same);
+        case ncclBfloat16: return fold<uint16_t, float>(into, all, count, op, from_bf16, to_bf16);
+        default: die("no arithmetic for data type " + std::to_string(type));
     }
 }
+
 // ---- launching
-enum Kind { ALLREDUCE, REDUCE_SCATTER, ALLGATHER, BROADCAST, REDUCE, ALLTOALL, GATHER, SCATTER };
 struct Call {
-    ncclComm* c;
-    std::function<bool()> run;
-    uint64_t order;
-    cudaStream_t s;
+    ncclComm* comm;
+    uint64_t number;
+    std::function<void(uint64_t)> run;
 };
-struct P2P {
-    ncclComm* c;
+static ncclResult_t enqueue(ncclComm* c, cudaStream_t stream, std::function<void(uint64_t)> run) {
+    cudaStreamCaptureStatus status;
+    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) return ncclUnhandledCudaError;
+    if (status != cudaStreamCaptureStatusNone) {
+        fake_not_covered("NCCL in a graph");
+        return ncclUnhandledCudaError;
+    }
+    auto* call = new Call{c, c->launched++, std::move(run)};
+    const auto in_turn = [](void* data) {
+        const auto& call = *(Call*)data;
+        while (call.comm->done != call.number && !call.comm->aborted) fake_sleep_us(POLL_US);
+        if (!call.comm->aborted) call.run(call.number);
+        ++call.comm->done;
+    };
+    const auto drop = [](void* data) { delete (Call*)data; };
+    return fake_launch(stream, in_turn, drop, call) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+static long on_wire_us(size_t bytes) {
+    const long rate = fake::knob("FAKE_NCCL_MBPS");
+    return rate > 0 ? (long)(bytes / rate) : 0;
+}
+
+enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER };
+struct Collective {
+    Kind kind;
+    const void* send;
+    void* receive;
+    size_t count;
+    ncclDataType_t type;
+    int op, root;
+    ncclComm* comm;
+
+    size_t bytes() const { return count * width(type); }
+    bool is_root() const { return comm->rank == root; }
+    size_t posted_bytes() const {
+        const bool all_parts = kind == REDUCE_SCATTER || kind == ALL_TO_ALL;
+        if (all_parts || (kind == SCATTER && is_root())) return bytes() * comm->count;
+        return kind == SCATTER || (kind == BROADCAST && !is_root()) ? 0 : bytes();
+    }
+    size_t sent_bytes() const {
+        const size_t peers = comm->count - 1;
+        if (kind == ALL_REDUCE) return 2 * bytes() * peers / comm->count;
+        return kind == REDUCE_SCATTER || kind == ALL_GATHER ? bytes() * peers : bytes();
+    }
+    // Whether it reads what a rank has posted.
+    bool reads(int rank) const {
+        if (kind == BROADCAST || kind == SCATTER) return rank == root;
+        return (kind != REDUCE && kind != GATHER) || is_root();
+    }
+    void run(uint64_t number, long late_us) const {
+        if (comm->count > 1) {
+            const fake::Alone on_link("link", comm->rank);
+            fake_sleep_us(late_us + on_wire_us(sent_bytes()));
+        }
+        const auto name = [&](int rank) { return std::to_string(number) + "-" + std::to_string(rank); };
+        post(comm, name(comm->rank), send, posted_bytes());
+        const bool own_part = kind == REDUCE_SCATTER || kind == ALL_TO_ALL || kind == SCATTER;
+        std::vector<Bytes> all(comm->count);
+        for (int rank = 0; rank < comm->count; ++rank) {
+            all[rank].resize(reads(rank) ? bytes() : 0);
+            const size_t from = own_part ? comm->rank * bytes() : 0;
+            if (!fetch(comm, name(rank), all[rank].data(), from, all[rank].size())) return;
+        }
+        write(all);
+        posted(comm, name(comm->rank));
+    }
+    void write(const std::vector<Bytes>& all) const {
+        if ((kind == REDUCE || kind == GATHER) && !is_root()) return;
+        if (kind == BROADCAST || kind == SCATTER) {
+            memcpy(receive, all[root].data(), bytes());
+        } else if (kind == ALL_REDUCE || kind == REDUCE_SCATTER || kind == REDUCE) {
+            reduce((char*)receive, all, count, type, op);
+        } else {
+            for (size_t rank = 0; rank < all.size(); ++rank)
+                memcpy((char*)receive + rank * bytes(), all[rank].data(), bytes());
+        }
+    }
+};
+static ncclResult_t start(const Collective& call, cudaStream_t stream) {
+    if (call.type > ncclBfloat16) {
+        fake_not_covered("NCCL with eight-bit floating types");
+        return ncclInvalidArgument;
+    }
+    if (getenv("FAKE_TRACE"))
+        fprintf(
+            stderr, "fake NCCL: collective %d, rank %d of %d, %zu numbers of type %d\n", call.kind, call.comm->rank,
+            call.comm->count, call.count, call.type);
+    const long late_us = fake_lateness_us("NCCL", stream);
+    return enqueue(call.comm, stream, [=](uint64_t number) { call.run(number, late_us); });
+}
+
+// ---- messages
+struct Message {
+    ncclComm* comm;
     bool send;
     const void* data;
     void* into;
     size_t bytes;
     int peer;
-    cudaStream_t s;
-    uint64_t nr;
+    cudaStream_t stream;
+    uint64_t number;
+
+    std::string name() const {
+        const int from = send ? comm->rank : peer, to = send ? peer : comm->rank;
+        return "p" + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
+    }
 };
 static thread_local int tl_depth = 0;
-static thread_local std::vector<P2P> tl_p2p;
-static void enqueue(ncclComm* c, cudaStream_t s, std::function<bool()> f) {
-    auto* call = new Call{c, std::move(f), c->launched++, s};
-    cudaLaunchHostFunc(
-        s,
-        [](void* p) {
-            std::unique_ptr<Call> k((Call*)p);
-            while (k->c->turn != k->order && !k->c->aborted) us(20);
-            if (!k->c->aborted) k->run();
-            ++k->c->turn;
-        },
-        call);
-}
-static ncclResult_t collective(
-    Kind kind, const void* send, void* recv, size_t count, ncclDataType_t t, int op, int root, ncclComm* c,
-    cudaStream_t s) {
-    if (getenv("FAKE_TRACE"))
-        fprintf(stderr, "nccl %d rank %d of %d count %zu type %d\n", kind, c->rank, c->n, count, t);
-    uint64_t nr = c->launched;
-    size_t b = count * width(t);
-    int n = c->n, me = c->rank;
-    enqueue(c, s, [=]() -> bool {
-        size_t out = kind == REDUCE_SCATTER || kind == ALLTOALL || (kind == SCATTER && me == root) ? b * n
-                     : (kind == BROADCAST && me != root) || kind == SCATTER                        ? 0
-                                                                                                   : b;
-        if (n > 1) {
-            OnLink link(me);
-            be_late(
-                kind == ALLREDUCE                             ? 2 * b * (n - 1) / n
-                : kind == REDUCE_SCATTER || kind == ALLGATHER ? b * (n - 1)
-                                                              : b);
-        }
-        auto name = [&](uint64_t k, int r) { return std::to_string(k) + "-" + std::to_string(r); };
-        post(c, name(nr, me), send, out);
-        std::vector<Bytes> all(n);
-        for (int r = 0; r < n; ++r) {
-            size_t from = 0, size = 0;
-            if (kind == ALLREDUCE || (kind == REDUCE && me == root))
-                size = b;
-            else if (kind == REDUCE_SCATTER) {
-                size = b;
-                from = me * b;
-            } else if (kind == ALLTOALL) {
-                size = b;
-                from = me * b;
-            } else if (kind == ALLGATHER || (kind == GATHER && me == root))
-                size = b;
-            else if (kind == BROADCAST && r == root)
-                size = b;
-            else if (kind == SCATTER && r == root) {
-                size = b;
-                from = me * b;
-            }
-            all[r].resize(size);
-            if (!fetch(c, name(nr, r), all[r].data(), from, size)) return false;
-        }
-        if (kind == ALLREDUCE || kind == REDUCE_SCATTER || (kind == REDUCE && me == root))
-            reduce((char*)recv, all, count, t, op);
-        else if (kind == ALLGATHER || kind == ALLTOALL || (kind == GATHER && me == root))
-            for (int r = 0; r < n; ++r) memcpy((char*)recv + r * b, all[r].data(), b);
-        else if (kind == BROADCAST || kind == SCATTER)
-            memcpy(recv, all[root].data(), b);
-        if (nr > 0)
-            unlink(path(c, name(nr - 1, me))
-                       .c_str());  // all have finished what came before: they have posted this one
-        return true;
-    });
-    return ncclSuccess;
-}
-static void flush_p2p() {
-    std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<P2P>> groups;
-    for (auto& p : tl_p2p) groups[{p.c, p.s}].push_back(p);
-    tl_p2p.clear();
-    for (auto& [key, calls] : groups) {
-        auto list = calls;
-        ncclComm* c = key.first;
-        enqueue(c, key.second, [=]() -> bool {
-            for (auto& p : list)
-                if (p.send) {
-                    be_late(p.bytes);
-                    post(
-                        c,
-                        "p" + std::to_string(c->rank) + "-" + std::to_string(p.peer) + "-" +
-                            std::to_string(p.nr),
-                        p.data, p.bytes);
-                }
-            for (auto& p : list)
-                if (!p.send) {
-                    auto w = "p" + std::to_string(p.peer) + "-" + std::to_string(c->rank) + "-" +
-                             std::to_string(p.nr);
-                    if (!fetch(c, w, p.into, 0, p.bytes)) return false;
-                    unlink(path(c, w).c_str());
-                }
-            return true;
-        });
+static thread_local std::vector<Message> tl_messages;
+
+static void exchange(const std::vector<Message>& messages, long late_us) {
+    for (const Message& each : messages) {
+        if (!each.send) continue;
+        fake_sleep_us(late_us + on_wire_us(each.bytes));
+        post(each.comm, each.name(), each.data, each.bytes);
+    }
+    for (const Message& each : messages) {
+        if (each.send) continue;
+        if (!fetch(each.comm, each.name(), each.into, 0, each.bytes)) return;
+        unlink(path(each.comm, each.name()).c_str());
     }
 }
-// ---- NCCL's names
-API ncclResult_t ncclGetVersion(int* v) {
-    *v = NCCL_VERSION_CODE;
+static ncclResult_t start_messages() {
+    std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<Message>> groups;
+    for (const Message& each : tl_messages) groups[{each.comm, each.stream}].push_back(each);
+    tl_messages.clear();
+    for (const auto& [where, messages] : groups) {
+        const long late_us = fake_lateness_us("NCCL", where.second);
+        const ncclResult_t result =
+            enqueue(where.first, where.second, [messages = messages, late_us](uint64_t) { exchange(messages, late_us); });
+        if (result != ncclSuccess) return result;
+    }
     return ncclSuccess;
 }
-API ncclResult_t ncclGetUniqueId(ncclUniqueId* u) {
-    memset(u, 0, sizeof *u);
-    snprintf(u->internal, 64, "%d-%08x", getpid(), std::random_device{}());
+static ncclResult_t add(const Message& message) {
+    tl_messages.push_back(message);
+    return tl_depth ? ncclSuccess : start_messages();
+}
+
+// ---- communicators
+// Whoever leaves last removes what is left: until then a slow rank may have to read it.
+static void leave(ncclComm* c) {
+    post(c, "left-" + std::to_string(c->rank), "", 0);
+    for (int rank = 0; rank < c->count; ++rank)
+        if (access(path(c, "left-" + std::to_string(rank)).c_str(), F_OK)) return;
+    fake_remove_shared(("fakenccl-" + c->id + "-").c_str());
+}
+API ncclResult_t ncclGetVersion(int* version) {
+    *version = NCCL_VERSION_CODE;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int n, ncclUniqueId id, int rank, ncclConfig_t*) {
+API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+    fake_sweep();
+    memset(id, 0, sizeof *id);
+    snprintf(id->internal, sizeof id->internal, "%d-%08x", getpid(), std::random_device{}());
+    return ncclSuccess;
+}
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int count, ncclUniqueId id, int rank, ncclConfig_t*) {
+    if (cudaFree(nullptr) != cudaSuccess) return ncclUnhandledCudaError;
     auto* c = new ncclComm;
     c->id = id.internal;
     c->rank = rank;
-    c->n = n;
-    *out = c;
-    cudaFree(nullptr);
+    c->count = count;
     cudaGetDevice(&c->device);
-    post(c, "join-" + std::to_string(rank), "", 0);
-    for (int r = 0; r < n; ++r) fetch(c, "join-" + std::to_string(r), nullptr, 0, 0);
+    const std::string own = "join-" + std::to_string(rank);
+    post(c, own, "", 0);
+    for (int peer = 0; peer < count; ++peer) fetch(c, "join-" + std::to_string(peer), nullptr, 0, 0);
+    posted(c, own);
+    *out = c;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId id, int r) {
-    return ncclCommInitRankConfig(c, n, id, r, nullptr);
+API ncclResult_t ncclCommInitRank(ncclComm_t* out, int count, ncclUniqueId id, int rank) {
+    return ncclCommInitRankConfig(out, count, id, rank, nullptr);
 }
-API ncclResult_t
-ncclCommInitRankScalable(ncclComm_t* c, int n, int r, int, ncclUniqueId* ids, ncclConfig_t* f) {
-    return ncclCommInitRankConfig(c, n, ids[0], r, f);
+API ncclResult_t ncclCommInitRankScalable(
+    ncclComm_t* out, int count, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) {
+    return ncclCommInitRankConfig(out, count, ids[0], rank, config);
 }
 API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* out, ncclConfig_t*) {
-    int k = c->splits++, mine[2] = {color, key};
-    std::string tag = "split" + std::to_string(k) + "-";
-    post(c, tag + std::to_string(c->rank), mine, sizeof mine);
+    const int nth = c->splits++, mine[2] = {color, key};
+    const auto name = [&](int rank) { return "split" + std::to_string(nth) + "-" + std::to_string(rank); };
+    post(c, name(c->rank), mine, sizeof mine);
     std::vector<std::pair<int, int>> members;
-    for (int r = 0; r < c->n; ++r) {
-        int his[2];
-        fetch(c, tag + std::to_string(r), his, 0, sizeof his);
-        if (his[0] == color) members.push_back({his[1], r});
+    for (int rank = 0; rank < c->count; ++rank) {
+        int theirs[2];
+        fetch(c, name(rank), theirs, 0, sizeof theirs);
+        if (theirs[0] == color) members.emplace_back(theirs[1], rank);
+    }
+    {
+        std::lock_guard lock(c->mutex);
+        c->left.push_back(name(c->rank));
     }
     *out = nullptr;
     if (color < 0) return ncclSuccess;
     std::sort(members.begin(), members.end());
-    auto* d = new ncclComm;
-    d->id = c->id + "." + std::to_string(k) + "." + std::to_string(color);
-    d->n = members.size();
-    for (int i = 0; i < d->n; ++i)
-        if (members[i].second == c->rank) d->rank = i;
-    *out = d;
+    auto* part = new ncclComm;
+    part->id = c->id + "." + std::to_string(nth) + "." + std::to_string(color);
+    part->count = (int)members.size();
+    for (int i = 0; i < part->count; ++i)
+        if (members[i].second == c->rank) part->rank = i;
+    *out = part;
     return ncclSuccess;
 }
 API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-API ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
+API ncclResult_t ncclCommDestroy(ncclComm_t c) {
+    leave(c);
+    return ncclSuccess;
+}
 API ncclResult_t ncclCommAbort(ncclComm_t c) {
     c->aborted = true;
+    leave(c);
     return ncclSuccess;
 }
 API ncclResult_t ncclCommRevoke(ncclComm_t c, int) {
     c->aborted = true;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* e) {
-    *e = ncclSuccess;
+API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+    *error = ncclSuccess;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
-    *n = c->n;
+API ncclResult_t ncclCommCount(const ncclComm_t c, int* count) {
+    *count = c->count;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommUserRank(const ncclComm_t c, int* r) {
-    *r = c->rank;
+API ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) {
+    *rank = c->rank;
     return ncclSuccess;
 }
-API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* d) {
-    *d = c->device;
+API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) {
+    *device = c->device;
     return ncclSuccess;
 }
-API const char* ncclGetErrorString(ncclResult_t) { return "fake nccl error"; }
-API const char* ncclGetLastError(ncclComm_t) { return ""; }
-API ncclResult_t ncclMemAlloc(void** p, size_t n) {
-    return cudaMalloc(p, n) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+API const char* ncclGetErrorString(ncclResult_t) { return "fake NCCL error"; }
+API const char* ncclGetLastError(ncclComm_t) { return cudaGetErrorString(cudaPeekAtLastError()); }
+API ncclResult_t ncclMemAlloc(void** out, size_t size) {
+    return cudaMalloc(out, size) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
-API ncclResult_t ncclMemFree(void* p) {
-    cudaFree(p);
-    return ncclSuccess;
+API ncclResult_t ncclMemFree(void* memory) {
+    return cudaFree(memory) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
-API ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** h) {
-    *h = nullptr;
+API ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
+    *handle = nullptr;
     return ncclSuccess;
 }
 API ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
-API ncclResult_t
-ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t, ncclComm_t) {
-    double v = t == ncclFloat32    ? *(float*)scalar
-               : t == ncclFloat64  ? *(double*)scalar
-               : t == ncclFloat16  ? (double)(float)*(_Float16*)scalar
-               : t == ncclBfloat16 ? bf(*(uint16_t*)scalar)
-                                   : *(int*)scalar;
-    std::lock_guard<std::mutex> l(g_m);
-    g_ops[g_next] = {v};
-    *op = (ncclRedOp_t)g_next++;
+API ncclResult_t ncclRedOpCreatePreMulSum(
+    ncclRedOp_t* op, void* scalar, ncclDataType_t type, ncclScalarResidence_t residence, ncclComm_t) {
+    if (residence != ncclScalarHostImmediate) {
+        fake_not_covered("NCCL's sums with a factor on the device");
+        return ncclInvalidArgument;
+    }
+    double value;
+    switch (type) {
+        case ncclFloat16: value = (float)*(_Float16*)scalar; break;
+        case ncclBfloat16: value = from_bf16(*(uint16_t*)scalar); break;
+        case ncclFloat32: value = *(float*)scalar; break;
+        case ncclFloat64: value = *(double*)scalar; break;
+        default: fake_not_covered("NCCL's sums with a whole factor"); return ncclInvalidArgument;
+    }
+    std::lock_guard lock(g_ops_mutex);
+    g_ops[g_next_op] = value;
+    *op = (ncclRedOp_t)g_next_op++;
     return ncclSuccess;
 }
 API ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
+
+// ---- collectives
+#define STREAM cudaStream_t stream
 API ncclResult_t ncclAllReduce(
-    const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-    return collective(ALLREDUCE, a, b, n, t, op, 0, c, s);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c, STREAM) {
+    return start({ALL_REDUCE, from, to, n, type, op, 0, c}, stream);
 }
 API ncclResult_t ncclReduceScatter(
-    const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
-    return collective(REDUCE_SCATTER, a, b, n, t, op, 0, c, s);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c, STREAM) {
+    return start({REDUCE_SCATTER, from, to, n, type, op, 0, c}, stream);
 }
-API ncclResult_t
-ncclAllGather(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-    return collective(ALLGATHER, a, b, n, t, 0, 0, c, s);
+API ncclResult_t ncclAllGather(
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t c, STREAM) {
+    return start({ALL_GATHER, from, to, n, type, 0, 0, c}, stream);
 }
-API ncclResult_t
-ncclBroadcast(const void* a, void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective(BROADCAST, a, b, n, t, 0, root, c, s);
+API ncclResult_t ncclBroadcast(
+    const void* from, void* to, size_t n, ncclDataType_t type, int root, ncclComm_t c, STREAM) {
+    return start({BROADCAST, from, to, n, type, 0, root, c}, stream);
 }
-API ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective(BROADCAST, b, b, n, t, 0, root, c, s);
+API ncclResult_t ncclBcast(void* both, size_t n, ncclDataType_t type, int root, ncclComm_t c, STREAM) {
+    return start({BROADCAST, both, both, n, type, 0, root, c}, stream);
 }
 API ncclResult_t ncclReduce(
-    const void* a, void* b, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c,
-    cudaStream_t s) {
-    return collective(REDUCE, a, b, n, t, op, root, c, s);
+    const void* from, void* to, size_t n, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t c, STREAM) {
+    return start({REDUCE, from, to, n, type, op, root, c}, stream);
 }
-API ncclResult_t
-ncclAlltoAll(const void* a, void* b, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t s) {
-    return collective(ALLTOALL, a, b, n, t, 0, 0, c, s);
+API ncclResult_t ncclAlltoAll(const void* from, void* to, size_t n, ncclDataType_t type, ncclComm_t c, STREAM) {
+    return start({ALL_TO_ALL, from, to, n, type, 0, 0, c}, stream);
 }
-API ncclResult_t
-ncclGather(const void* a, void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective(GATHER, a, b, n, t, 0, root, c, s);
+API ncclResult_t ncclGather(
+    const void* from, void* to, size_t n, ncclDataType_t type, int root, ncclComm_t c, STREAM) {
+    return start({GATHER, from, to, n, type, 0, root, c}, stream);
 }
-API ncclResult_t
-ncclScatter(const void* a, void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t s) {
-    return collective(SCATTER, a, b, n, t, 0, root, c, s);
+API ncclResult_t ncclScatter(
+    const void* from, void* to, size_t n, ncclDataType_t type, int root, ncclComm_t c, STREAM) {
+    return start({SCATTER, from, to, n, type, 0, root, c}, stream);
 }
-API ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t s) {
-    tl_p2p.push_back({c, true, a, nullptr, n * width(t), peer, s, c->sent[peer]++});
-    if (!tl_depth) flush_p2p();
-    return ncclSuccess;
+API ncclResult_t ncclSend(const void* from, size_t n, ncclDataType_t type, int peer, ncclComm_t c, STREAM) {
+    return add({c, true, from, nullptr, n * width(type), peer, stream, c->sent[peer]++});
 }
-API ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t s) {
-    tl_p2p.push_back({c, false, nullptr, b, n * width(t), peer, s, c->received[peer]++});
-    if (!tl_depth) flush_p2p();
-    return ncclSuccess;
+API ncclResult_t ncclRecv(void* to, size_t n, ncclDataType_t type, int peer, ncclComm_t c, STREAM) {
+    return add({c, false, nullptr, to, n * width(type), peer, stream, c->received[peer]++});
 }
 API ncclResult_t ncclGroupStart() {
     ++tl_depth;
     return ncclSuccess;
 }
-API ncclResult_t ncclGroupEnd() {
-    if (--tl_depth == 0) flush_p2p();
-    return ncclSuccess;
-}
+API ncclResult_t ncclGroupEnd() { return --tl_depth == 0 ? start_messages() : ncclSuccess; }

@@ -1,0 +1,310 @@
+"""The device keeps the orders that CUDA promises, and only these: what a program forgets shows."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks, spawn_script
+from tests.harness.waiting import eventually, gone
+
+from . import late
+from .gate import held
+
+pytestmark = pytest.mark.fake_cuda
+
+
+@pytest.fixture
+def side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def here() -> torch.cuda.Stream:
+    return torch.cuda.current_stream()
+
+
+# --- streams and events
+
+
+@pytest.mark.parametrize(
+    "order, seen",
+    [
+        (lambda side: None, 0.0),
+        (lambda side: here().wait_event(side.record_event()), 1.0),
+        (lambda side: here().wait_stream(side), 1.0),
+    ],
+)
+def test_a_stream_runs_beside_others_and_follows_when_told(
+    side: torch.cuda.Stream, order: Callable[[torch.cuda.Stream], None], seen: float
+) -> None:
+    number = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with held(side) as gate:
+        with torch.cuda.stream(side):
+            number.fill_(1.0)
+        order(side)
+        read = number.clone()
+        if not seen:
+            here().synchronize()
+        gate.open()
+    assert read.item() == seen
+
+
+def test_an_event_holds_what_came_before_it_was_recorded(side: torch.cuda.Stream) -> None:
+    event = side.record_event()
+    with held(side):
+        here().wait_event(event)
+        here().synchronize()
+        event.synchronize()
+        assert event.query()
+        event.record(side)
+        assert not event.query()
+    assert event.query()
+
+
+def test_elapsed_time_is_that_between_two_events(side: torch.cuda.Stream) -> None:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(side):
+        begin.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+    side.synchronize()
+    assert begin.elapsed_time(end) >= 20.0
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_memory_that_another_stream_uses_is_lent_again_unless_that_is_told(
+    side: torch.cuda.Stream, told: bool
+) -> None:
+    number = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    with held(side):
+        with torch.cuda.stream(side):
+            copy = number.clone()
+        if told:
+            number.record_stream(side)
+        del number
+        torch.full((1000,), 2.0, device="cuda")
+        here().synchronize()
+    assert copy[0].item() == (1.0 if told else 2.0)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_memory_is_read_when_it_is_copied_and_other_memory_at_once(
+    side: torch.cuda.Stream, pinned: bool
+) -> None:
+    host = torch.ones(1000, pin_memory=pinned)
+    on_device = torch.empty(1000, device="cuda")
+    gate = held(side)
+    if pinned:
+        with gate, torch.cuda.stream(side):
+            on_device.copy_(host, non_blocking=True)
+            host.fill_(2.0)
+    else:
+        on_device.copy_(host, non_blocking=True)
+        host.fill_(2.0)
+    assert on_device[0].item() == (2.0 if pinned else 1.0)
+
+
+def test_pinned_memory_is_lent_again_after_its_copy(side: torch.cuda.Stream) -> None:
+    host = torch.ones(1000, pin_memory=True)
+    place = host.data_ptr()
+    on_device = torch.empty(1000, device="cuda")
+    with held(side), torch.cuda.stream(side):
+        on_device.copy_(host, non_blocking=True)
+        del host
+        assert torch.empty(1000, pin_memory=True).data_ptr() != place
+    assert on_device[0].item() == 1.0
+    assert torch.empty(1000, pin_memory=True).data_ptr() == place
+
+
+def test_memory_is_bounded() -> None:
+    with late(memory_mb=100), pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
+
+
+# --- what is not covered raises
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        (lambda: sparse().coalesce(), "does not cover the kernel"),
+        (
+            lambda: torch.ops.aten._fused_dropout(torch.ones(3, device="cuda"), 0.5),
+            "does not cover aten::_fused",
+        ),
+        (lambda: torch.cuda._compile_kernel("void k() {}", "k"), "CUDA error"),
+        (lambda: torch.ones(3, device="cuda") + torch.ones(3), "one on the CPU"),
+        (lambda: torch.ones(3, device="cuda") + torch.ones(3, device="cuda:1"), "all tensors on one device"),
+        (lambda: torch.ones(3, device="cuda:2"), "cudaErrorInvalidDevice|invalid device"),
+        (lambda: torch.cuda.set_device(2), "cudaErrorInvalidDevice|invalid device"),
+        (lambda: own_event(), "cudaErrorDeviceUninitialized"),
+    ],
+)
+def test_what_cannot_be_computed_right_raises(wrong: Callable[[], object], text: str) -> None:
+    with pytest.raises(Exception, match=text):
+        wrong()
+
+
+def sparse() -> torch.Tensor:
+    indices = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    return torch.sparse_coo_tensor(indices, torch.ones(2, device="cuda"), (3,), check_invariants=False)
+
+
+def own_event() -> None:
+    event = torch.cuda.Event(interprocess=True)
+    torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), event.ipc_handle())
+
+
+# --- chance
+
+
+def latenesses(seed: int) -> list[int]:
+    draw = ctypes.CDLL(None).fake_lateness_us
+    draw.argtypes, draw.restype = [ctypes.c_char_p, ctypes.c_void_p], ctypes.c_long
+    with late(seed=seed, copy_us=5, copy_jitter_us=100):
+        return [draw(b"COPY", None) for _ in range(10)]
+
+
+def test_lateness_is_that_of_its_seed() -> None:
+    first = latenesses(1)
+    assert latenesses(2) != first
+    assert latenesses(1) == first
+    assert all(5 <= us < 105 for us in first)
+    assert len(set(first)) > 1
+
+
+def test_random_numbers_are_those_of_the_devices_seed() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+
+    def draw() -> torch.Tensor:
+        torch.cuda.manual_seed(0)
+        ones = torch.ones(100, device="cuda")
+        return torch.cat([torch.rand(100, device="cuda"), torch.nn.functional.dropout(ones), ones.normal_()])
+
+    torch.manual_seed(3)
+    first = draw()
+    assert torch.equal(torch.rand(4), wanted)  # the CPU's generator is left alone
+    assert torch.equal(draw(), first)
+
+
+# --- between processes
+
+
+def share_an_event(rank: int, world_size: int, dies: bool) -> list[bool]:
+    side = torch.cuda.Stream()
+    event = torch.cuda.Event(interprocess=True)
+    box = [None if rank else (event.ipc_handle(), os.getpid())]
+    with held(side) as gate:
+        if rank == 0:
+            event.record(side)
+        dist.broadcast_object_list(box, src=0)
+        handle, pid = box[0]  # type: ignore[misc]
+        if rank == 0:
+            dist.barrier()
+            if dies:
+                os.kill(pid, signal.SIGKILL)
+            gate.open()
+            dist.barrier()
+            return []
+        theirs = torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), handle)
+        seen = [theirs.query()]
+        dist.barrier()
+        if dies:
+            assert eventually(lambda: gone(pid))
+        else:
+            theirs.synchronize()
+            dist.barrier()
+        return [*seen, theirs.query()]
+
+
+def test_an_event_tells_another_process() -> None:
+    assert run_ranks(share_an_event, 2, args=(False,))[1] == [False, True]
+
+
+def test_what_a_dead_process_had_recorded_never_happens() -> None:
+    deaths = {0: signal.SIGKILL}
+    assert run_ranks(share_an_event, 2, args=(True,), deaths=deaths)[1] == [False, False]
+
+
+# --- devices
+
+SCRIPT = """
+import torch
+from tests.fake_cuda import contexts
+names = [str(torch.cuda.get_device_properties(i).uuid)[:2] for i in range(torch.cuda.device_count())]
+before = contexts()
+if names:
+    torch.ones(1, device=f"cuda:{len(names) - 1}").add_(1)
+print(names, before, contexts())
+"""
+
+
+def test_a_process_sees_the_devices_it_is_given_and_has_contexts_where_it_computes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    given = {
+        "0,1,2": "['42', '43', '44'] [] [2]",
+        "2,0": "['44', '42'] [] [1]",
+        "1,7,0": "['43'] [] [0]",
+        "GPU-43434343": "['43'] [] [0]",
+        "": "[] [] []",
+    }
+    environments = [{"FAKE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": devices} for devices in given]
+    with spawn_script(script, len(given), environment=environments, forked=True) as ranks:
+        assert [output.splitlines()[-1] for output in ranks.wait(60.0)] == list(given.values())
+
+
+# --- graphs
+
+
+def test_a_graph_computes_again_on_what_its_memory_holds(side: torch.cuda.Stream) -> None:
+    given = torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = given * 2
+        side.wait_stream(here())
+        with torch.cuda.stream(side):
+            moved = doubled + 1
+        here().wait_stream(side)
+        result = moved.sum()
+    for value in (1.0, 5.0):
+        given.fill_(value)
+        graph.replay()
+        assert result.item() == 4 * (2 * value + 1)
+
+
+@pytest.mark.parametrize(
+    "illegal, text",
+    [
+        (lambda number, other: number.item(), "cudaErrorStreamCapture"),
+        (lambda number, other: here().wait_event(other.record_event()), "cudaErrorStreamCapture"),
+        (lambda number, other: leave_behind(number, other), "cudaErrorStreamCaptureUnjoined"),
+        (lambda number, other: torch.cuda.synchronize(), "cudaErrorStreamCapture"),
+        (lambda number, other: torch.rand(2, device="cuda"), "does not cover random numbers"),
+    ],
+)
+def test_what_may_not_be_captured_raises(
+    illegal: Callable[[torch.Tensor, torch.cuda.Stream], object], text: str, side: torch.cuda.Stream
+) -> None:
+    number = torch.ones(1, device="cuda")
+    with pytest.raises(Exception, match=text), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        illegal(number, side)
+    torch.cuda.synchronize()
+    assert (number + 1).item() == 2.0
+
+
+def leave_behind(number: torch.Tensor, side: torch.cuda.Stream) -> None:
+    side.wait_stream(here())
+    with torch.cuda.stream(side):
+        number.add_(1)
