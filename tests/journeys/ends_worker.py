@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.journeys.training import Training, waited_for_by_nobody
+from tests.harness.training import Training, waited_for_by_nobody
 
 way, how = sys.argv[1:]
 dist.init_process_group("gloo")

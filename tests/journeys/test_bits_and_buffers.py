@@ -19,7 +19,7 @@ from crossover_ddp import DecoupledState, decoupled_hook, reduce_scatter_all_gat
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
-from tests.journeys.training import WIDTH, Training, batch, hooked
+from tests.harness.training import WIDTH, Training, batch, hooked
 
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 

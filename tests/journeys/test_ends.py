@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from crossover_ddp import CrossoverError
 from tests.harness import run_ranks, spawn_script
+from tests.harness.training import WAYS, Training, waited_for_by_nobody
 from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
-from tests.journeys.training import WAYS, Training, waited_for_by_nobody
 
 WORKER = Path(__file__).with_name("ends_worker.py")
 IMPATIENT_S = 15.0

@@ -25,9 +25,9 @@ from crossover_ddp import (
 )
 from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
+from tests.harness.training import WAYS, Training, hooked
 from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
-from tests.journeys.training import WAYS, Training, hooked
 
 IMPATIENT_S = 20.0
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"

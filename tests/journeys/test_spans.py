@@ -10,8 +10,8 @@ import pytest
 
 from crossover_ddp import cli
 from tests.harness import run_ranks
+from tests.harness.training import WAYS, Training
 from tests.harness.turn import RecordingTurn
-from tests.journeys.training import WAYS, Training
 
 STEPS = 5
 BUCKETS = 3  # 168 bytes each: a matrix of 6 x 6 and its bias

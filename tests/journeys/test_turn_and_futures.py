@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
 from tests.harness import run_ranks
 from tests.harness.networks import mlp
+from tests.harness.training import Training, hooked
 from tests.harness.turn import RecordingTurn
-from tests.journeys.training import Training, hooked
 
 STEPS = 3
 # Backward ends with their exchange, so that the next turn is taken by a thread of the package's.

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
-from tests.harness.inside import refuse_bucket
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
 
 PATIENCE_S = 3.0
@@ -195,28 +194,6 @@ def test_a_refused_last_bucket_leaves_no_other_waiting(world_size: int) -> None:
     for error, seconds in run_ranks(sparse_gradients_come_last, world_size):
         assert error.startswith("UnsupportedConfigurationError: expected dense gradients")
         assert seconds < LIMIT_S
-
-
-def refuse_one_bucket(rank: int, world_size: int, refused: int | str) -> tuple[int, bool]:
-    """Refuse a bucket once, and go on; return the steps counted, and whether all ranks agree."""
-    training = Training(rank)
-    training.step()
-    training.step()
-    with refuse_bucket(refused, times=1), pytest.raises(KeyError, match="ours"):
-        training.backward()
-    for _ in range(3):
-        training.step()
-    own = torch.cat([p.detach().flatten() for p in training.model.parameters()])
-    others = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(others, own)
-    return training.state.steps, bool(own.isfinite().all()) and all(torch.equal(own, each) for each in others)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("refused", [0, 1, "last"])
-def test_training_goes_on_after_a_refused_bucket(refused: int | str, world_size: int) -> None:
-    for outcome in run_ranks(refuse_one_bucket, world_size, args=(refused,)):
-        assert outcome == (6, True)
 
 
 def model_of_rank_0_alone(rank: int, world_size: int) -> float:

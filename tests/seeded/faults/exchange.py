@@ -27,7 +27,7 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_system/worker.py",
         "name=self._name, daemon=True",
         "name=self._name, daemon=False",
-        ("tests/multiprocess/test_exchange_exit.py",),
+        ("tests/journeys/test_ends.py", "-k", "process_ends"),
     ),
     Fault(
         "a bucket is divided by two, however many ranks have added to it",

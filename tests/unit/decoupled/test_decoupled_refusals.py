@@ -11,32 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.codecs import Int8
-from tests.harness.inside import refuse_bucket
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
-
-
-@pytest.mark.parametrize("refused", [0, 1, "last", "every"])
-def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(refused: int | str) -> None:
-    training, plain = Training(decoupled=True).run(), Training(decoupled=False).run()
-    assert training.state is not None
-    with refuse_bucket(refused), pytest.raises(KeyError, match="ours"):
-        training.backward()
-    for _ in range(2):
-        for use in (training.optimizer.step, lambda: training.state.clip_grad_norm_(1.0)):  # type: ignore[union-attr]
-            with pytest.raises(UnsupportedConfigurationError, match="expected a whole backward"):
-                use()
-        training.state.flush()
-    plain.backward()
-    training.steps = plain.steps
-    for each in (training, plain):
-        each.optimizer.zero_grad()
-    for _ in range(4):
-        assert training.step() == plain.step()
-    assert training.is_pending
-    assert_same(training, plain)
-    training.state.close()
 
 
 def test_gradients_that_are_no_views_are_refused_where_they_cannot_be_made_views() -> None:

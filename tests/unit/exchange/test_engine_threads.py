@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.staging import Side
-from crossover_ddp._exchange.step import Step
-from crossover_ddp.errors import ExchangeError
 from tests.harness.turn import RecordingTurn
 from tests.unit.exchange.fake_bucket import FakeBucket
 
@@ -27,25 +25,3 @@ def test_the_engines_threads_adopt_the_device_before_they_work(
     on_threads = [call for call, thread in calls if thread.startswith("crossover")]
     assert on_threads == ["adopt", "request", "acquire", "adopt", "acquire"]
     assert all(thread.startswith("crossover") for call, thread in calls if call == "adopt")
-
-
-def test_one_failure_ends_all_transfers_under_way_at_once(process_group: dist.ProcessGroup) -> None:
-    """Also those of which no thread of this rank would hear before the group's timeout."""
-    exchange = Exchange(process_group)
-    step = Step()
-    waiting, failing = (
-        exchange.routes.of_bucket(FakeBucket(torch.ones(3)), step, None)  # type: ignore[arg-type]
-        for _ in range(2)
-    )
-
-    def fail() -> None:
-        raise ValueError("on purpose")
-
-    exchange.engine.guarded(waiting, "all-gather", lambda: None)
-    assert not waiting.future.done()
-    exchange.engine.guarded(failing, "reduce-scatter", fail)
-    for transfer in (waiting, failing):
-        assert transfer.future.done()
-        with pytest.raises(ExchangeError, match="the reduce-scatter of bucket 0 failed: on purpose"):
-            transfer.future.wait()
-    exchange.close()

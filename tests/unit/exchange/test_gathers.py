@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.gathers import GatherOrder
-from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
 from tests.unit.exchange.fake_bucket import FakeBucket
 
@@ -166,36 +165,3 @@ def exchange_deferred(rank: int, world_size: int, rounds: int) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_ranks_gather_the_same_buckets_in_one_order(world_size: int) -> None:
     assert all(run_ranks(exchange_deferred, world_size, args=(5,)))
-
-
-def test_nobody_waits_for_a_native_gather_that_was_never_issued(
-    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gathers are issued with the step's last bucket, which an exception in backward may keep away."""
-    monkeypatch.setattr(
-        Exchange,
-        "_begin",
-        lambda self, each: self.routes.native.begin(self.engine, each),
-    )
-    engine = Exchange(process_group)
-    first, last = (FakeBucket(torch.ones(4), index=index, last=index == 1) for index in range(2))
-    _, deferred = engine.defer(first)  # type: ignore[arg-type]
-    assert deferred is not None
-    with pytest.raises(ExchangeError, match="backward that did not end"):
-        deferred.wait()
-    engine.defer(last)  # type: ignore[arg-type]
-    deferred.wait()
-    engine.close()
-
-
-def test_versions_of_the_users_gradients_do_not_change_by_our_hand(process_group: dist.ProcessGroup) -> None:
-    engine = Exchange(process_group)
-    bucket: Any = FakeBucket(torch.ones(10))
-    version = bucket.buffer()._version
-    _, deferred = engine.defer(bucket)
-    assert deferred is not None
-    deferred.wait()
-    deferred.tensor.mul_(2.0)
-    assert bucket.buffer()._version == version
-    assert torch.equal(bucket.buffer(), torch.full((10,), 2.0))
-    engine.close()

@@ -17,8 +17,6 @@ from crossover_ddp import CrossoverState, ExchangeError, GPUMutex, crossover_hoo
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from tests.harness import single_process_group
 from tests.harness.groups import new_group
-from tests.harness.inside import break_engine
-from tests.harness.turn import RecordingTurn
 from tests.unit.turns.mutexes import membership_of
 
 Hook = default_hooks.allreduce_hook
@@ -189,22 +187,6 @@ def test_a_pickled_state_leaves_the_process_behind() -> None:
 
 
 @pytest.mark.usefixtures("process_group", "group_name")
-@pytest.mark.parametrize("hook", [crossover_hook, crossover_wrapper(default_hooks.allreduce_hook)])
-def test_the_turn_is_given_away_before_a_worker_can_take_the_next_one(
-    hook: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fastest worker there can be: it is done before `put` returns."""
-    monkeypatch.setattr("crossover_ddp._system.worker.Worker.put", lambda self, job: job())
-    turn = RecordingTurn()
-    state = CrossoverState()
-    state.turn = turn
-    model = small_model()
-    model.register_comm_hook(state, hook)  # type: ignore[arg-type]
-    losses(model, steps=2)
-    assert turn.taken_and_given == ["release", "acquire"] * 2
-
-
-@pytest.mark.usefixtures("process_group", "group_name")
 def test_two_models_of_one_process_are_one_job() -> None:
     """Otherwise each would wait for the other to give back a turn, a lease for every step."""
     first, second = CrossoverState(), CrossoverState()
@@ -224,17 +206,6 @@ def test_a_state_made_after_another_was_closed_joins_anew() -> None:
         with registered(state) as model:
             losses(model, steps=2)
             assert state.stats()["turns"] == 2
-
-
-@pytest.mark.usefixtures("process_group", "group_name")
-@pytest.mark.parametrize("hook", [crossover_hook, crossover_wrapper(default_hooks.allreduce_hook)])
-def test_no_exception_leaves_the_hook(hook: object) -> None:
-    """DDP survives: the error comes out of backward, and the next step works again."""
-    state = CrossoverState()
-    with registered(state, hook) as model:
-        with break_engine(ValueError("broken on purpose")), pytest.raises(ValueError, match="broken on"):
-            losses(model, steps=1)
-        assert len(losses(model, steps=2)) == 2
 
 
 @pytest.mark.usefixtures("group_name")
