@@ -293,7 +293,8 @@ class GPUMutex:
 
         On failure: as `acquire`.
         """
-        self._safely(lambda turns: turns.release(streams))
+        if self.holding:  # outside a turn another thread may be waiting for one
+            self._safely(lambda turns: turns.release(streams))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
 from tests.harness.net import is_inside
+from tests.harness.scripts import hear_ignored_signals
 from tests.harness.turnstile import Company, Turnstile
 
 # Timing never decides a unit test, and the same tree gives the same result twice; new examples come in the campaign.
@@ -30,6 +31,7 @@ _kinds = pytest.StashKey[dict[Path, Company]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_turnstile] = _make_turnstile(config)
+    hear_ignored_signals()
     # Tests must not meet the jobs that somebody really trains here, nor those of another test run.
     os.environ["CROSSOVER_GROUP"] = f"tests-{os.getpid()}"
     if (plugin := fake_cuda.plugin(config)) is not None:

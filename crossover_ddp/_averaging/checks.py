@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.ddp_checks import check_group, model_of, wants_buffers_broadcast
+from crossover_ddp._exchange.ddp_checks import OWN_BUFFERS, check_group, model_of, wants_buffers_broadcast
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .flat import FlatBlock
@@ -46,8 +46,8 @@ def check_waits_for_nobody(model: DistributedDataParallel) -> None:
         )
     if wants_buffers_broadcast(model) and any(True for _ in model.module.buffers()):
         raise UnsupportedConfigurationError(
-            "expected broadcast_buffers=False, got True: DDP would broadcast rank 0's buffers in every step; build "
-            "DistributedDataParallel(..., broadcast_buffers=False), buffers are averaged with the parameters"
+            f"expected {OWN_BUFFERS}=False, got True: DDP would broadcast rank 0's buffers in every step; build "
+            f"DistributedDataParallel(..., {OWN_BUFFERS}=False), buffers are averaged with the parameters"
         )
     for name, module in model.module.named_modules():
         if isinstance(module, nn.SyncBatchNorm):

@@ -58,7 +58,8 @@ class ElasticState(AveragingState):
 
     Example::
 
-        model = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # before torch 2.14: broadcast_buffers=False
+        model = DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
         model.register_comm_hook(ElasticState(sync_every=10), elastic_hook)
     """
 

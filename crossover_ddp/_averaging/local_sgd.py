@@ -52,7 +52,8 @@ class LocalSGDState(AveragingState):
 
     Example::
 
-        model = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # before torch 2.14: broadcast_buffers=False
+        model = DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
         model.register_comm_hook(LocalSGDState(sync_every=8, delay=1, fragments=8), local_sgd_hook)
     """
 

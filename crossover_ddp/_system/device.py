@@ -29,7 +29,18 @@ def default_device() -> torch.device:
 
 
 def sibling_name(device: torch.device) -> str:
-    """Return the name by which siblings know ``device``: a GPU's own, else ``CROSSOVER_DEVICE``, else the machine's."""
+    """Return the name by which siblings know ``device``: a GPU's own, else ``CROSSOVER_DEVICE``, else the machine's.
+
+    On some of the machine's cores it also names these: jobs that are pinned to different cores do not share a device.
+    """
     if device.type == "cuda":
         return device_name(device)
-    return os.environ.get(environment.DEVICE) or f"cpu-{machine()}"
+    return os.environ.get(environment.DEVICE) or f"cpu-{machine()}{_cores()}"
+
+
+def _cores() -> str:
+    """Return the mask of the cores on which this process may run; nothing where these are all."""
+    cores = os.sched_getaffinity(os.getpid())  # of the main thread: others may be bound to one core each
+    if len(cores) == os.cpu_count():
+        return ""
+    return f"-cores-{sum(1 << core for core in cores):x}"  # as taskset has it

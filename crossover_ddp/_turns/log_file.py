@@ -8,7 +8,7 @@ import os
 from crossover_ddp.errors import SegmentError
 
 from .descriptors import Descriptors
-from .private_files import PrivateFiles
+from .private_files import KEEP_FILES, PrivateFiles
 
 _SUFFIX = ".log"
 _LOG = "log"
@@ -47,7 +47,7 @@ class LogFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._descriptors.open(_LOG, lambda: self._files.open(_SUFFIX, flags))
         if not os.fstat(self.fd).st_nlink:
-            raise SegmentError(f"expected {self._where()} to stay, got it removed under way")
+            raise SegmentError(f"expected {self._where()} to stay, got it removed under way; {KEEP_FILES}")
         os.write(self.fd, bytes([slot]))
         turn = os.lseek(self.fd, 0, os.SEEK_CUR)
         if turn <= self._drawn_numel:  # siblings would take it for a turn of long ago

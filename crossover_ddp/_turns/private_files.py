@@ -15,6 +15,9 @@ from crossover_ddp.errors import SegmentError
 from .descriptors import Descriptors, no_fork
 
 _DIRECTORY = "directory"
+KEEP_FILES = (
+    "where logind removes shared memory at logout, loginctl enable-linger keeps it; start the job again"
+)
 
 
 def open_or_make_directory(base: str) -> tuple[int, str]:

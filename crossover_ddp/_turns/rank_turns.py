@@ -114,8 +114,12 @@ class RankTurns:
 
     def _start(self, grant: Grant) -> None:
         since_s = time.monotonic()
-        waited = self._sibling_wait.until_free(grant)
-        given_back_ns = self._device_wait.follow(grant)
+        try:
+            waited = self._sibling_wait.until_free(grant)
+            given_back_ns = self._device_wait.follow(grant)
+        except BaseException:  # Ctrl-C: siblings need not wait for a turn that was drawn and never begins
+            self._publish(grant.turn)
+            raise
         if waited:
             self._counters.hand_over(since_s, given_back_ns)
         self._counters.wait(time.monotonic() - since_s)

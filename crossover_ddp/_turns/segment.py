@@ -24,7 +24,7 @@ from crossover_ddp.errors import SegmentError
 
 from .bells import Bells
 from .log_file import LogFile
-from .private_files import PrivateFiles
+from .private_files import KEEP_FILES, PrivateFiles
 from .rules import DEFAULT_LEASE_S, Member
 from .slot_table import SlotTable
 from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest, phase_field
@@ -263,7 +263,9 @@ class TurnSegment:
         if found is None or any(getattr(found, name) != getattr(self._own, name) for name in _LASTING_FIELDS):
             raise SegmentError(f"expected the own slot of {self.path} to stay, got it overwritten under way")
         if self.bells.own_is_removed():
-            raise SegmentError(f"expected the own bell beside {self.path} to stay, got it removed under way")
+            raise SegmentError(
+                f"expected the own bell beside {self.path} to stay, got it removed under way; {KEEP_FILES}"
+            )
 
     # --- waking and waiting --------------------------------------------------------------------------------
 

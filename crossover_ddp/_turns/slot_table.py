@@ -16,7 +16,7 @@ import sys
 from crossover_ddp.errors import SegmentError
 
 from .descriptors import Descriptors
-from .private_files import PrivateFiles
+from .private_files import KEEP_FILES, PrivateFiles
 from .slots import (
     FILE_BYTES,
     HEADER_BYTES,
@@ -160,7 +160,9 @@ class SlotTable:
     def read(self) -> dict[int, Slot]:
         """Return the slots that say they are in use, whether or not their owners live."""
         if self.is_removed():
-            raise SegmentError(f"expected {self.path} to stay while jobs run, got it removed under way")
+            raise SegmentError(
+                f"expected {self.path} to stay while jobs run, got it removed under way; {KEEP_FILES}"
+            )
         raw = os.pread(self.fd, FILE_BYTES - HEADER_BYTES, HEADER_BYTES)
         if len(raw) != FILE_BYTES - HEADER_BYTES:
             raise SegmentError(f"expected {FILE_BYTES} bytes, got {self.path} cut short under way")

@@ -44,14 +44,72 @@ def test_jobs_end_well_although_nothing_can_be_shown(unwritable: int, tmp_path: 
 
 
 @pytest.mark.defect("strangers-19")
-def test_a_terminal_made_non_blocking_by_others_gets_every_line() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_terminal_made_non_blocking_by_others_gets_every_line(unbuffered: str) -> None:
     """Another program that shares the terminal may have set it so; a slow reader then sees `EAGAIN`."""
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
     words = [*COMMAND, "run", "--", "bash", "-c", f"seq {LINES}"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=ours, stderr=subprocess.DEVNULL) as runner:
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(words, cwd=ROOT, env=variables, stdout=ours, stderr=subprocess.DEVNULL) as runner:
         os.close(ours)
         with os.fdopen(theirs, "rb") as reader:
             shown = reader.read()
         assert runner.wait(TIMEOUT_S) == 0
     assert shown.count(b"a   | ") == LINES
+
+
+# --- torchrun -----------------------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, "run", *words], cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True
+    )
+
+
+@pytest.mark.defect("turns-8")
+@pytest.mark.parametrize("launcher", ["train.py", "-m train"])
+def test_a_script_may_have_an_argument_called_torchrun(launcher: str, tmp_path: Path) -> None:
+    """Only a program called torchrun has torchrun's arguments."""
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    command = f"PYTHONPATH={tmp_path} {sys.executable} {launcher.replace('train.py', f'{tmp_path}/train.py')}"
+    done = run("--", f"{command} --launcher torchrun --lr 0.1")
+    assert done.returncode == 0
+    assert "['--launcher', 'torchrun', '--lr', '0.1']" in done.stdout
+
+
+@pytest.mark.defect("strangers-20")
+def test_two_torchruns_at_one_endpoint_are_refused_whatever_their_ids_are() -> None:
+    """With c10d one of them would serve the other's store, and end it with itself."""
+    torchrun = f"{sys.executable} -m torch.distributed.run"
+    torchrun += " --rdzv-backend c10d --rdzv-endpoint localhost:29412 --rdzv-id {} none.py"
+    done = run("--", torchrun.format("a"), "--", torchrun.format("b"))
+    assert done.returncode == 2
+    assert "expected a rendezvous of its own for each job" in done.stderr
+
+
+# --- importing ----------------------------------------------------------------------------------------------------
+
+
+def python(text: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True
+    )
+
+
+@pytest.mark.defect("strangers-35")
+def test_a_platform_without_fcntl_is_named() -> None:
+    """The wheel claims any platform; where it cannot work, importing it says why."""
+    done = python("import sys; sys.modules['fcntl'] = None; sys.platform = 'win32'; import crossover_ddp")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: expected Linux, got sys.platform=win32;")
+
+
+@pytest.mark.defect("strangers-35")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-35")
+def test_the_command_explains_itself_without_torch() -> None:
+    """Commands start at once: help needs no torch, which takes two seconds of processor time."""
+    done = python(
+        "import sys; sys.modules['torch'] = None; from crossover_ddp.cli import main; main(['--help'])"
+    )
+    assert done.returncode == 0

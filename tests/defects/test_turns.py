@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from crossover_ddp import (
     crossover_hook,
     crossover_wrapper,
     decoupled_hook,
+    reduce_scatter_all_gather_hook,
 )
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
@@ -27,8 +29,11 @@ from crossover_ddp.errors import TurnError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness import run_ranks
-from tests.harness.groups import new_group
+from tests.harness import Job, inside, run_jobs, run_ranks
+from tests.harness._preloaded import context
+from tests.harness.groups import files_of, new_group
+from tests.harness.oracles import heard
+from tests.harness.scripts import ROOT
 from tests.harness.waiting import eventually
 
 SOON_S = 10.0  # far more than what blocks nobody takes on a busy machine
@@ -37,7 +42,7 @@ SOON_S = 10.0  # far more than what blocks nobody takes on a busy machine
 def join_over(
     rank: int, world_size: int, store: dist.Store | None = None, timeout_s: float = 40.0
 ) -> dist.Store:
-    """Make the default group again, on a store that rank 0 serves; returns the store."""
+    """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
     ports = [0]
     if store is None:
         if rank == 0:
@@ -46,7 +51,8 @@ def join_over(
         dist.broadcast_object_list(ports)
         if store is None:
             store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     limit = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     return store
@@ -209,3 +215,252 @@ def test_a_hook_beside_a_mutex_of_the_user_s_own_says_how_to_share_it(
         model(torch.ones(2, 4)).sum().backward()
     assert "mutex=" in caplog.text
     mutex.close()
+
+
+# --- one process, several threads ---------------------------------------------------------------------------------
+
+
+def _meet(path: str, count: int = 2) -> Callable[[str], None]:
+    """Return how processes of several jobs meet: each says a word and waits until all have said it."""
+    store = dist.FileStore(path, count)
+
+    def meet(word: str) -> None:
+        store.add(word, 1)
+        assert eventually(lambda: store.add(word, 0) == count)
+
+    return meet
+
+
+def _wait_beside_a_holder(rank: int, world_size: int, group: str, path: str) -> tuple[bool, int]:
+    """Job 1 holds its turn while a thread of job 0 waits for it and another one calls `release`."""
+    meet = _meet(path)
+    mutex = GPUMutex(group, device="dev0", lease=60.0)
+    ended = True
+    if rank:
+        mutex.acquire()
+    meet("held")
+    if rank == 0:
+        waiting, releasing = threading.Thread(target=mutex.acquire), threading.Thread(target=mutex.release)
+        waiting.start()
+        waiting.join(0.3)
+        releasing.start()
+        releasing.join(SOON_S / 4)
+        ended = not releasing.is_alive()
+    meet("released")
+    mutex.release()
+    if rank == 0:
+        waiting.join()
+        releasing.join()
+        ended = ended and mutex.holding
+        mutex.release()
+    mutex.close()
+    return ended, mutex.stats()["leases_expired"]
+
+
+@pytest.mark.defect("turns-6")
+def test_a_release_beside_a_thread_that_waits_gives_nothing_back(tmp_path: Path) -> None:
+    """`release` outside a turn does nothing, at once; the turn that comes is the waiting thread's."""
+    found = run_ranks(_wait_beside_a_holder, 2, args=(new_group(), f"{tmp_path}/meet"), backend=None)
+    assert found == [(True, 0), (True, 0)]
+
+
+def _interrupt_a_wait(rank: int, world_size: int, group: str, path: str) -> int:
+    """Job 0 is interrupted while it waits for job 1's turn; job 1 then takes another one."""
+    meet = _meet(path)
+    mutex = GPUMutex(group, device="dev0")
+    if rank:
+        mutex.acquire()
+    meet("held")
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            mutex.acquire()
+        signal.signal(signal.SIGALRM, before)
+    meet("interrupted")
+    mutex.release()
+    if rank:
+        mutex.acquire()
+    meet("taken")
+    mutex.close()
+    return mutex.stats()["leases_expired"]
+
+
+@pytest.mark.defect("strangers-33")
+def test_nobody_waits_for_a_turn_whose_wait_was_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C in `acquire` leaves no turn behind for which siblings would wait."""
+    found = run_ranks(_interrupt_a_wait, 2, args=(new_group(), f"{tmp_path}/meet"), backend=None)
+    assert found == [0, 0]
+
+
+def _train_another_model_meanwhile(rank: int, world_size: int, group: str, path: str, holds: bool) -> bool:
+    """One job holds its turn; a model of the other one waits for it, and another model, without turns, trains."""
+    meet = _meet(path, 2 * world_size)
+    mutex, ended = GPUMutex(group, device=f"dev{rank}", lease=60.0), True
+    if holds:
+        mutex.acquire()
+    meet("held")
+    if holds:
+        meet("trained")
+        mutex.release()
+    else:
+        begun = threading.Event()
+
+        def noted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future = crossover_hook(state, bucket)
+            begun.set()
+            return future
+
+        models = [DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]
+        models[0].register_comm_hook(CrossoverState(mutex=mutex), noted)
+        models[1].register_comm_hook(None, reduce_scatter_all_gather_hook)
+        losses = [model(torch.ones(2, 4)).sum() for model in models]
+        passes = [threading.Thread(target=loss.backward) for loss in losses]
+        passes[0].start()
+        assert begun.wait(SOON_S)
+        dist.barrier()
+        passes[1].start()
+        passes[1].join(SOON_S / 4)
+        ended = not passes[1].is_alive()
+        meet("trained")
+        for each in passes:
+            each.join()
+    mutex.close()
+    return ended
+
+
+@pytest.mark.defect("turns-9")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="turns-9")
+def test_what_needs_no_turn_goes_on_while_a_model_waits_for_one(tmp_path: Path) -> None:
+    """A job's exchanges behind the last bucket need the wire, not the device: they do not wait for the turn."""
+    group, meet = new_group(), f"{tmp_path}/meet"
+    found = run_jobs(
+        [Job(_train_another_model_meanwhile, 2, (group, meet, holds)) for holds in (True, False)]
+    )
+    assert found == [[True, True], [True, True]]
+
+
+# --- what may go wrong around a job -------------------------------------------------------------------------------
+
+
+def _serve_store(told: Any) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told.send((os.getpid(), server.port))
+    told.recv()
+
+
+def _take_a_turn_beside_a_silent_store(rank: int, world_size: int, group: str, pid: int, port: int) -> bool:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    join_over(rank, world_size, store, timeout_s=4.0)
+    mutex = GPUMutex(group, device=f"dev{rank}")
+    take_turns(mutex, 2, 0.0)
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    dist.barrier()
+    mutex.acquire()
+    dist.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    goes_on = mutex.holding
+    mutex.close()
+    return goes_on
+
+
+@pytest.mark.defect("strangers-24")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-24")
+def test_a_lone_job_takes_turns_beside_a_store_that_is_silent() -> None:
+    """Without siblings nobody waits for a grant: plain DDP does not notice such a store."""
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve_store, args=(theirs,))
+    server.start()
+    try:
+        pid, port = ours.recv()
+        found = run_ranks(_take_a_turn_beside_a_silent_store, 2, args=(new_group(), pid, port), backend=None)
+    finally:
+        server.kill()
+        server.join()
+    assert found == [True, True]
+
+
+@pytest.mark.defect("strangers-25")
+def test_files_removed_under_way_are_missed_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    """Turns go on, or the one warning says who removes such files and what to do."""
+    group = new_group()
+    mutex = GPUMutex(group, device="dev0")
+    with mutex:
+        for path in files_of(group):
+            path.unlink()
+    mutex.acquire()
+    assert mutex.holding or "loginctl enable-linger" in caplog.text
+    mutex.close()
+
+
+def _look_for_siblings(
+    rank: int, world_size: int, group: str, bases: list[str], path: str
+) -> tuple[int, list[str]]:
+    """Return how many siblings a rank sees that has its own place of shared memory, and what is said."""
+    with heard() as warnings, inside.shared_memory_at(bases[rank]):
+        mutex = GPUMutex(group, device=f"dev{rank}")
+        store = dist.FileStore(path, 2 * world_size)
+        store.add("joined", 1)
+        assert eventually(lambda: store.add("joined", 0) == 2 * world_size)
+        siblings = mutex.stats()["siblings"]
+        store.add("seen", 1)
+        assert eventually(lambda: store.add("seen", 0) == 2 * world_size)
+        mutex.close()
+    return siblings, warnings
+
+
+@pytest.mark.defect("turns-13")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="turns-13")
+def test_siblings_on_some_machines_only_are_told(tmp_path: Path) -> None:
+    """Ranks of a job that see different siblings have no common order with them: somebody says so."""
+    group, places = new_group(), [tmp_path / name for name in ("first", "second", "shared")]
+    for place in places:
+        place.mkdir()
+    first, second, shared = map(str, places)
+    jobs = [Job(_look_for_siblings, 2, (group, [own, shared], f"{tmp_path}/meet")) for own in (first, second)]
+    found = [rank for job in run_jobs(jobs) for rank in job]
+    assert len({siblings for siblings, _ in found}) == 1 or any(warnings for _, warnings in found)
+
+
+# --- what turns promise -------------------------------------------------------------------------------------------
+
+
+def _device_on(cores: set[int]) -> str | None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    mutex = GPUMutex(new_group())
+    os.sched_setaffinity(0, before)
+    mutex.close()
+    return mutex.device
+
+
+@pytest.mark.defect("turns-7")
+@pytest.mark.defect("strangers-34")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_jobs_pinned_to_different_cores_share_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would compute half of the time each, and could both compute all of it."""
+    monkeypatch.delenv("CROSSOVER_DEVICE", raising=False)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    devices = [_device_on(cores) for cores in ({first}, {second}, {first}, os.sched_getaffinity(0))]
+    assert devices[0] == devices[2]
+    assert len(set(devices)) == 3
+
+
+@pytest.mark.defect("turns-14")
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="turns-14")
+def test_siblings_find_out_whether_turns_pay() -> None:
+    """Siblings try turns against running side by side, and `stats` says what they keep."""
+    mutex = GPUMutex(new_group(), device="dev0")
+    stats = mutex.stats()
+    mutex.close()
+    assert stats["turns_pay"] in (None, True, False)
+
+
+@pytest.mark.defect("turns-15")
+def test_semaphores_are_in_the_host_s_memory_wherever_they_are_described() -> None:
+    """The changelog and the page of GPUs say the same of them."""
+    words = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert "semaphores in the host's memory" in words
+    assert "device memory" not in words

@@ -15,6 +15,7 @@ from crossover_ddp import kfac_hooks
 from crossover_ddp._exchange import collectives, module_buffers
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
+from crossover_ddp._turns.segment import TurnSegment
 
 
 @contextlib.contextmanager
@@ -99,4 +100,11 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
         self._sequence = itertools.count(begun)
 
     with mock.patch.object(Routes, "__init__", begin):
+        yield
+
+
+@contextlib.contextmanager
+def shared_memory_at(base: str) -> Iterator[None]:
+    """Let this process find its siblings' memory in another directory, as in a container."""
+    with mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base}):
         yield

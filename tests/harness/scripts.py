@@ -25,6 +25,16 @@ AFTERMATH_S = 10.0
 OUTPUT_LIMIT_BYTES = 20_000
 
 
+def hear_ignored_signals() -> None:
+    """Let children take the signals that this process ignores, as under nohup or in the background of a script.
+
+    An ignored signal stays ignored in a program that is started, but one with a handler gets its default back.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 class ScriptError(AssertionError):
     """A rank of a script failed or hung; the message carries the output of all ranks."""
 

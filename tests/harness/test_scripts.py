@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ScriptError, spawn_script
+from tests.harness.scripts import hear_ignored_signals
 
 Writer = Callable[[str], Path]
 
@@ -94,3 +95,15 @@ def test_nothing_survives_the_block(script: Writer, forked: bool) -> None:
         :1
     ] not in (b"", b"Z"):
         assert time.monotonic() < deadline_s, "the child of the script's rank lives on"
+
+
+@pytest.mark.defect("strangers-36")
+def test_children_take_signals_that_the_suite_was_told_to_ignore() -> None:
+    """Under nohup, or in the background of a script, tests of signals hung for five minutes each."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hear_ignored_signals()
+        child = subprocess.run(["bash", "-c", "kill -HUP $$; exec true"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert child.returncode == -signal.SIGHUP

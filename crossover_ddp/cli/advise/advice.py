@@ -283,7 +283,7 @@ def averaging(found: Figures, rivals: Sequence[Option]) -> Option:
         found.step_s / limit_s,
         step_s,
         f"model.register_comm_hook(LocalSGDState({every}, delay={plan.delay}, fragments={plan.fragments}), "
-        "local_sgd_hook)  # and DistributedDataParallel(model, broadcast_buffers=False)",
+        "local_sgd_hook)  # and DDP(model, forward_sync_buffers=False), before torch 2.14 broadcast_buffers=False",
         why + _DRIFT,
         same_training=False,
         recommended=recommended,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from .commands import Command, CommandError
 
 _MODULES = {"torch.distributed.run", "torch.distributed.launch"}
+_WITH_VALUE = ("-W", "-X", "-c")  # of Python's options
 _DEFAULTS: dict[str, Any] = {
     "nnodes": "1:1",
     "rdzv_backend": "static",
@@ -101,7 +102,8 @@ def _place_of_torchrun(command: Command, at: int, found: argparse.Namespace) -> 
         endpoint = f"{found.master_addr}:{found.master_port}"
     if endpoint and not found.standalone and not endpoint.endswith(":0"):
         where = endpoint.replace("127.0.0.1:", "localhost:")
-        if found.rdzv_id != _DEFAULTS["rdzv_id"]:
+        # Two jobs of c10d with one endpoint share the store of whichever comes first, and end with it.
+        if found.rdzv_id != _DEFAULTS["rdzv_id"] and found.rdzv_backend not in ("c10d", "static"):
             where += f" with id {found.rdzv_id!r}"
     elif not endpoint and not found.standalone:
         if _most_nodes(command, found) > 1:
@@ -122,12 +124,22 @@ def _most_nodes(command: Command, found: argparse.Namespace) -> int:
 
 
 def _arguments_of_torchrun(words: tuple[str, ...]) -> int | None:
+    """Return where torchrun's own arguments begin; what follows another script is that script's."""
     for index, word in enumerate(words):
-        if PurePath(word).name == "torchrun":
+        name = PurePath(word).name
+        if name == "torchrun":
             return index + 1
-        if word == "-m" and index and words[index + 1 : index + 2] and words[index + 1] in _MODULES:
-            return index + 2
+        if name.startswith("python"):
+            return _arguments_behind_python(words, index + 1)
     return None
+
+
+def _arguments_behind_python(words: tuple[str, ...], at: int) -> int | None:
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "-m":
+            return at + 2 if words[at + 1 : at + 2] and words[at + 1] in _MODULES else None
+        at += 2 if words[at] in _WITH_VALUE else 1
+    return at + 1 if at < len(words) and PurePath(words[at]).name == "torchrun" else None
 
 
 def _parse(command: Command, at: int, variables: Mapping[str, str]) -> argparse.Namespace:

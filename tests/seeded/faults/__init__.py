@@ -6,6 +6,7 @@ from tests.seeded.fault import Fault
 
 from .averaging import AVERAGING
 from .codecs import CODECS
+from .command import COMMAND
 from .decoupled import DECOUPLED
 from .exchange import EXCHANGE
 from .kfac import KFAC
@@ -24,6 +25,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     *OWNERS,
     *PIPELINE,
     *TURNS,
+    *COMMAND,
     *RECIPES,
     *RISKS,
 )

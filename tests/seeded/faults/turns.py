@@ -7,6 +7,7 @@ from tests.seeded.fault import Fault
 _RULES = "crossover_ddp/_turns/rules.py"
 _MODEL = ("tests/unit/turns/test_turn_model.py", "-k", "promise")
 _JOINING = "tests/multiprocess/test_joining.py"
+_DEFECTS = "tests/defects/test_turns.py"
 
 TURNS: Final[tuple[Fault, ...]] = (
     Fault(
@@ -57,5 +58,63 @@ TURNS: Final[tuple[Fault, ...]] = (
         "if group not in _warned_partial and group.rank() == 0:",
         "if group not in _warned_partial:",
         (_JOINING, "-k", "several_groups and False"),
+    ),
+    Fault(
+        "giving a turn back asks the job's store",
+        "crossover_ddp/_turns/rank_turns.py",
+        "        if self._lease.note(self._counters.end()):\n",
+        "        if self.membership.channel is not None:\n"
+        "            self.membership.channel._connected().add(f'wait/{turn}', 0)\n"
+        "        if self._lease.note(self._counters.end()):\n",
+        (_DEFECTS, "-k", "given_back"),
+    ),
+    Fault(
+        "nobody looks whose turns a mutex takes",
+        "crossover_ddp/_exchange/ddp_checks.py",
+        "    if own != theirs and (theirs or len(own) > 1):\n",
+        "    if False:\n",
+        (_DEFECTS, "-k", "other_ranks"),
+    ),
+    Fault(
+        "a process may be its own sibling",
+        "crossover_ddp/_turns/joining.py",
+        "            if place in _places:\n",
+        "            if False:\n",
+        (_DEFECTS, "-k", "two_mutexes"),
+    ),
+    Fault(
+        "channels of a store are not told apart",
+        "crossover_ddp/_turns/channel.py",
+        'f"crossover-turns-{self._met(dist.PrefixStore(_MEETING, own))}"',
+        '"crossover-turns"',
+        (_DEFECTS, "-k", "same_store"),
+    ),
+    Fault(
+        "release waits for the thread that waits for a turn",
+        "crossover_ddp/gpu_mutex.py",
+        "        if self.holding:  # outside a turn another thread may be waiting for one\n",
+        "        if True:\n",
+        (_DEFECTS, "-k", "beside_a_thread"),
+    ),
+    Fault(
+        "an interrupted wait leaves its turn to siblings",
+        "crossover_ddp/_turns/rank_turns.py",
+        "            self._publish(grant.turn)\n            raise\n",
+        "            raise\n",
+        (_DEFECTS, "-k", "interrupted"),
+    ),
+    Fault(
+        "the default name of a CPU is the whole machine's",
+        "crossover_ddp/_system/device.py",
+        'f"cpu-{machine()}{_cores()}"',
+        'f"cpu-{machine()}"',
+        (_DEFECTS, "-k", "pinned"),
+    ),
+    Fault(
+        "nobody says who removes files under way",
+        "crossover_ddp/_turns/slot_table.py",
+        "got it removed under way; {KEEP_FILES}",
+        "got it removed under way",
+        (_DEFECTS, "-k", "missed_aloud"),
     ),
 )

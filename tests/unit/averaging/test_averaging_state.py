@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "buffers": (
         small,
         {"broadcast_buffers": True},
-        r"expected broadcast_buffers=False, got True.*every step",
+        r"expected (forward_sync|broadcast)_buffers=False, got True.*every step",
     ),
     "unused": (small, {"find_unused_parameters": True}, r"expected find_unused_parameters=False, got True"),
 }
