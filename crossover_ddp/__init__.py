@@ -1,14 +1,5 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
-import sys
-
-try:
-    import fcntl as fcntl
-except ImportError as error:
-    raise ImportError(
-        f"expected Linux, got sys.platform={sys.platform}; crossover_ddp needs its file locks and shared memory"
-    ) from error
-
 from crossover_ddp.averaging_hooks import (
     AveragingPlan,
     ElasticState,

@@ -9,6 +9,13 @@ import sys
 
 from crossover_ddp.errors import SegmentError
 
+try:
+    import fcntl as fcntl
+except ImportError as error:
+    raise ImportError(
+        f"expected Linux, got sys.platform={sys.platform}; crossover_ddp needs its file locks and shared memory"
+    ) from error
+
 SHARED_MEMORY = "/dev/shm"
 
 
