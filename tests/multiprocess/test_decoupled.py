@@ -203,11 +203,12 @@ def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
         if rank == 0:
             training.state.flush()
         norm = training.state.clip_grad_norm_(0.5)
-        same &= torch.equal(norm, clip_grad_norm_(plain.model.parameters(), 0.5))
+        # Ours is summed in float64, so that deferred steps have the same.
+        same &= torch.allclose(norm, clip_grad_norm_(plain.model.parameters(), 0.5), rtol=1e-6)
         for each in (training, plain):
             each.optimizer.step()
             each.optimizer.zero_grad()
-    return same and torch.equal(training.end(), plain.end())
+    return same and torch.allclose(training.end(), plain.end(), rtol=1e-5, atol=1e-6)
 
 
 def test_one_rank_may_flush_before_all_clip() -> None:
