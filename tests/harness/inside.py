@@ -92,11 +92,14 @@ def fail_buckets(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
-    """Let engines that are made here number their transfers as if all but ``left`` numbers had been used."""
+    """Let engines that are made here number transfers as if all but ``left`` numbers, and all channels, were used."""
     original, begun = Routes.__init__, (1 << collectives._SEQUENCE_BITS) - left
 
-    def begin(self: Routes, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
+    def begin(
+        self: Routes, group: dist.ProcessGroup, ring: collectives.Ring, *args: Any, **options: Any
+    ) -> None:
+        object.__setattr__(ring, "channel", (1 << collectives._CHANNEL_BITS) - 1)
+        original(self, group, ring, *args, **options)
         self._sequence = itertools.count(begun)
 
     with mock.patch.object(Routes, "__init__", begin):

@@ -73,7 +73,8 @@ def _persistent(find: Callable[[], frozenset[_Found]], describe: Callable[[_Foun
 
 
 def _threads() -> frozenset[threading.Thread]:
-    return frozenset(threading.enumerate())
+    """List threads, without those that Python has only met, such as autograd's for a device: they are torch's."""
+    return frozenset(each for each in threading.enumerate() if not isinstance(each, threading._DummyThread))
 
 
 def _children() -> frozenset[int]:

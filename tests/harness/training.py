@@ -92,6 +92,7 @@ class Training:
         way: one of WAYS.
         rank: every rank has data of its own.
         mutex: of the state, if it takes one.
+        device: of the model and the data.
         around: makes the registered hook of the package's.
         options: of DDP.
     """
@@ -103,19 +104,20 @@ class Training:
         *,
         mutex: Any = None,
         module: nn.Module | None = None,
+        device: str = "cpu",
         around: Callable[[Any], Any] = lambda hook: hook,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
-        self.rank, self.steps = rank, 0
+        self.rank, self.steps, self.device = rank, 0, device
         module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
-        self.model = DistributedDataParallel(module, **(DDP_OPTIONS | options))
+        self.model = DistributedDataParallel(module.to(device), **(DDP_OPTIONS | options))
         self.optimizers = (_muon_and_sgd if way == "muon" else _sgd)(self.model)
         self.state, hook = WAYS[way](self.model, self.optimizers, mutex)
         self.model.register_comm_hook(self.state, around(hook))
 
     def backward(self) -> float:
-        loss = self.model(batch(self.rank, self.steps)).square().mean()
+        loss = self.model(batch(self.rank, self.steps).to(self.device)).square().mean()
         loss.backward()
         return float(loss.detach())
 

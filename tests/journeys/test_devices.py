@@ -1,0 +1,80 @@
+"""What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from tests.harness import close_pools, run_ranks
+from tests.harness.training import Training
+from tests.harness.turn import RecordingTurn
+
+pytestmark = pytest.mark.fake_cuda
+
+LATE: Mapping[str, Mapping[str, str]] = {
+    "gloo": {"FAKE_COPY_US": "3000", "FAKE_COPY_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
+    "nccl": {"FAKE_NCCL_US": "3000", "FAKE_NCCL_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
+}
+WAYS = ("split", "crossover", "decoupled", "owned", "kfac", "muon")
+
+
+def on_device(rank: int, world_size: int, way: str) -> tuple[torch.Tensor, list[bool]]:
+    """Return the parameters after training, and on which devices this process has a context then."""
+    device = f"cuda:{rank}"
+    torch.cuda.set_device(device)
+    around: Any = (lambda hook: allreduce_hook) if way == "plain" else (lambda hook: hook)
+    way = "split" if way == "plain" else way
+    training = Training(way, rank, device=device, mutex=RecordingTurn(), around=around).run(6)
+    contexts = [torch._C._cuda_hasPrimaryContext(each) for each in range(world_size)]  # type: ignore[attr-defined]
+    training.close()
+    return torch.cat([p.detach().flatten() for p in training.model.parameters()]).cpu(), contexts
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", LATE)
+def test_what_is_late_changes_nothing(way: str, backend: str) -> None:
+    """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
+    late = run_ranks(on_device, 2, args=(way,), backend=backend, environment=LATE[backend])
+    reference = "plain" if way in ("split", "crossover", "decoupled") else way
+    punctual = run_ranks(on_device, 2, args=(reference,), backend=backend)
+    for (got, _), (expected, _) in zip(late, punctual, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_thread_makes_a_context_on_another_ranks_device(way: str) -> None:
+    close_pools()  # whose processes have had other devices
+    _, (_, contexts) = run_ranks(on_device, 2, args=(way,), backend="nccl")
+    assert contexts == [False, True]
+
+
+LATE_S = 0.2
+
+
+def first_wait_s(rank: int, world_size: int) -> list[float]:
+    """Return how long after each backward the next turn was taken; each collective is late by LATE_S."""
+    torch.cuda.set_device(rank)
+    taken: list[float] = []
+    turn = RecordingTurn(at_acquire=lambda: taken.append(time.monotonic()))
+    training = Training("decoupled", rank, device=f"cuda:{rank}", mutex=turn).run(6)
+    found = []
+    for _ in range(2):
+        training.step()
+        launched_s = time.monotonic()
+        taken.clear()
+        training.backward()
+        found.append(taken[0] - launched_s)
+        for optimizer in training.optimizers:
+            optimizer.step()
+    training.close()
+    return found
+
+
+def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradients() -> None:
+    """On NCCL a Future is complete long before its kernels are: the device would idle inside of the turn."""
+    late = {"FAKE_NCCL_US": str(int(LATE_S * 1e6))}
+    for waits_s in run_ranks(first_wait_s, 2, backend="nccl", environment=late):
+        assert min(waits_s) > LATE_S
