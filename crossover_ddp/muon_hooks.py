@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Muon
 
+from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
@@ -97,6 +98,7 @@ class MuonState(Pausable):
         self.process_group = process_group
         self.muon = muon
         self.mutex = mutex
+        self.agreement = Agreement()
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
         pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
@@ -211,6 +213,14 @@ class MuonState(Pausable):
         """Whether ``CROSSOVER_DISABLE=1`` was set when the state was made."""
         return self._stepping is None
 
+    def _said(self) -> dict[str, object]:
+        """Return what all ranks must have in common."""
+        settings = [
+            {name: value for name, value in each.items() if name != "params"}
+            for each in self.muon.param_groups
+        ]
+        return {"matrices": [_shape(matrix) for matrix in self._matrices], "settings": settings}
+
     def exchange(
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
@@ -246,6 +256,7 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, MuonState, "pass MuonState(muon), with mutex= to share the device")
         group = resolve_group(state.process_group)
+        state.agreement.make(group, state._said)
         if state.is_disabled:
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)

@@ -2,7 +2,6 @@
 
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.muon_direction import DirectionSettings
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -82,7 +80,6 @@ class MuonRounds:
         self._check_waiting()
         if not self._is_checked:
             self._check_model(bucket)
-            self._check_ranks(bucket.buffer().device, group)
             self._is_checked = True
         self._calls = self.calls_so_far
         self._memory.begin()
@@ -151,16 +148,6 @@ class MuonRounds:
             raise UnsupportedConfigurationError(
                 f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
                 f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
-            )
-
-    def _check_ranks(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        shapes = [tuple(matrix.shape) for matrix in self._matrices]
-        number = zlib.crc32(repr((shapes, tuple(self._owners))).encode())
-        everyone = Exchange.of(group).gather_numbers([number], device)
-        if everyone != [[float(number)]] * self._world_size:
-            raise UnsupportedConfigurationError(
-                f"expected the same matrices in Muon on all ranks, got {len(shapes)} on rank {self._rank} that differ "
-                "from another rank's in shape, order or settings; build Muon alike on all ranks"
             )
 
 

@@ -297,18 +297,3 @@ def evaluate_on_rank_0(rank: int, world_size: int) -> str:
 def test_a_mean_that_one_rank_asks_for_is_an_error() -> None:
     """A user who enters averaged() on rank 0 alone gets an error, not the other rank's next exchange as a mean."""
     assert "no error" not in run_ranks(evaluate_on_rank_0, 2, timeout_s=30.0)
-
-
-def half_disabled(rank: int, world_size: int) -> str:
-    loop = Loop(LocalSGDState(2))
-    message = error_of(lambda: loop.train(1))
-    loop.state.close()
-    return message
-
-
-@pytest.mark.defect("strangers-23")
-def test_a_switch_on_one_rank_is_an_error() -> None:
-    """A user who has set CROSSOVER_DISABLE=1 on one rank alone is told so, on all ranks."""
-    environment = [{"CROSSOVER_DISABLE": "1"}, {}]
-    for message in run_ranks(half_disabled, 2, environment=environment, timeout_s=20.0):
-        assert message.startswith("expected the same CROSSOVER_DISABLE on all ranks")

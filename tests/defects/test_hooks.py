@@ -236,24 +236,35 @@ def test_a_wrapped_hook_takes_no_codec() -> None:
         loss_of(model, 0).backward()
 
 
-def other_siblings(rank: int, world_size: int) -> str:
+def with_environment(rank: int, world_size: int, name: str) -> str:
     network = small()
     model = DistributedDataParallel(network)
-    optimizer = optimizer_of("crossover", network)
-    with hooked("crossover", model, network, optimizer):
+    optimizer = optimizer_of(name, network)
+    with hooked(name, model, network, optimizer):
         try:
             train(model, optimizer, 2)
-        except UnsupportedConfigurationError as error:
+        except CrossoverError as error:
             return str(error)
     return "no error"
 
 
 @pytest.mark.defect("strangers-23")
-def test_ranks_of_other_sibling_groups_are_told() -> None:
-    """A user whose ranks have different CROSSOVER_GROUPs gets an error on all ranks."""
-    environment = [{"CROSSOVER_GROUP": "one"}, {"CROSSOVER_GROUP": "other"}]
-    for message in run_ranks(other_siblings, 2, environment=environment):
-        assert message.startswith("expected the same CROSSOVER_GROUP on all ranks, got")
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        *(
+            (name, "CROSSOVER_DISABLE")
+            for name in ("crossover", "compressed", "decoupled", "muon", "local_sgd")
+        ),
+        ("crossover", "CROSSOVER_GROUP"),
+    ],
+)
+def test_ranks_of_other_environments_are_told(name: str, variable: str) -> None:
+    """A user who has set a variable on one rank alone gets an error on all ranks, in no time."""
+    for message in run_ranks(
+        with_environment, 2, args=(name,), environment=[{variable: "1"}, {}], timeout_s=30.0
+    ):
+        assert message.startswith(f"expected the same {variable} on all ranks, got")
 
 
 # --- replicas -----------------------------------------------------------------------------------------------------
