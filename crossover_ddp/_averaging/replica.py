@@ -311,6 +311,12 @@ class Replica:
         if self._failure is not None:
             raise self._failure
         self._catch_up()
+        if self._mean_of != self.steps and self.rule.stats().get("in_flight"):
+            logger.warning(
+                "exchanges in flight after step %d are lost to who loads this state_dict(): call it inside of "
+                "state.averaged(), or after state.average()",
+                self.steps,
+            )
         with torch.no_grad():
             return {"steps": self.steps, "kept": self.rule.state_dict() if self._began else None}
 

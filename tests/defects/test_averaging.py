@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp import reduce_scatter_all_gather_hook
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
-from tests.harness import run_ranks, single_process_group
+from tests.harness import inside, run_ranks, single_process_group
 
 
 class Masked(nn.Module):
@@ -190,6 +192,22 @@ def test_ranks_that_differ_are_told(case: str) -> None:
         assert message.startswith(f"expected the same {case} on all ranks")
 
 
+@pytest.mark.defect("strangers-12")
+@pytest.mark.usefixtures("process_group")
+def test_a_count_of_steps_is_exact_in_rounds() -> None:
+    """A user's log of rounds has the step after 2**24, too, which no float32 holds."""
+    state = ElasticState(1, "async")
+    state.load_state_dict({"steps": 2**24, "kept": None})
+    loop = Loop(state)
+    for _ in range(1000):
+        loop.train(1)
+        if state.rounds():
+            break
+        time.sleep(0.01)
+    state.close()
+    assert state.rounds()[0].offered[0] > 2**24
+
+
 def second_model(rank: int, world_size: int) -> str:
     loop = Loop(LocalSGDState(2))
     other = Loop(loop.state)
@@ -204,6 +222,66 @@ def test_one_averaging_state_serves_one_model() -> None:
     """A user who shares a state between two models is told that the second one would never be averaged."""
     for message in run_ranks(second_model, 2):
         assert "a state for each model" in message
+
+
+def sixteen_states(rank: int, world_size: int) -> bool:
+    for _ in range(15):
+        loop = Loop(ElasticState(1, "async"))
+        loop.train(2)
+        loop.state.close()
+    loop = Loop(ElasticState(1, "async"))
+    other = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    other.register_comm_hook(None, reduce_scatter_all_gather_hook)
+    same = True
+    for _ in range(400):
+        loop.train(1)
+        other.zero_grad()
+        other(torch.ones(8, 4)).square().mean().backward()  # the same on all ranks, and so the mean
+        alone = torch.autograd.grad(
+            other.module(torch.ones(8, 4)).square().mean(), list(other.module.parameters())
+        )
+        same = same and all(
+            torch.equal(p.grad, g) for p, g in zip(other.module.parameters(), alone, strict=True)
+        )
+    loop.state.close()
+    return same
+
+
+@pytest.mark.defect("codecs-S18")
+def test_a_sixteenth_state_keeps_its_messages_apart() -> None:
+    """A user who makes one asynchronous state after another in a process gets no message of another exchange."""
+    assert run_ranks(sixteen_states, 2) == [True, True]
+
+
+def train_wild(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+    """Return the centre's way from the beginning, and how many process groups are left behind."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    with inside.pretend_host(f"host {rank}"):
+        loop = Loop(ElasticState(1, "wild", 0.3), lr=0.0)
+        loop.train(1)
+    with torch.no_grad():
+        start = loop.model.module.weight.clone()
+        loop.model.module.weight.add_(float(rank))
+    loop.train(4)
+    centre = loop.state.state_dict()["kept"]["centre"]["weight"]
+    loop.state.close()
+    return centre - start, len(groups) - before
+
+
+@pytest.mark.defect("codecs-S9")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S9")
+def test_the_wild_centre_is_of_one_moment_on_one_host() -> None:
+    """A user's checkpoint holds one centre: here all elements move alike."""
+    for moved, _ in run_ranks(train_wild, 2):
+        assert float(moved.max() - moved.min()) < 1e-6
+
+
+@pytest.mark.defect("codecs-S19")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S19")
+def test_a_closed_state_leaves_no_process_group() -> None:
+    """A user who closes a state gets back the process groups that it has made."""
+    assert [left for _, left in run_ranks(train_wild, 2)] == [0, 0]
 
 
 # --- plans, disabled, checkpoints ---------------------------------------------------------------------------------
@@ -245,19 +323,27 @@ def test_a_disabled_state_takes_all_calls(elastic: bool) -> None:
     assert found == [0.0, 0.0]
 
 
-def save(rank: int, world_size: int) -> list[int]:
-    loop = Loop(LocalSGDState(2))
+@contextlib.contextmanager
+def warnings_with(text: str) -> Iterator[Callable[[], int]]:
+    """Give what counts the log's records with ``text``."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("crossover_ddp").addHandler(handler)
-    counts = []
-
-    def note() -> None:
-        loop.model.state_dict()
-        counts.append(sum("enter state.averaged()" in record.getMessage() for record in records))
-
     try:
+        yield lambda: sum(text in record.getMessage() for record in records)
+    finally:
+        logging.getLogger("crossover_ddp").removeHandler(handler)
+
+
+def save(rank: int, world_size: int) -> list[int]:
+    loop, counts = Loop(LocalSGDState(2)), []
+    with warnings_with("enter state.averaged()") as count:
+
+        def note() -> None:
+            loop.model.state_dict()
+            counts.append(count())
+
         loop.train(3)
         with loop.state.averaged():
             note()
@@ -266,9 +352,7 @@ def save(rank: int, world_size: int) -> list[int]:
         note()
         loop.state.average()
         note()
-    finally:
-        logging.getLogger("crossover_ddp").removeHandler(handler)
-        loop.state.close()
+    loop.state.close()
     return counts
 
 
@@ -276,6 +360,25 @@ def save(rank: int, world_size: int) -> list[int]:
 def test_a_saver_of_one_replica_is_warned_once() -> None:
     """A user whose saver writes rank 0's replica, not the mean, is told so."""
     assert run_ranks(save, 2) == [[0, 1, 1, 1]] * 2
+
+
+def save_in_flight(rank: int, world_size: int) -> list[int]:
+    outer = functools.partial(torch.optim.SGD, lr=0.7)
+    loop, counts = Loop(LocalSGDState(2, delay=1, outer_optimizer=outer)), []
+    with warnings_with("in flight after step 2 are lost") as count:
+        loop.train(2)
+        for block in (loop.state.averaged(), contextlib.nullcontext()):
+            with block:
+                loop.state.state_dict()
+            counts.append(count())
+    loop.state.close()
+    return counts
+
+
+@pytest.mark.defect("strangers-10")
+def test_a_state_dict_in_flight_is_warned_of() -> None:
+    """A user of DiLoCo whose checkpoint would lose an outer step on resume is told so."""
+    assert run_ranks(save_in_flight, 2) == [[0, 1]] * 2
 
 
 def evaluate_on_rank_0(rank: int, world_size: int) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from crossover_ddp import kfac_hooks
+from crossover_ddp._averaging import shared_centre
 from crossover_ddp._exchange import collectives, module_buffers
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
@@ -110,4 +111,11 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
 def shared_memory_at(base: str) -> Iterator[None]:
     """Let this process find its siblings' memory in another directory, as in a container."""
     with mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base}):
+        yield
+
+
+@contextlib.contextmanager
+def pretend_host(name: str) -> Iterator[None]:
+    """Let this process count as one of host ``name`` for ``ElasticState(mode="wild")``."""
+    with mock.patch.object(shared_centre, "_host", lambda: name):
         yield
