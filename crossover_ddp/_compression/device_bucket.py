@@ -68,6 +68,8 @@ class DeviceBucket(BucketResiduals):
         self.gather = Sharded(gathered, Layout.equal(gathered.numel(), world_size))
         self._addend = torch.empty(self._own.coded_numel, device=device)
         self._exact_addend = torch.empty(self._own.exact_numel, device=device)
+        # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
+        self._divisor = torch.full((), float(world_size), device=device)
         self._is_own_unloaded = False
         self.sent_bytes = 0
         """Bytes that this rank has sent for the last step, in both halves."""
@@ -111,8 +113,8 @@ class DeviceBucket(BucketResiduals):
             if self._own.coded:
                 codec.add_decoded(message.coded, self._own.lengths, values)
         out = self._message(self.gather.tensor, self.rank, self.rank, self._pull_rooms)
-        out.exact.copy_(exact.div_(world_size))
-        _encode(self._pull_stream, values.div_(world_size).add_(self._pull_stream.residual), out)
+        out.exact.copy_(exact.div_(self._divisor))
+        _encode(self._pull_stream, values.div_(self._divisor).add_(self._pull_stream.residual), out)
 
     def unload_own(self) -> None:
         """Decode this owner's message into the bucket."""

@@ -2,10 +2,13 @@
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
+
+from tests import fake_cuda
 
 Busy = Callable[[torch.Tensor, int], None]
 """``busy(marks, duration_ns)``: enqueue; afterwards ``marks`` (int64, 2) holds begin and end in nanoseconds."""
@@ -23,6 +26,7 @@ extern "C" __global__ void busy(unsigned long long* marks, int duration_ns) {
     marks[1] = now;
 }
 """
+WARM_UP_S = 0.3  # until the clocks of a device that was idle no longer rise
 MAX_NS = 2**31 - 1  # NVRTC's launcher passes a C int
 
 
@@ -118,7 +122,10 @@ def sleep_s(duration_s: float) -> None:
 @functools.cache
 def _cycles_per_s() -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)  # wakes the device up
+    awake_s = time.monotonic() + (0.0 if fake_cuda.is_here() else WARM_UP_S)
+    while time.monotonic() < awake_s:
+        torch.cuda._sleep(1_000_000)
+        torch.cuda.synchronize()
     begin.record()
     torch.cuda._sleep(50_000_000)
     end.record()

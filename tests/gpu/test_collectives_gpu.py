@@ -187,6 +187,7 @@ def reuse_pinned_memory(rank: int, world_size: int, fault: str) -> list[str]:
         ]
 
 
+@pytest.mark.defect("strangers-15")
 def test_pinned_memory_is_not_written_before_it_has_been_read() -> None:
     assert run_ranks(reuse_pinned_memory, 2, args=("",), timeout_s=TIMEOUT_S) == [[], []]
 
@@ -207,6 +208,7 @@ def pinned_bytes(rank: int, world_size: int) -> int:
         return torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
 
 
+@pytest.mark.defect("strangers-15")
 def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
     assert max(run_ranks(pinned_bytes, 2, timeout_s=TIMEOUT_S)) < 4 * NUMEL
 

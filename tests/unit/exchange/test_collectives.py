@@ -82,6 +82,7 @@ def test_a_staged_buffer_is_read_only_after_its_copy_and_copied_back_only_where_
     assert device.tolist() == [0, 11, 12, 13, 4, 5]
 
 
+@pytest.mark.defect("strangers-15")
 def test_memory_of_a_gather_is_not_written_before_the_last_one_has_been_copied_from_it() -> None:
     copier, layout = LateCopier(), Layout.equal(4, 2)
     devices = [torch.zeros(4) for _ in range(3)]

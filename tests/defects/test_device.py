@@ -1,0 +1,163 @@
+"""Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_collectives_gpu.py`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp.errors import CrossoverError
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.fake_cuda
+STEPS = 5
+SIZE = 64
+
+
+def known(number: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=number)
+
+
+class Layers(nn.Module):
+    """Layers one behind the other; the first one's part is multiplied, by 0 in a step that does not need it."""
+
+    def __init__(self, device: torch.device, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(count))
+        self.to(device)
+
+    def forward(self, inputs: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        outputs = inputs + factor * self.layers[0](inputs)
+        for layer in list(self.layers)[1:]:
+            outputs = layer(outputs)
+        return outputs.square().mean()
+
+
+def wrapped(device: torch.device, count: int = 4) -> DistributedDataParallel:
+    """Return a model with a bucket for each layer."""
+    return DistributedDataParallel(Layers(device, count), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+
+
+def batch(rank: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+
+
+def own_device(rank: int) -> torch.device:
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def parameters_of(model: nn.Module) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def planned(rank: int, world_size: int) -> str:
+    device = own_device(rank)
+    model = wrapped(device)
+    state = CompressedState(None)
+    model.register_comm_hook(state, compressed_hook)
+    for step in range(STEPS):
+        model(batch(rank, step, device)).backward()
+    try:
+        told = str(state.plan_codec())
+    except CrossoverError as error:
+        told = str(error)
+    try:
+        model(batch(rank, STEPS, device)).backward()
+    except CrossoverError as error:
+        return f"cannot go on: {error}"
+    return told
+
+
+@pytest.mark.defect("codecs-S4")
+@known("codecs-S4")
+def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on() -> None:
+    """Where it measures CPU tensors, which the group has no backend for, the job is over."""
+    for told in run_ranks(planned, 2, backend="nccl"):
+        assert not told.startswith("cannot go on"), told
+
+
+def coded(rank: int, world_size: int, kind: str, factor: float) -> list[list[float]]:
+    """Train with a layer that is multiplied in one step."""
+    device = own_device(rank) if kind == "cuda" else torch.device(kind)
+    model = wrapped(device)
+    model.register_comm_hook(CompressedState(Int8()), compressed_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step, device), factor if step == 3 else 1.0).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.defect("codecs-S10")
+@pytest.mark.parametrize("factor", [0.5, pytest.param(0.0, marks=known("codecs-S10"))])
+def test_a_gradient_of_zeros_keeps_its_residual_on_nccl_as_on_gloo(factor: float) -> None:
+    (on_nccl, _), (on_gloo, _) = (
+        run_ranks(coded, 2, args=[kind, factor], backend=backend)
+        for kind, backend in (("cuda", "nccl"), ("cpu", "gloo"))
+    )
+    assert on_nccl == on_gloo
+
+
+def waits(act: Callable[[], Any]) -> str:
+    """Say where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def scaled(rank: int, world_size: int, is_told: bool) -> str:
+    device = own_device(rank)
+    model, scaler = wrapped(device), torch.amp.GradScaler("cuda")
+    state = CompressedState(Int8(), loss_scale=scaler.get_scale if is_told else 1.0)
+    model.register_comm_hook(state, compressed_hook)
+    batches = [batch(rank, step, device) for step in range(STEPS)]
+    losses = [scaler.scale(model(batches[0]))]
+    for each in batches[1:]:
+        losses[-1].backward()
+        losses.append(scaler.scale(model(each)))
+    return waits(losses[-1].backward)
+
+
+@pytest.mark.defect("codecs-S14")
+@pytest.mark.parametrize("is_told", [False, pytest.param(True, marks=known("codecs-S14"))])
+def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(is_told: bool) -> None:
+    assert run_ranks(scaled, 2, args=[is_told], backend="nccl") == ["", ""]
+
+
+def averaged(rank: int, world_size: int, sync_every: int) -> str:
+    device = own_device(rank)
+    model = wrapped(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = LocalSGDState(sync_every, delay=1)
+    model.register_comm_hook(state, local_sgd_hook)
+    batches = [batch(rank, step, device) for step in range(3 * STEPS)]
+
+    def train(some: list[torch.Tensor]) -> None:
+        for each in some:
+            optimizer.zero_grad()
+            model(each).backward()
+            optimizer.step()
+
+    train(batches[:STEPS])
+    told = waits(lambda: train(batches[STEPS:]))
+    dist.barrier()
+    return told
+
+
+@pytest.mark.defect("codecs-S15")
+@pytest.mark.parametrize("sync_every", [pytest.param(2, marks=known("codecs-S15")), 1000])
+def test_an_average_lands_without_a_wait_of_the_host(sync_every: int) -> None:
+    assert run_ranks(averaged, 2, args=[sync_every], backend="nccl") == ["", ""]
