@@ -99,7 +99,8 @@ class Int8:
         tiling = _tiling(tuple(lengths), self.block, None)
         largest = _largest(tiling, values, scales.numel())
         finite = torch.isfinite(largest).all()
-        scales.copy_(torch.where(finite, _rounded_up(largest.float() / _LARGEST), torch.nan))
+        by = largest.new_full((), _LARGEST, dtype=torch.float32)  # see `DeviceBucket`: not the number itself
+        scales.copy_(torch.where(finite, _rounded_up(largest.float() / by), torch.nan))
         inverse = scales.reciprocal().masked_fill_(scales.eq(0), 0)
         for rows, code, left, by, scale in zip(
             tiling.rows(values),

@@ -131,7 +131,7 @@ def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it() -> None:
     assert name_where_visible(name, 0) == name  # CUDA takes the UUID as well
 
 
-@pytest.mark.gpu(count=2, real="no CUDA_VISIBLE_DEVICES")
+@pytest.mark.gpu(count=2)
 def test_two_gpus_keep_their_names_when_their_numbers_are_swapped() -> None:
     names = [device.device_name(torch.device("cuda", index)) for index in range(2)]
     assert names[0] != names[1]

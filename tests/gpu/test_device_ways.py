@@ -41,7 +41,6 @@ from tests.harness import Job, run_jobs
 from tests.unit.turns.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
-CAPTURES = pytest.mark.gpu(real="no graphs")
 
 ON_DEVICE = ("events", "semaphores")
 LONG_NS = 1_000_000_000
@@ -90,7 +89,7 @@ def test_this_gpu_has_both_marks() -> None:
 
 
 @pytest.mark.parametrize("way", DEVICE_ORDERS)
-@pytest.mark.parametrize("variant", ["streams", pytest.param("graph", marks=CAPTURES)])
+@pytest.mark.parametrize("variant", ["streams", "graph"])
 def test_kernels_on_other_streams_and_in_graphs_never_overlap(way: str, variant: str, tmp_path: Path) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant, way=way))
     check_turns(first, second)
@@ -102,7 +101,6 @@ def test_kernels_on_a_stream_that_release_does_not_name_overlap(tmp_path: Path) 
     assert overlaps(first.ran, second.ran), "the test above cannot fail: it proves nothing"
 
 
-@CAPTURES
 @pytest.mark.parametrize("way", DEVICE_ORDERS)
 def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_path: Path) -> None:
     plan = new_plan(tmp_path)
@@ -126,7 +124,6 @@ def test_a_turn_inside_a_capture_is_refused_and_the_mutex_goes_on(way: str, tmp_
         mutex.close()
 
 
-@CAPTURES
 def test_a_thread_that_waits_for_a_turns_end_does_not_spoil_a_capture(tmp_path: Path) -> None:
     """In torch's default mode a wait for an event on any thread of the process would invalidate the capture."""
     plan = new_plan(tmp_path)

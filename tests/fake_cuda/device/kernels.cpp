@@ -315,7 +315,24 @@ static Stack compute_now(const OperatorHandle& op, const IValue* arguments, cons
     }
     return results;
 }
-static void kernel(const OperatorHandle& op, Stack* stack) {
+// As on CUDA, a tensor over a number of the host is multiplied by the number's reciprocal.
+static OperatorHandle by_reciprocal(const OperatorHandle& op, Stack& stack) {
+    const auto& schema = op.schema();
+    if (schema.name() != "aten::div" && schema.name() != "aten::div_") return op;
+    if (schema.overload_name() != "Tensor" && schema.overload_name() != "out") return op;  // it rounds
+    const size_t from = stack.size() - schema.arguments().size();
+    const at::Tensor self = stack[from].toTensor(), by = stack[from + 1].toTensor();
+    if (by.is_cuda() || !self.is_floating_point()) return op;
+    const double number = by.item<double>();
+    const double inverse = self.scalar_type() == at::kDouble ? 1.0 / number : (double)(1.0f / (float)number);
+    at::Tensor factor = at::scalar_tensor(inverse, at::kDouble);
+    factor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    stack[from + 1] = factor;
+    const char* product = schema.name() == "aten::div" ? "aten::mul" : "aten::mul_";
+    return c10::Dispatcher::singleton().findSchemaOrThrow(product, schema.overload_name().c_str());
+}
+static void kernel(const OperatorHandle& given, Stack* stack) {
+    const OperatorHandle op = by_reciprocal(given, *stack);
     const Known& known = known_of(op);
     const IValue* arguments = stack->data() + (stack->size() - known.count);
     TORCH_CHECK_NOT_IMPLEMENTED(
