@@ -225,7 +225,7 @@ def test_losses_over_gloo_equal_plain_ddp(hook: str, views: bool) -> None:
 
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
 def test_losses_with_mixed_precision_equal_plain_ddp(amp: str) -> None:
-    check(Plan("crossover", amp=amp))
+    check(Plan("crossover", amp=amp, steps=3))
 
 
 @pytest.mark.parametrize("hook", ["crossover", "decoupled"])
@@ -271,7 +271,7 @@ def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
 def test_clipping_on_a_gpu_is_torchs() -> None:
     plain, decoupled = (run_jobs([Job(clipped, 2, args=(way,))])[0] for way in (False, True))
     for got, expected in zip(decoupled, plain, strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)
+        assert got == pytest.approx(expected, rel=3e-5)  # torch's norm sums in float32
 
 
 def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
@@ -336,22 +336,22 @@ def check_siblings(directory: Path, plan: Plan, *, world_size: int, backend: str
 
 
 def test_siblings_over_gloo_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover", steps=30), world_size=2, backend="gloo")
+    check_siblings(tmp_path, Plan("crossover", steps=12), world_size=2, backend="gloo")
 
 
 def test_siblings_around_a_wrapped_hook_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover fp16", steps=15), world_size=2, backend="gloo")
+    check_siblings(tmp_path, Plan("crossover fp16", steps=8), world_size=2, backend="gloo")
 
 
 @pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
 def test_siblings_of_one_rank_on_nccl_train_as_if_alone(force_native: bool, tmp_path: Path) -> None:
-    plan = Plan("crossover", steps=30, force_native=force_native)
+    plan = Plan("crossover", steps=12, force_native=force_native)
     check_siblings(tmp_path, plan, world_size=1, backend="nccl")
 
 
 @pytest.mark.gpu(count=2)
 def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover", steps=30), world_size=2, backend="nccl")
+    check_siblings(tmp_path, Plan("crossover", steps=12), world_size=2, backend="nccl")
 
 
 # --- memory --------------------------------------------------------------------------------------------------
@@ -365,6 +365,6 @@ def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> 
 
 
 def test_device_memory_does_not_grow_with_steps() -> None:
-    short, long = (run(Plan("crossover", steps=steps)) for steps in (5, 60))
+    short, long = (run(Plan("crossover", steps=steps)) for steps in (5, 25))
     for few, many in zip(short, long, strict=True):
         assert many.peak_bytes <= few.peak_bytes + 2**20
