@@ -36,4 +36,4 @@ def test_scripts_have_the_devices(tmp_path: Path) -> None:
         "import torch\nprint(torch.cuda.device_count(), torch.ones(2, device='cuda:1').sum().item())\n"
     )
     with spawn_script(script, 1) as ranks:
-        assert ranks.wait(60.0) == [f"{DEVICES} 2.0\n"]
+        assert ranks.wait(60.0)[0].endswith(f"{DEVICES} 2.0\n")  # torch 2.11 warns of replaced operators
