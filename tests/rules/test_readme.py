@@ -25,7 +25,7 @@ BLOCKS = [block for path in DOCUMENTS for block in documents.blocks(path.read_te
 
 def _run(rank: int, world_size: int, source: str, wrapped: bool) -> None:
     """Run a block where a reader would paste it: after a model, a loader and an optimizer were made."""
-    network = nn.Linear(3, 2)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     names: dict[str, Any] = {
         "torch": torch,
         "net": network,
