@@ -12,9 +12,7 @@ import torch.distributed as dist
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Payload, Sharded
-from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
-from tests.harness.turn import RecordingTurn
 from tests.unit.exchange.fake_bucket import FakeBucket
 
 SIZE = 7
@@ -29,75 +27,6 @@ def engine() -> Exchange:
 
 def _given(payload: Payload) -> Payload:
     return payload
-
-
-def uneven(world_size: int) -> Layout:
-    """Rank 0 owns nothing, the others more and more."""
-    return Layout.of_lengths([rank * SIZE for rank in range(world_size)])
-
-
-def there_and_back(rank: int, world_size: int) -> tuple[list[list[float]], list[str]]:
-    """Send three buckets: their payload goes with an appendix, and comes back squared without it."""
-    exchange, turn = engine(), RecordingTurn()
-    buckets = [torch.zeros(uneven(world_size).numel) for _ in range(3)]
-    futures = []
-    for index, buffer in enumerate(buckets):
-        payload = squared(buffer, rank, world_size, index)
-        bucket = FakeBucket(buffer, index=index, last=index == 2)
-        futures.append(exchange.submit(bucket, turn=turn, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
-    values = [future.wait() for future in futures]
-    assert all(value is buffer for value, buffer in zip(values, buckets, strict=True))
-    exchange.close()
-    return [buffer.tolist() for buffer in buckets], turn.order
-
-
-def squared(buffer: torch.Tensor, rank: int, world_size: int, index: int) -> Payload:
-    layout = uneven(world_size)
-    with_appendix = Layout.of_lengths([length + 2 for length in layout.lengths])
-    there = torch.full((with_appendix.numel,), float(rank + 1 + index))
-    back = torch.zeros(layout.numel)
-
-    def step(part: torch.Tensor, final: Callable[[int], None]) -> None:
-        own = layout.part(rank)
-        back[own.start : own.stop] = part[:-2] * part[-1]
-
-    def unload() -> None:
-        buffer.copy_(back)
-
-    return Payload(Sharded(there, with_appendix), Sharded(back, layout), step, unload, keeps_turn=index == 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_owner_makes_what_comes_back_of_what_arrived(world_size: int) -> None:
-    for buckets, turns in run_ranks(there_and_back, world_size):
-        for index, buffer in enumerate(buckets):
-            mean = (world_size + 1) / 2 + index
-            assert buffer == pytest.approx([mean**2] * uneven(world_size).numel)
-        assert turns == ["release", "request", "acquire"]
-
-
-def reduced_only(rank: int, world_size: int) -> tuple[float, float]:
-    exchange = engine()
-    arrived: list[torch.Tensor] = []
-    layout = uneven(world_size)
-    payload = Payload(
-        Sharded(torch.full((layout.numel,), float(rank)), layout),
-        None,
-        lambda part, final: arrived.append(part.clone()),
-        lambda: None,
-    )
-    exchange.reduce(payload)
-    # Ahead of it on the same worker, so that it is done when this is.
-    after = exchange.submit(FakeBucket(torch.full((5,), float(rank))))  # type: ignore[arg-type]
-    mean = float(after.wait().mean())
-    exchange.close()
-    return mean, float(arrived[0].mean()) if arrived[0].numel() else mean
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_sum_may_stay_with_its_owners(world_size: int) -> None:
-    for of_bucket, of_part in run_ranks(reduced_only, world_size):
-        assert of_bucket == of_part == (world_size - 1) / 2
 
 
 def chunk_by_chunk(rank: int, world_size: int) -> tuple[list[int], list[float], float]:
@@ -185,39 +114,3 @@ def long_steps(rank: int, world_size: int) -> list[float]:
 
 def test_a_long_step_runs_beside_the_gather_before_it() -> None:
     assert run_ranks(long_steps, 2) == [[1.5, 2.5]] * 2
-
-
-def failing_owner(rank: int, world_size: int, is_long: bool) -> list[str]:
-    exchange, turn = engine(), RecordingTurn()
-    errors = []
-    futures = []
-    for index in range(2):
-        payload = squared(torch.zeros(uneven(world_size).numel), rank, world_size, 2)
-        if index == 1:
-            payload = Payload(
-                payload.scatter,
-                payload.gather,
-                functools.partial(fail, rank),
-                payload.unload,
-                keeps_turn=True,
-                is_long=is_long,
-            )
-        bucket = FakeBucket(torch.zeros(1), index=index, last=index == 1)
-        futures.append(exchange.submit(bucket, turn=turn, payload=functools.partial(_given, payload)))  # type: ignore[arg-type]
-    for future in futures:
-        with pytest.raises(ExchangeError, match="the owner is out of luck"):
-            future.wait()
-        errors.append("raised")
-    assert turn.order[0] == "release"
-    return errors
-
-
-def fail(rank: int, part: torch.Tensor, final: Callable[[int], None]) -> None:
-    raise ValueError("the owner is out of luck")
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_a_failing_step_fails_the_buckets_that_were_held_for_it_and_gives_the_turn_away(
-    is_long: bool,
-) -> None:
-    assert run_ranks(failing_owner, 2, args=(is_long,)) == [["raised"] * 2] * 2

@@ -1,7 +1,5 @@
 """What a hook sees of a bucket and of a mutex, without DDP and without devices."""
 
-import threading
-
 import torch
 
 
@@ -22,7 +20,3 @@ class FakeBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         return [self._tensor]
-
-
-def names_of_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}

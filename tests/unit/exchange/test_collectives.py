@@ -1,29 +1,13 @@
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._exchange.collectives import HostBuffer, NativeHalves, Ring, chunk_numel, ring_tag
+from crossover_ddp._exchange.collectives import HostBuffer, NativeHalves, Ring, chunk_numel
 from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp._exchange.staging import StagedBuffer
 from tests.unit.exchange.late_copier import LateCopier
-
-INT32_MAX = 2**31 - 1
-
-
-def test_tags_are_private_and_differ_for_all_that_may_be_in_flight_together() -> None:
-    keys = list(product(range(4), range(50), (False, True), range(5)))
-    tags = [ring_tag(c, s, gather=g, part=p) for c, s, g, p in keys]
-    assert len(set(tags)) == len(tags)
-    assert all(2**30 <= tag <= INT32_MAX for tag in tags)
-
-
-@given(st.integers(0, 15), st.integers(0, 10**9), st.booleans(), st.integers(0, 2**13 - 1))
-def test_tags_stay_in_gloos_range_for_ever(channel: int, sequence: int, gather: bool, part: int) -> None:
-    assert 2**30 <= ring_tag(channel, sequence, gather=gather, part=part) <= INT32_MAX
 
 
 @given(st.lists(st.integers(0, 10**8), min_size=1, max_size=9), st.sampled_from([2, 4, 8]))

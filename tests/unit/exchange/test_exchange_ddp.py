@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.comm_hooks import reduce_scatter_all_gather_hook
-from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
-from tests.harness import inside
-from tests.unit.exchange.fuse import blow
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -52,30 +50,6 @@ def test_signature_is_what_ddp_demands() -> None:
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
 
 
-def test_sparse_gradients_raise_after_backward_every_time() -> None:
-    model = hooked(nn.Embedding(5, 3, sparse=True))
-    for _ in range(3):
-        with pytest.raises(UnsupportedConfigurationError, match=r"layout=torch\.sparse_coo; .*sparse=False"):
-            backward(model, torch.tensor([1, 2]))
-
-
-def test_a_failure_raises_after_backward_and_ddp_stays_usable_for_the_next_message() -> None:
-    model = hooked(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), bucket_cap_mb=1e-6)
-    with inside.fail_buckets(OSError("the link broke")):
-        for _ in range(3):
-            with pytest.raises(ExchangeError, match="bucket 0 failed: the link broke") as caught:
-                backward(model)
-            assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_an_exception_of_the_model_itself_leaves_the_hook_working() -> None:
-    broken, whole = hooked(nn.Linear(3, 3)), hooked(nn.Linear(3, 3))
-    with pytest.raises(ArithmeticError, match="blown"):
-        blow(broken(torch.ones(2, 3))).sum().backward()
-    for _ in range(2):
-        backward(whole)
-
-
 @pytest.mark.parametrize("group", [-100, "world", object()])
 def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
@@ -84,15 +58,6 @@ def test_what_is_no_group_of_ours_raises_after_backward(group: object) -> None:
         UnsupportedConfigurationError, match="expected a process group that this process belongs"
     ):
         backward(model)
-
-
-def test_no_sync_does_not_call_the_hook(calls: list[int]) -> None:
-    model = hooked(nn.Linear(3, 3))
-    with model.no_sync():
-        backward(model)
-    assert calls == []
-    backward(model)
-    assert calls == [0]
 
 
 def test_the_first_step_is_one_bucket_and_the_next_ones_are_real(calls: list[int]) -> None:
