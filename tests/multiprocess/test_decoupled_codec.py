@@ -1,8 +1,5 @@
 """Decoupled training with a codec: the bits of `CompressedState`, only later; on all ranks the same."""
 
-import math
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -13,15 +10,12 @@ from crossover_ddp.codecs import CompressedState, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.turn import RecordingTurn
 from tests.multiprocess.compressed_training import CODECS, backward, digest, wrapped
 
 WORLD_SIZES = (2, 3, 4) if IN_CAMPAIGN else (2, 3)
 STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
 # Steps after which it is decided whether to defer.
 TRIAL_STEPS = 34
-
-Step = Callable[[int], None]
 
 
 class Job:
@@ -176,49 +170,6 @@ def joined(rank: int, world_size: int) -> dict[str, str]:
 def test_ranks_may_run_out_of_inputs() -> None:
     first, *others = run_ranks(joined, 3)
     assert others == [first, first]
-
-
-def spoiled(rank: int, world_size: int) -> list[tuple[bool, bool]]:
-    """Tell of each step whether the gradients are finite, and whether the residuals are."""
-    job, found = Job("int8", True), []
-    weight = job.model.module[3].weight
-    for number in range(5):
-        job.optimizer.zero_grad()
-        handle = (
-            weight.register_hook(lambda gradient: gradient * math.inf) if number == 3 and rank == 1 else None
-        )
-        backward(job.model, rank, number)
-        if handle is not None:
-            handle.remove()
-        job.state.flush()
-        gradients = [parameter.grad for parameter in job.model.parameters()]
-        is_finite = all(
-            bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None
-        )
-        if is_finite:
-            job.optimizer.step()
-        kept = job.state.state_dict()["codec"]["residuals"].values()
-        found.append((is_finite, all(bool(torch.isfinite(residual).all()) for residual in kept)))
-    return found
-
-
-def test_nan_reaches_all_ranks_and_no_residual() -> None:
-    for found in run_ranks(spoiled, 3):
-        assert found == [(number != 3, True) for number in range(5)]
-
-
-def turns(rank: int, world_size: int) -> list[str]:
-    mutex = RecordingTurn()
-    job = Job("int8", True, mutex=mutex)
-    for number in range(3):
-        job.step(rank, 3 * number)
-    assert all(0 < rate < 1 for rate in mutex.rates)
-    return mutex.taken_and_given
-
-
-def test_the_turn_is_given_away_behind_the_last_message() -> None:
-    for order in run_ranks(turns, 2):
-        assert order == ["release", "acquire", "release", "acquire", "release"]
 
 
 def rate(rank: int, world_size: int) -> float:

@@ -37,14 +37,6 @@ def training() -> Iterator[Training]:
         made.state.close()
 
 
-def test_training_is_that_of_plain_ddp_and_really_deferred(training: Training, plain: Training) -> None:
-    for _ in range(8):
-        assert training.step() == plain.step()
-    assert training.is_pending
-    assert_same(training, plain)
-    assert not training.is_pending
-
-
 def test_the_first_steps_are_not_deferred_since_ddp_rebuilds_its_buckets(training: Training) -> None:
     deferred = []
     for _ in range(4):
@@ -345,16 +337,6 @@ def test_a_dropped_gradient_is_a_parameter_left_alone(training: Training, plain:
     assert_same(training, plain)
 
 
-def test_a_skipped_step_is_a_skipped_step(training: Training, plain: Training) -> None:
-    for each in (training, plain):
-        for step in range(9):
-            each.backward()
-            if step % 3:
-                each.optimizer.step()
-            each.optimizer.zero_grad()
-    assert_same(training, plain)
-
-
 @pytest.mark.parametrize("kind", ["pre", "post"])
 def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, plain: Training) -> None:
     seen: list[list[float]] = []
@@ -370,13 +352,6 @@ def test_hooks_of_the_optimizer_see_whole_steps(kind: str, training: Training, p
         seen.append(sums)
     assert seen[0] == seen[1]
     assert len(seen[0]) == STEPS
-
-
-def test_an_exception_in_forward_leaves_training_whole(training: Training, plain: Training) -> None:
-    training.run()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        training.model(torch.ones(2, 5))
-    assert training.step() == plain.run().step()
 
 
 def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Training) -> None:
@@ -418,13 +393,6 @@ def test_the_optimizer_and_a_copied_model_are_ordinary_again_after_close(plain: 
     assert "zero_grad" not in vars(training.optimizer)
     training.run(STEPS)
     assert_same(training, plain.run(STEPS + 3))
-
-
-def test_disabled_it_is_a_plain_all_reduce(monkeypatch: pytest.MonkeyPatch, plain: Training) -> None:
-    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
-    training = Training(decoupled=True).run()
-    assert not training.is_pending
-    assert_same(training, plain.run())
 
 
 def test_the_state_dict_carries_the_order_of_forward(training: Training) -> None:
