@@ -1,6 +1,5 @@
 """What training loops do to replicas: identities, skipped steps, missing gradients, checkpoints, turns, and wire."""
 
-import contextlib
 import os
 import uuid
 from functools import cache
@@ -294,23 +293,6 @@ def test_a_fresh_rank_never_wins_a_resume() -> None:
         assert "call load_state_dict on all ranks" in message
 
 
-def other_arguments(rank: int, world_size: int) -> str:
-    state = LocalSGDState(4 + rank)
-    trainer = Trainer(rank, state)
-    try:
-        trainer.step()
-    except UnsupportedConfigurationError as error:
-        return str(error)
-    finally:
-        state.close()
-    return "went on"
-
-
-def test_ranks_must_have_the_same_arguments() -> None:
-    for message in run_ranks(other_arguments, 2):
-        assert "expected the same sync_every on all ranks, got sync_every by rank {0: 4, 1: 5}" in message
-
-
 # --- turns, wire, memory ----------------------------------------------------------------------------------------------
 
 
@@ -376,23 +358,6 @@ def test_bytes_on_the_wire_and_in_memory(sync_every: int, delay: int, fragments:
     copies = 1 if delay == 0 else 2
     assert found["peak_bytes"] <= 1.05 * copies * whole / fragments
     assert found["outer_bytes"] <= (1.05 * 2 * whole / 2 if outer else 0)
-
-
-def in_a_row(rank: int, world_size: int) -> bool:
-    """Two models, one after the other in one process, and a copy of one of them."""
-    torch.set_num_threads(1)
-    first = walk(rank, LocalSGDState(2, 1))
-    second = walk(rank, LocalSGDState(2, 1))
-    trainer = Trainer(rank, LocalSGDState(2))
-    trainer.train(3)
-    with contextlib.suppress(RuntimeError):
-        trainer.state.load_state_dict({"steps": 0, "kept": None})
-    return torch.equal(first, second)
-
-
-def test_states_do_not_disturb_each_other() -> None:
-    with pytest.raises(Exception, match="expected a state that has not trained yet"):
-        run_ranks(in_a_row, 2)
 
 
 def planned(rank: int, world_size: int) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook, crossover_wrapper
@@ -12,11 +12,6 @@ from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 
 STEPS = 12
-HOOKS: dict[str, Any] = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,
-}
 
 
 def network(seed: int) -> torch.nn.Module:
@@ -33,43 +28,27 @@ def network(seed: int) -> torch.nn.Module:
     )
 
 
-def state_and_hook(hook: str) -> tuple[Any, Any]:
-    inner = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if hook.endswith("powersgd") else None
-    name = hook.rpartition(":")[2]
-    if hook.startswith("crossover:"):
-        return CrossoverState(hook_state=inner), crossover_wrapper(HOOKS[name])
-    if hook == "crossover":
-        return CrossoverState(), crossover_hook
-    return inner, HOOKS[name]
-
-
-def cap_mb(hook: str) -> float:
-    """PowerSGD's callbacks run collectives on gloo's threads, in no order when several buckets are under way."""
-    return 25.0 if hook.endswith("powersgd") else 0.05
-
-
-def train(rank: int, world_size: int, hook: str, seed: int, accumulate: int = 1) -> dict[str, Any]:
+def train(rank: int, world_size: int, seed: int, wrapped: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = DistributedDataParallel(network(seed), bucket_cap_mb=cap_mb(hook), gradient_as_bucket_view=True)
-    state = None
-    if hook != "none":
-        state, function = state_and_hook(hook)
-        model.register_comm_hook(state, function)
+    # PowerSGD's callbacks run collectives on gloo's threads, in no order when several buckets are under way.
+    model = DistributedDataParallel(network(seed), bucket_cap_mb=25.0, gradient_as_bucket_view=True)
+    inner = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    state = CrossoverState(hook_state=inner) if wrapped else None
+    hook = powerSGD_hook.powerSGD_hook
+    model.register_comm_hook(state or inner, crossover_wrapper(hook) if wrapped else hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(100 * seed + rank)
     found = []
     for _ in range(STEPS):
-        for part in range(accumulate):
-            model.require_backward_grad_sync = part == accumulate - 1
-            inputs = torch.randn(8, 1, 8, 8, generator=generator)
-            targets = torch.randint(0, 10, (8,), generator=generator)
-            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
+        inputs = torch.randn(8, 1, 8, 8, generator=generator)
+        targets = torch.randint(0, 10, (8,), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
-    stats = state.stats() if isinstance(state, CrossoverState) else {}
-    if isinstance(state, CrossoverState):
+    stats = state.stats() if state else {}
+    if state:
         state.close()
     parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return {"losses": found, "parameters": parameters.numpy().tobytes(), "stats": stats}
@@ -79,39 +58,18 @@ def environment(world_size: int) -> list[dict[str, str]]:
     return [{"CROSSOVER_DEVICE": f"device{rank}"} for rank in range(world_size)]
 
 
-def siblings(hook: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[list[dict[str, Any]]]:
+def jobs(wrapped: bool) -> list[Job]:
+    return [Job(train, 2, (seed, wrapped), environment=environment(2), name=f"job {seed}") for seed in (1, 2)]
+
+
+def test_a_hook_with_a_state_keeps_its_results_inside_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSOVER_GROUP", new_group())
-    jobs = [
-        Job(train, 2, (hook, seed, *options.values()), environment=environment(2), name=f"job {seed}")
-        for seed in (1, 2)
-    ]
-    return run_jobs(jobs, timeout_s=90)
-
-
-def alone(hook: str, seed: int, **options: Any) -> list[dict[str, Any]]:
-    return run_jobs([Job(train, 2, (hook, seed, *options.values()), environment=environment(2))])[0]
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_siblings_train_exactly_as_plain_ddp_alone(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, job in zip((1, 2), siblings("crossover", monkeypatch, accumulate=accumulate), strict=True):
-        for rank, plain in enumerate(alone("none", seed, accumulate=accumulate)):
-            assert job[rank]["losses"] == plain["losses"]
-            assert job[rank]["parameters"] == plain["parameters"]
-            assert job[rank]["stats"]["turns"] == STEPS
-            assert job[rank]["stats"]["disabled_because"] is None
-            assert job[rank]["stats"]["leases_expired"] == 0
-
-
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
-def test_other_hooks_keep_their_results_inside_the_wrapper(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seed, job in zip((1, 2), siblings(f"crossover:{hook}", monkeypatch), strict=True):
-        for rank, bare in enumerate(alone(hook, seed)):
-            assert job[rank]["losses"] == bare["losses"]
-            assert job[rank]["parameters"] == bare["parameters"]
-            assert job[rank]["stats"]["turns"] == STEPS
+    alone = [run_jobs([job])[0] for job in jobs(False)]
+    for job, bare_job in zip(run_jobs(jobs(True), timeout_s=90), alone, strict=True):
+        for ours, bare in zip(job, bare_job, strict=True):
+            assert ours["losses"] == bare["losses"]
+            assert ours["parameters"] == bare["parameters"]
+            assert ours["stats"]["turns"] == STEPS
 
 
 def train_again_after_a_failure(rank: int, world_size: int) -> list[dict[str, Any]]:

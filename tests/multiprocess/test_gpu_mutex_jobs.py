@@ -447,27 +447,3 @@ def test_a_job_whose_turns_break_on_one_device_goes_on_without(bad_rank: int) ->
         assert len(warnings) <= 1
         if rank == bad_rank:
             assert "trains on without" in warnings[0]
-
-
-# --- a job alone --------------------------------------------------------------------------------------------------
-
-
-def _cost(rank: int, world_size: int, group: str, turns: int) -> tuple[float, int, bool, str | None]:
-    mutex = GPUMutex(group, device=f"dev{rank}")
-    begin_s = time.monotonic()
-    for _ in range(turns):
-        mutex.acquire()
-        mutex.release()
-    elapsed_s = time.monotonic() - begin_s
-    stats = mutex.stats()
-    shared = mutex.shared
-    mutex.close()
-    return elapsed_s / turns, stats["turns"], shared, stats["disabled_because"]
-
-
-def test_a_job_alone_takes_any_number_of_turns_at_little_cost() -> None:
-    for cost_s, turns, shared, disabled_because in run_ranks(_cost, 2, args=(new_group(), 300)):
-        assert disabled_because is None
-        assert turns == 300
-        assert not shared
-        assert cost_s < 5e-3

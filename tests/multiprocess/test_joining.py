@@ -1,7 +1,6 @@
 """A job that cannot join its siblings trains on without turns, on all ranks alike; a process is one job."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -22,7 +21,7 @@ from crossover_ddp import CrossoverState, crossover_hook, gpu_mutex, reduce_scat
 from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import LAYOUT, SLOT_COUNT, SegmentHeader, digest, lock_slots
+from crossover_ddp._turns.slots import SLOT_COUNT, lock_slots
 from tests.harness import Job, run_jobs
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
@@ -214,32 +213,6 @@ def test_shared_memory_that_is_full(world_size: int, spoil: str, tmp_path: Path)
 @sizes_alike
 def test_shared_memory_that_is_missing(world_size: int, tmp_path: Path) -> None:
     check_trains_on(run(world_size, True, "", str(tmp_path / "missing")), cause="expected Linux with")
-
-
-def segment_of(base: Path, group: str, device: str) -> Path:
-    return base / f"crossover_ddp-{os.geteuid()}" / f"{group}-{digest(device):016x}.turns"
-
-
-@both_sizes
-def test_a_segment_of_another_version(world_size: int, group_name: str, tmp_path: Path) -> None:
-    segment = TurnSegment(group_name, "device1", base=str(tmp_path))
-    path = Path(segment.path)
-    with path.open("r+b") as file:
-        file.seek(SegmentHeader.layout.offset)
-        file.write(bytes(ctypes.c_uint64(LAYOUT + 1)))
-    segment.forget()
-    check_trains_on(run(world_size, True, "", str(tmp_path)), cause="expected layout")
-
-
-@both_sizes
-def test_a_sibling_that_shares_only_some_devices(world_size: int, group_name: str, tmp_path: Path) -> None:
-    """A job that restarts with other devices than its sibling finds the same."""
-    segment = TurnSegment(group_name, "device0", base=str(tmp_path))
-    segment.join(job=9, devices=digest("device0"), rank=0, world_size=1, lease_s=1.0)
-    try:
-        check_trains_on(run(world_size, True, "", str(tmp_path)), cause="same set of devices")
-    finally:
-        segment.leave()
 
 
 def test_two_jobs_that_start_together_and_share_some_devices(tmp_path: Path) -> None:

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.kfac_hooks import kfac_hook
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_oracle import Oracle, Settings
-from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, batch, mlp
+from tests.multiprocess.kfac_training import LR, Training, batch
 from tests.multiprocess.test_kfac import relative_error
 
 SAVED_AFTER, MORE = 4, 4
@@ -79,14 +76,6 @@ def resume_and_accumulate(rank: int, world_size: int, path: str) -> list[dict[st
     return found
 
 
-def resume_with_another_model(rank: int, world_size: int, path: str) -> None:
-    training, _ = resumed(rank, path)
-    other = DistributedDataParallel(mlp(WIDTH, OUTPUTS))
-    other.register_comm_hook(training.state, kfac_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="make a KFACState for each model"):
-        other(batch(rank, 0)[0]).sum().backward()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[dict[str, Tensor]]]]:
     path = str(tmp_path_factory.mktemp("checkpoint") / "kfac.pt")
@@ -115,9 +104,3 @@ def test_factors_of_an_accumulation_leave_once_after_resuming(
     for whole, accumulated in run_ranks(resume_and_accumulate, 2, args=(saved[0],)):
         for name, expected in whole.items():
             torch.testing.assert_close(accumulated[name], expected, rtol=RELATIVE, atol=1e-6)
-
-
-def test_another_model_is_refused_after_resuming_too(
-    saved: tuple[str, list[list[dict[str, Tensor]]]],
-) -> None:
-    run_ranks(resume_with_another_model, 2, args=(saved[0],))

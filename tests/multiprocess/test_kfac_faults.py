@@ -3,12 +3,10 @@
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
@@ -51,7 +49,7 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
     if moment == "early":
         training.state.plan_factors(early=True)
     dist.barrier()
-    if rank == 1 and moment in ("between steps", "early"):
+    if rank == 1 and moment == "early":
         signal.raise_signal(signal.SIGKILL)
     if rank == 1 and moment == "in the owner's step":
         torch.linalg.cholesky_ex = lambda *_, **__: signal.raise_signal(signal.SIGKILL)
@@ -64,7 +62,6 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
 @pytest.mark.parametrize(
     ("world_size", "moment", "decoupled"),
     [
-        (2, "between steps", False),
         (2, "early", False),
         (2, "in the owner's step", False),
         (4, "in the owner's step", False),
@@ -80,35 +77,6 @@ def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
             message, took_s = outcome
             assert message.startswith(f"ExchangeError: rank {rank} of {world_size}: the "), message
             assert took_s < PATIENCE_S + LIMIT_S
-
-
-def fail_to_invert(rank: int, world_size: int) -> tuple[str, str, float]:
-    """Return the first error, that of the step after it, and how long both took."""
-    group = impatient_group()
-    training = Training(rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1)
-    training.step()
-    dist.barrier()
-
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise RuntimeError("out of memory, or so")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(torch.linalg, "cholesky_ex", fail)
-        first, first_s = failure_of(training)
-        second, second_s = failure_of(training)
-    dist.destroy_process_group(group)
-    dist.barrier()
-    return first, second, first_s + second_s
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_owner_that_cannot_invert_fails_all_ranks(world_size: int) -> None:
-    for rank, (first, second, took_s) in enumerate(run_ranks(fail_to_invert, world_size)):
-        assert first.startswith(f"ExchangeError: rank {rank} of {world_size}: the "), first
-        assert ("out of memory, or so" in first) == (rank == 1)
-        assert second == first
-        assert took_s < PATIENCE_S + LIMIT_S
 
 
 def other_layers(rank: int, world_size: int, widths: list[tuple[int, ...]]) -> str:
@@ -170,30 +138,6 @@ def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None
     assert "of ranks [0, 1], got a process_group of ranks [1]" in second
     assert first.startswith("ExchangeError: rank 0 of 2: the ")
     assert max(first_s, second_s) < PATIENCE_S + LIMIT_S
-
-
-class Words(nn.Module):
-    """An embedding with sparse gradients, whose bucket is the last, below layers of K-FAC."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, WIDTH, sparse=True)
-        self.layers = mlp(WIDTH, 8, 8, OUTPUTS)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        words: torch.Tensor = self.layers(self.words((inputs[:, 0] > 0).long()))
-        return words
-
-
-def sparse_gradients_come_last(rank: int, world_size: int) -> tuple[str, float]:
-    return failure_of(Training(rank, Words()))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_refused_last_bucket_leaves_no_other_waiting(world_size: int) -> None:
-    for error, seconds in run_ranks(sparse_gradients_come_last, world_size):
-        assert error.startswith("UnsupportedConfigurationError: expected dense gradients")
-        assert seconds < LIMIT_S
 
 
 def model_of_rank_0_alone(rank: int, world_size: int) -> float:

@@ -23,7 +23,6 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from tests.harness import run_ranks
-from tests.harness.inside import hide_model
 
 STEPS = 5
 HOOKS = ("split", "crossover", "decoupled", "kfac", "wrapped split", "wrapped all-reduce")
@@ -99,17 +98,6 @@ def test_ddp_broadcasts_only_before_the_first_step(hook: str, world_size: int) -
     assert [broadcasts for broadcasts, _ in found] == [by_ddp] * world_size
     if hook != "wrapped all-reduce":  # there each rank keeps its own until the next forward
         assert all(torch.equal(each, found[0][1]) for _, each in found)
-
-
-def train_without_finding_the_model(rank: int, world_size: int, hook: str) -> tuple[int, torch.Tensor]:
-    with hide_model() if rank == 1 else contextlib.nullcontext():
-        return count_broadcasts(rank, world_size, hook)
-
-
-@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
-def test_a_rank_that_does_not_find_its_model_leaves_buffers_to_ddp_on_all_ranks(hook: str) -> None:
-    found = run_ranks(train_without_finding_the_model, 3, args=(hook,), timeout_s=TIMEOUT_S)
-    assert [broadcasts for broadcasts, _ in found] == [STEPS] * 3
 
 
 def train_wrapped_anew(rank: int, world_size: int) -> list[int]:

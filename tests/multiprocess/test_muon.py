@@ -87,23 +87,6 @@ def test_parameters_are_those_of_muon_fed_the_owners_sums(world_size: int, steps
         assert ours == results[0][2][0]
 
 
-def accumulated(rank: int, world_size: int) -> list[int]:
-    trainings = [Training(mixture(), hook=hook) for hook in (True, False)]
-    different = []
-    for step in range(FEW):
-        for each in trainings:
-            with each.model.no_sync():
-                loss_of(each.model, batch(rank, 500 + step)).backward()
-            each.step(batch(rank, step))
-        if not equal(trainings[0].parameters(), trainings[1].parameters()):
-            different.append(step)
-    return different
-
-
-def test_gradients_are_accumulated_as_ever() -> None:
-    assert run_ranks(accumulated, 2) == [[], []]
-
-
 def scaled(rank: int, world_size: int) -> tuple[list[int], list[float], list[bool]]:
     """Train with a GradScaler; on step 4 the loss of rank 1 overflows in the layer whose matrix rank 0 or 1 owns."""
     found = []
@@ -171,24 +154,6 @@ def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error() -> Non
         assert all("expected muon.step() between two exchanges" in message for message in messages)
 
 
-def without_gradients(rank: int, world_size: int) -> tuple[bool, int]:
-    """Matrices without gradients get no update and no momentum, as with plain DDP."""
-    options = {"find_unused_parameters": True}
-    trainings = [Training(mixture(), hook=hook, options=options) for hook in (True, False)]
-    for step in range(FEW):
-        for each in trainings:
-            each.module.is_short = step % 3 == 1
-            each.step(batch(rank, step))
-    states = [len(each.muon.state) for each in trainings]
-    return equal(trainings[0].parameters(), trainings[1].parameters()), states[0]
-
-
-def test_unused_matrices_stay_as_they_are() -> None:
-    results = run_ranks(without_gradients, 2)
-    assert [same for same, _ in results] == [True, True]
-    assert sum(owned for _, owned in results) == 5
-
-
 def with_closure(rank: int, world_size: int) -> bool:
     trainings = [Training(mixture(), hook=hook) for hook in (True, False)]
     for step in range(FEW):
@@ -209,24 +174,6 @@ def with_closure(rank: int, world_size: int) -> bool:
 
 def test_a_closure_works() -> None:
     assert run_ranks(with_closure, 2) == [True, True]
-
-
-def half_precision(rank: int, world_size: int) -> list[int]:
-    found = []
-    walks = []
-    for hook in (True, False):
-        training = Training(mixture(dtype=torch.bfloat16), hook=hook)
-        walk = []
-        for step in range(FEW):
-            training.step(batch(rank, step))
-            walk.append(training.parameters())
-        walks.append(walk)
-    found = [step for step in range(FEW) if not equal(walks[0][step], walks[1][step])]
-    return found
-
-
-def test_bfloat16_parameters_walk_the_same_way() -> None:
-    assert run_ranks(half_precision, 2) == [[], []]
 
 
 def loads(rank: int, world_size: int) -> dict[str, int]:

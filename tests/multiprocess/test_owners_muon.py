@@ -78,10 +78,6 @@ def test_two_ranks_get_the_bits_of_ddp_with_muon_and_adamw(variant: str) -> None
     assert sum(count for _, count in results) == STEPS * MATRICES, "once per matrix, all ranks together"
 
 
-def test_one_rank_does_too() -> None:
-    assert run_ranks(differences, 1, args=("as they are",)) == [([], STEPS * MATRICES)]
-
-
 def by_owners(rank: int, world_size: int) -> tuple[list[int], int, int, bool]:
     """Return the steps after which a parameter differs, directions, bytes of momentum, and whether only owned."""
     ours = OwnedRun(mixture(), KIND, owners=True)
@@ -231,34 +227,6 @@ def walk(rank: int, world_size: int, situation: str) -> list[int]:
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_bits_are_the_same_in_each_situation(situation: str) -> None:
     assert run_ranks(walk, 2, args=(situation,)) == [[], []]
-
-
-def clipped(rank: int, world_size: int) -> tuple[list[int], list[float], list[float]]:
-    """Clip by the norm of all owners' gradients; plain DDP's are scaled by the same factor, to compare bits."""
-    (ours, plain), different = pair(), []
-    norms: tuple[list[float], list[float]] = ([], [])
-    assert ours.state is not None
-    for step in range(FEW):
-        for each in (ours, plain):
-            each.backward(batch(rank, step))
-        norm = ours.state.clip_grad_norm_(0.1)
-        gradients = [p.grad for p in plain.module.parameters() if p.grad is not None]
-        norms[0].append(float(norm))
-        norms[1].append(float(torch.cat([each.flatten() for each in gradients]).norm()))
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
-        for each in (ours, plain):
-            each.update()
-        if not equal(ours.parameters(), plain.parameters()):
-            different.append(step)
-    return different, *norms
-
-
-def test_the_norm_of_all_owners_gradients_is_clipped() -> None:
-    for different, ours, theirs in run_ranks(clipped, 2):
-        assert different == []
-        assert ours == pytest.approx(theirs, rel=1e-4)
-        assert min(ours) > 0.1, "all steps are to be clipped"
 
 
 def late(rank: int, world_size: int) -> tuple[bool, bool]:

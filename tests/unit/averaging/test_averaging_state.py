@@ -184,14 +184,6 @@ def test_a_copied_model_leaves_the_state_behind(caplog: pytest.LogCaptureFixture
     assert state.stats()["steps"] == 1
 
 
-def test_a_disabled_package_is_plain_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
-    model, state = wrapped(broadcast_buffers=True), LocalSGDState(4)
-    model.register_comm_hook(state, local_sgd_hook)
-    backward(model)
-    assert state.stats()["steps"] == 0
-
-
 def test_forwards_without_gradients_do_not_act() -> None:
     model, state = wrapped(), LocalSGDState(2)
     model.register_comm_hook(state, local_sgd_hook)

@@ -231,35 +231,6 @@ def test_gradients_that_overflow_leave_the_factors_alone() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in training.backward(2).values())
 
 
-def test_accumulation_is_one_large_batch() -> None:
-    large, accumulated = Training(kl_clip=None), Training(kl_clip=None)
-    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(4))
-    large.model(x).square().mean().backward()
-    for index, part in enumerate(x.chunk(3)):
-        with accumulated.model.no_sync() if index < 2 else torch.enable_grad():
-            (accumulated.model(part).square().mean() / 3).backward()
-    for name, expected in large.gradients().items():
-        torch.testing.assert_close(accumulated.gradients()[name], expected, rtol=1e-4, atol=1e-7)
-
-
-def test_what_is_resumed_goes_on_exactly() -> None:
-    options: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 3}
-    whole = Training(**options)
-    for step in range(4):
-        whole.step(step)
-    saved = copy.deepcopy(
-        (whole.model.module.state_dict(), whole.optimizer.state_dict(), whole.state.state_dict())
-    )
-    resumed = Training(**options)
-    resumed.model.module.load_state_dict(saved[0])
-    resumed.optimizer.load_state_dict(saved[1])
-    resumed.state.load_state_dict(saved[2])
-    assert resumed.state.steps == 4
-    for step in range(4, 9):
-        expected, got = whole.step(step), resumed.step(step)
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
 def test_the_state_of_other_layers_is_refused() -> None:
     saved = Training(mlp(6, 8, 4)).state.state_dict()
     with pytest.raises(ValueError, match="make the model and KFACState as they were"):
@@ -326,14 +297,6 @@ def test_the_turn_is_kept_for_making_solvers(monkeypatch: pytest.MonkeyPatch) ->
     assert turn.order == ["release", "request", "acquire"]
     training.step(1)
     assert turn.order == ["release", "request", "acquire"] * 2
-
-
-def test_disabled_it_is_a_plain_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
-    training = Training()
-    expected = {name: p.grad for name, p in _plain(mlp(6, 8, 4), 0).items()}
-    got = training.backward()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)  # type: ignore[arg-type]
 
 
 def test_the_report_names_layers_owners_and_what_passes_through() -> None:
