@@ -82,3 +82,13 @@ def test_a_bucket_whose_owners_step_is_not_done_keeps_no_other_from_the_wire() -
     order.step_ends(first)
     order.step_ends(third)
     assert [order.next(), order.next()] == [third, first]
+
+
+def test_a_gather_does_not_wait_for_later_steps_which_may_wait_for_it() -> None:
+    """A rank that has run out of inputs is ahead of the others, whose next forward needs this gather."""
+    order = order_of_one()
+    old, new = transfer(0, 7, "this step"), transfer(1, 3, "next step")
+    for each in (old, new):
+        order.scatter_begins(each)
+    order.scatter_ends(old)
+    assert order.next() is old
