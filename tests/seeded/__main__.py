@@ -7,7 +7,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.seeded.fault import Fault, copy_tree
 from tests.seeded.faults import FAULTS
@@ -19,19 +22,41 @@ FAILED = 1  # pytest's code where tests ran and some failed
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.seeded", description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults with one of these in their file or reason")
-    words = parser.parse_args().words
+    parser.add_argument("--public", action="store_true", help="only by tests that do not know the engine")
+    parser.add_argument(
+        "--lanes", type=int, default=1, help="faults at a time, each in a copy of the tree (default 1)"
+    )
+    args = parser.parse_args()
+    words = args.words
     chosen = [each for each in FAULTS if not words or any(word in each.path + each.why for word in words)]
     if not chosen:
         parser.error(f"no fault has any of {words} in its file or reason")
-    with tempfile.TemporaryDirectory(prefix="seeded-") as directory:
-        root = Path(directory)
-        copy_tree(root)
-        unseen = sum(not is_seen(fault, root, f"{n} of {len(chosen)}") for n, fault in enumerate(chosen, 1))
+    if args.lanes < 1:
+        parser.error(f"expected --lanes >= 1, got --lanes={args.lanes}; each lane runs one fault at a time")
+    lanes = SimpleQueue[Path]()
+
+    def seen(numbered: tuple[int, Fault]) -> bool:
+        number, fault = numbered
+        root = lanes.get()
+        try:
+            return is_seen(
+                fault, root, f"{number} of {len(chosen)}", ("-m", "not inside") if args.public else ()
+            )
+        finally:
+            lanes.put(root)
+
+    with ExitStack() as stack:
+        for _ in range(args.lanes):
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="seeded-")))
+            copy_tree(root)
+            lanes.put(root)
+        pool = stack.enter_context(ThreadPoolExecutor(args.lanes))
+        unseen = len(chosen) - sum(pool.map(seen, enumerate(chosen, 1)))
     print(f"{len(chosen) - unseen} of {len(chosen)} seeded faults were seen", flush=True)
     return unseen
 
 
-def is_seen(fault: Fault, root: Path, number: str) -> bool:
+def is_seen(fault: Fault, root: Path, number: str, options: tuple[str, ...]) -> bool:
     """Seed a fault, run its tests, and take it out again."""
     path = root / fault.path
     sound, seeded = path.read_text(), fault.seeded(root)
@@ -39,7 +64,7 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
     begin_s = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *fault.tests],
             cwd=root,
             env=environment(root),
             stdin=subprocess.DEVNULL,
@@ -50,7 +75,12 @@ def is_seen(fault: Fault, root: Path, number: str) -> bool:
     finally:
         path.write_text(sound)
     seen = done.returncode == FAILED
-    verdict = "seen" if seen else f"NOT SEEN (pytest's exit code {done.returncode})"
+    red = [
+        " by " + line.split()[1]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
+    verdict = "seen" + "".join(red[:1]) if seen else f"NOT SEEN (pytest's exit code {done.returncode})"
     print(f"{number}: {fault.path}: {fault.why}: {verdict}, {time.monotonic() - begin_s:.0f} s", flush=True)
     if not seen:
         print(done.stdout[-2000:] + done.stderr[-2000:], flush=True)
