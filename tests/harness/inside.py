@@ -5,18 +5,24 @@ Each is a context manager for this process, so ranks enter it themselves.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 from unittest import mock
 
 import torch.distributed as dist
 
-from crossover_ddp import kfac_hooks
+from crossover_ddp import DecoupledState, kfac_hooks
 from crossover_ddp._averaging import shared_centre
-from crossover_ddp._exchange import collectives, module_buffers
+from crossover_ddp._compression import planning as codec_plans
+from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._exchange import collectives, link_probe, module_buffers
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
+from crossover_ddp._planning import Link
 from crossover_ddp._turns.segment import TurnSegment
+
+TRIAL: Final = (WARM_UP, BLOCK, END)
+"""Backward passes of a trial of deferring: before it, of one kind in a row, to its end."""
 
 
 @contextlib.contextmanager
@@ -72,6 +78,24 @@ def hide_model() -> Iterator[None]:
         yield
 
 
+def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:
+    """Let time go by the kind of step alone in the trial of a state."""
+    trial = state._training.trial
+    assert isinstance(trial, Trial)
+    now_s = 0.0
+
+    def clock() -> float:
+        return now_s
+
+    def backward_ended(agree: Any, settle: Any) -> None:
+        nonlocal now_s
+        now_s += deferred_s if trial.defers else whole_s
+        type(trial).backward_ended(trial, agree, settle)
+
+    trial._clock = clock
+    trial.backward_ended = backward_ended  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def kfac_of_no_layer() -> Iterator[None]:
     """Let `KFACState` take a model of which it treats no layer, which a user is not allowed."""
@@ -104,6 +128,22 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
         self._sequence = itertools.count(begun)
 
     with mock.patch.object(Routes, "__init__", begin):
+        yield
+
+
+@contextlib.contextmanager
+def pretend_links(seconds: Sequence[Sequence[float]]) -> Iterator[None]:
+    """Let plans of codecs find so many seconds a byte between each pair of ranks, once all have been measured."""
+    measure = link_probe.measure_pairs
+
+    def measured(group: dist.ProcessGroup) -> Sequence[Sequence[float]]:
+        for one, row in enumerate(found := measure(group)):
+            assert all((each > 0) == (one != other) for other, each in enumerate(row)), found
+            assert all(each == found[other][one] for other, each in enumerate(row)), found
+        return seconds
+
+    link = Link(0.0, max(map(max, seconds)))
+    with mock.patch.multiple(codec_plans, measure_pairs=measured, measure_link=lambda group: link):
         yield
 
 

@@ -33,7 +33,7 @@ def _sgd(model: nn.Module) -> list[Optimizer]:
     return [SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
-def _muon_and_sgd(model: nn.Module) -> list[Optimizer]:
+def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     return [Muon(matrices, lr=0.1), SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)]
 
@@ -89,22 +89,24 @@ class Training:
     """A small model under DDP with one of the package's hooks.
 
     Args:
-        way: one of WAYS.
+        way: the name of one of WAYS, or another.
         rank: every rank has data of its own.
         mutex: of the state, if it takes one.
         device: of the model and the data.
+        optimizers: makes them; default SGD with momentum, and Muon for its own way.
         around: makes the registered hook of the package's.
         options: of DDP.
     """
 
     def __init__(
         self,
-        way: str,
+        way: str | Way,
         rank: int = 0,
         *,
         mutex: Any = None,
         module: nn.Module | None = None,
         device: str = "cpu",
+        optimizers: Callable[[nn.Module], list[Optimizer]] | None = None,
         around: Callable[[Any], Any] = lambda hook: hook,
         **options: Any,
     ) -> None:
@@ -112,8 +114,8 @@ class Training:
         self.rank, self.steps, self.device = rank, 0, device
         module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
         self.model = DistributedDataParallel(module.to(device), **(DDP_OPTIONS | options))
-        self.optimizers = (_muon_and_sgd if way == "muon" else _sgd)(self.model)
-        self.state, hook = WAYS[way](self.model, self.optimizers, mutex)
+        self.optimizers = (optimizers or (muon_and_sgd if way == "muon" else _sgd))(self.model)
+        self.state, hook = (WAYS[way] if isinstance(way, str) else way)(self.model, self.optimizers, mutex)
         self.model.register_comm_hook(self.state, around(hook))
 
     def backward(self) -> float:

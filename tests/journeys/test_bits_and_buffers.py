@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook, reduce_scatter_all_gather_hook
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
-from tests.harness.training import WIDTH, Training, batch, hooked
+from tests.harness.training import WIDTH, Training, batch, hooked, muon_and_sgd
 
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 
@@ -226,7 +227,14 @@ SENT = {
     "owned": (1.0, 1.15),
     "int8": (0.25, 0.32),
     "muon": (0.7, 0.8),
+    "owned with muon": (0.7, 0.9),
+    "kfac seldom": (1.0, 1.05),
 }
+
+
+def kfac_seldom(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mutex: Any) -> tuple[Any, Any]:
+    """Neither factors nor solvers in the steps that are counted."""
+    return KFACState(model, optimizers[0], factor_update_steps=50, inv_update_steps=50), kfac_hook
 
 
 def sent_bytes() -> int:
@@ -236,7 +244,13 @@ def sent_bytes() -> int:
 
 
 def bytes_of_a_step(rank: int, world_size: int, way: str) -> float:
-    training = Training(way, rank, module=mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0), bucket_cap_mb=0.05)
+    training = Training(
+        kfac_seldom if way == "kfac seldom" else way.removesuffix(" with muon"),
+        rank,
+        module=mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0),
+        optimizers=muon_and_sgd if way.endswith("muon") else None,
+        bucket_cap_mb=0.05,
+    )
     training.run(6)
     dist.barrier()
     begin = sent_bytes()

@@ -1,10 +1,10 @@
 """Elastic averaging as copies in one process: together, and replayed from the rounds that ranks have logged."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
-from crossover_ddp._averaging.rounds import ElasticRound
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.replicas import Spring, TogetherWalk, flat, write
 
@@ -45,7 +45,7 @@ class Replay:
     def __init__(
         self,
         optimizer: str,
-        logs: Sequence[Sequence[ElasticRound]],
+        logs: Sequence[Sequence[Any]],
         rate: float,
         skips: Collection[tuple[int, int]] = (),
     ) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError
-from crossover_ddp._compression import planning
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import run_ranks
+from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.compressed_training import (
     added_in_order,
@@ -137,12 +135,6 @@ def test_a_table_for_another_number_of_ranks_is_refused() -> None:
 
 
 def planned(rank: int, world_size: int, tables: list[list[int]]) -> list[tuple[str, str]]:
-    """Measure the links, and return for each table what `planned_for` does."""
-    found = planning.measure_pairs(dist.group.WORLD)
-    assert all(row == [found[other][one] for other in range(world_size)] for one, row in enumerate(found))
-    assert all(
-        (each > 0) == (one != other) for one, row in enumerate(found) for other, each in enumerate(row)
-    )
     return [planned_for(nodes, rank) for nodes in tables]
 
 
@@ -157,10 +149,7 @@ def planned_for(nodes: list[int], rank: int) -> tuple[str, str]:
     model.register_comm_hook(state, compressed_hook)
     for step in range(4):
         model(torch.full((4, 512), float(rank + step))).square().mean().backward()
-    with (
-        mock.patch.object(planning, "measure_pairs", lambda group: seconds),
-        mock.patch.object(planning, "measure_link", lambda group: planning.Link(0.0, FAR_S)),
-    ):
+    with inside.pretend_links(seconds):
         plan = state.plan_codec((None, Half(), Int8()))
         with pytest.raises(ValueError, match="got a PerPair among them"):
             state.plan_codec((None, (PerPair.by_node(nodes, far=Int8()), Int8())))

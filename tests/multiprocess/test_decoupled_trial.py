@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import uuid
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,12 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook, reduce_scatter_all_gather_hook
-from crossover_ddp._decoupled import trial as trial_module
-from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP
-from tests.harness import run_ranks
+from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import heard
 
+WARM_UP, BLOCK, END = inside.TRIAL
 STEPS = END + 10
 SETTLED = 2  # backward passes before DDP's buckets are known to stay
 TIMEOUT_S = 90.0
@@ -55,7 +54,7 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
         state = DecoupledState(optimizer, mutex=mutex)
         model.register_comm_hook(state, decoupled_hook)
         if verdict is not None:
-            pretend(state, deferred_s=1.0 if verdict else 3.0)
+            inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
     else:
         model.register_comm_hook(None, reduce_scatter_all_gather_hook)
     generator = torch.Generator().manual_seed(rank)
@@ -84,24 +83,6 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
         mutex.close()
     values = torch.cat([p.detach().flatten() for p in model.parameters()])
     return Outcome(losses, values.numpy().tobytes(), deferred, deferring, turns)
-
-
-def pretend(state: DecoupledState, *, deferred_s: float) -> None:
-    """Let time go by the kind of step alone."""
-    trial = state._training.trial
-    assert isinstance(trial, trial_module.Trial)
-    now_s = 0.0
-
-    def clock() -> float:
-        return now_s
-
-    def backward_ended(agree: Any, settle: Any) -> None:
-        nonlocal now_s
-        now_s += deferred_s if trial.defers else 2.0
-        type(trial).backward_ended(trial, agree, settle)
-
-    trial._clock = clock
-    trial.backward_ended = backward_ended  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -5,14 +5,13 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
-from tests.harness import run_ranks
+from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.averaging_oracle import MAKERS, Trainer
 from tests.multiprocess.elastic_oracle import Replay, together_oracle
@@ -201,9 +200,7 @@ def near(world_size: int) -> float:
 
 def train_wild(rank: int, world_size: int, hosts: int) -> tuple[int, int, float, int]:
     """Pretend that ranks live on several hosts."""
-    with mock.patch(
-        "crossover_ddp._averaging.shared_centre._host", lambda: f"host {rank * hosts // world_size}"
-    ):
+    with inside.pretend_host(f"host {rank * hosts // world_size}"):
         trainer = trainer_of(rank, "sgd", "wild", rate=0.3)
         trainer.optimizer.param_groups[0]["lr"] = 0.0
         trainer.step()

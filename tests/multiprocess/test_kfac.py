@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 
@@ -29,12 +29,15 @@ SETTINGS: dict[str, Settings] = {
     "local": Settings(factors="local"),
     "reduce": Settings(weight_sharing="reduce"),
     "early": Settings(),
+    "spread": Settings(factor_update_steps=2, inv_update_steps=3),
 }
 PLANNED_AFTER = 2  # the first step has another bucket
 
 
 def is_short(name: str, cap_mb: float, world_size: int) -> bool:
     """Two ranks do all; of the others' settings one arrangement of buckets each is for the campaign alone."""
+    if name == "spread":
+        return cap_mb != TINY_MB and world_size == 2
     if world_size == 4:
         return cap_mb == TINY_MB or name in ("inverse", "early")
     return world_size == 2 or cap_mb != TINY_MB
@@ -72,16 +75,22 @@ class Everything(nn.Module):
         return self.head(x.flatten(1))  # type: ignore[no-any-return]
 
 
+def dominated() -> nn.Sequential:
+    """Return a network with a layer that costs more than all others."""
+    wide = (nn.Linear(6, 230), nn.Tanh(), nn.Linear(230, 300), nn.Tanh(), nn.Linear(300, 5))
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6), nn.Tanh(), *wide)
+
+
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(6, 2, 9, 8, generator=generator), torch.randint(0, 5, (6,), generator=generator)
 
 
 def model_and_state(
-    settings: Settings, cap_mb: float
+    settings: Settings, cap_mb: float, network: Callable[[], nn.Module] = Everything
 ) -> tuple[DistributedDataParallel, KFACState, torch.optim.SGD]:
     torch.manual_seed(3)
-    model = DistributedDataParallel(Everything(), bucket_cap_mb=cap_mb)
+    model = DistributedDataParallel(network(), bucket_cap_mb=cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     state = KFACState(model, optimizer, **asdict(settings))
     model.register_comm_hook(state, kfac_hook)
@@ -91,17 +100,18 @@ def model_and_state(
 def errors_of_rank(rank: int, world_size: int) -> dict[tuple[str, float], list[float]]:
     """Return the greatest relative error of each step, by setting and bucket cap."""
     return {
-        (name, cap_mb): list(errors(SETTINGS[name], cap_mb, rank, world_size, early=name == "early"))
+        (name, cap_mb): list(errors(name, cap_mb, rank, world_size))
         for name, cap_mb, of_size in CELLS
         if of_size == world_size
     }
 
 
-def errors(settings: Settings, cap_mb: float, rank: int, world_size: int, *, early: bool) -> Iterator[float]:
-    model, state, optimizer = model_and_state(settings, cap_mb)
+def errors(name: str, cap_mb: float, rank: int, world_size: int) -> Iterator[float]:
+    settings = SETTINGS[name]
+    model, state, optimizer = model_and_state(settings, cap_mb, dominated if name == "spread" else Everything)
     oracle = Oracle(settings, LR, state.owners)
     for step in range(STEPS):
-        if early and step == PLANNED_AFTER:
+        if name == "early" and step == PLANNED_AFTER:
             assert state.plan_factors(early=True).early
         batches = [batch(each, step) for each in range(world_size)]
         replicas = [copy.deepcopy(model.module).double() for _ in range(0 if rank else world_size)]
@@ -112,6 +122,7 @@ def errors(settings: Settings, cap_mb: float, rank: int, world_size: int, *, ear
         expected = step_for_all(oracle, replicas, wide, model.module)
         yield relative_error(model.module, expected)
         optimizer.step()
+    assert ("spread over all ranks" in state.report()) == (name == "spread")
     state.close()
     assert (oracle.least_scale < 1) == (settings.kl_clip is not None), "the clip is to be seen at work"
 

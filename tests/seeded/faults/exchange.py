@@ -20,7 +20,7 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_exchange/collectives.py",
         "steps = [(ring.rank - 2 - step) % ring.size for step in range(ring.size - 1)]",
         "steps = [(ring.rank - 2 + step) % ring.size for step in range(ring.size - 1)]",
-        ("tests/multiprocess/test_collectives.py", "-k", "halves_and_engine_are_exact"),
+        ("tests/journeys/test_bits_and_buffers.py", "-k", "exact_up_to and 3-"),
     ),
     Fault(
         "a thread of the exchange that waits for a peer keeps its process alive",

@@ -5,7 +5,6 @@ from typing import Final
 from tests.seeded.fault import Fault
 
 _KFAC = "tests/multiprocess/test_kfac.py"
-_ROWS = "tests/multiprocess/test_kfac_rows.py"
 _DEFECTS = "tests/defects/test_kfac.py"
 
 KFAC: Final[tuple[Fault, ...]] = (
@@ -35,21 +34,21 @@ KFAC: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_kfac/row_product.py",
         "if rows.stop * width > numel:",
         "if rows.start * width > numel:",
-        (_ROWS, "-k", "arrive"),
+        ("tests/multiprocess/test_kfac_rows.py", "-k", "arrive"),
     ),
     Fault(
         "of a spread layer's rows only the first block counts for the KL clip",
         "crossover_ddp/_kfac/spread_payload.py",
         "return torch.stack(terms).sum() * layer.lr**2 if terms else None",
         "return terms[0] * layer.lr**2 if terms else None",
-        (_ROWS, "-k", "dominant"),
+        (_KFAC, "-k", "independent and spread"),
     ),
     Fault(
         "factors that trail are weighed as the old mean is",
         "crossover_ddp/_kfac/late.py",
         "self._curvatures[layer].add(a, g, decay)",
         "self._curvatures[layer].add(a, g, 1 - decay)",
-        ("tests/multiprocess/test_kfac_late.py", "-k", "train_the_same"),
+        (_KFAC, "-k", "independent and seldom"),
     ),
     Fault(
         "the KL clip has the first step's learning rate for good",
@@ -63,7 +62,7 @@ KFAC: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_kfac/payload.py",
         "self._with_factors = plan.takes_factors and plan.factors_travel",
         "self._with_factors = plan.factors_travel",
-        ("tests/multiprocess/test_kfac_wire.py",),
+        ("tests/journeys/test_bits_and_buffers.py", "-k", "bytes_on and seldom"),
     ),
     Fault(
         "directions that wait for the step are preconditioned again",

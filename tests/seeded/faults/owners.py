@@ -6,7 +6,6 @@ from tests.seeded.fault import Fault
 
 _DEFECTS = "tests/defects/test_owners.py"
 _OWNERS = "tests/multiprocess/test_owners.py"
-_OWNED_MUON = "tests/multiprocess/test_owners_muon.py"
 _MUON = "tests/multiprocess/test_muon.py"
 
 OWNERS: Final[tuple[Fault, ...]] = (
@@ -17,9 +16,9 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "number = plan.group_of[id(update.parameter)]\n"
         "            take_step(update.parameter, direction, self.optimizer.param_groups[number])",
         (
-            _OWNED_MUON,
+            _OWNERS,
             "-k",
-            "bits_of_ddp and as",
+            "replicated_optimizers and muon",
         ),
     ),
     Fault(
@@ -28,9 +27,9 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "for update, direction, _ in arrived:",
         "for update, direction, _ in [each for each in arrived if not each.is_own]:",
         (
-            _OWNED_MUON,
+            _OWNERS,
             "-k",
-            "fed_the_owners_sums and 3",
+            "replicated_optimizers and muon",
         ),
     ),
     Fault(
@@ -39,9 +38,9 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "return -(-numel * torch.bfloat16.itemsize // itemsize)",
         "return numel",
         (
-            _OWNED_MUON,
+            "tests/journeys/test_bits_and_buffers.py",
             "-k",
-            "three_quarters and 2",
+            "bytes_on and muon",
         ),
     ),
     Fault(
