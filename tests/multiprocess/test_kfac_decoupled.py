@@ -1,6 +1,5 @@
 """K-FAC in decoupled training: the same training as with `kfac_hook`, bit for bit, in the next forward's time."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ OPTIONS: dict[str, Any] = {"damping": 0.03, "kl_clip": 1e-4}
 LATE: dict[str, Any] = {**OPTIONS, "factor_update_steps": 4, "inv_update_steps": 8}
 STEPS = 12
 NOT_SETTLED = 2  # backward passes before DDP's buckets stay as they are
-SAVED_AFTER = 6  # the factors of step 4 are on their way
 
 
 def both(rank: int, **options: Any) -> tuple[Training, Training]:
@@ -105,37 +103,6 @@ def equal(ones: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 def test_what_else_a_loop_does_has_the_same_results() -> None:
     for found in run_ranks(train_in_other_ways, 2):
         assert found == dict.fromkeys(found, True)
-
-
-def save_and_go_on(rank: int, world_size: int, path: str) -> Tensor:
-    training, plain = both(rank, **LATE)
-    for each in (training, plain):
-        each.trained(SAVED_AFTER)
-    training.step()
-    plain.step()
-    training.save(path)
-    for each in (training, plain):
-        for _ in range(STEPS):
-            each.step()
-    assert torch.equal(training.parameters(), plain.parameters())
-    return training.parameters()
-
-
-def resume(rank: int, world_size: int, path: str) -> Tensor:
-    training, plain = both(rank, **LATE)
-    for each in (training, plain):
-        each.load(path)
-        for _ in range(STEPS):
-            each.step()
-    assert torch.equal(training.parameters(), plain.parameters())
-    return training.parameters()
-
-
-def test_a_checkpoint_goes_on_deferred_or_not(tmp_path: Path) -> None:
-    path = str(tmp_path / "kfac.pt")
-    went_on = run_ranks(save_and_go_on, 2, args=(path,))
-    resumed = run_ranks(resume, 2, args=(path,))
-    assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
 
 
 def clips(rank: int, world_size: int) -> list[float]:

@@ -113,9 +113,9 @@ CODECS: Final[tuple[Fault, ...]] = (
         "place.add_(pull, alpha=len(self.parts))",
         "place.add_(pull)",
         (
-            "tests/multiprocess/test_compression_pairs.py",
+            _CODECS,
             "-k",
-            "what_is_applied",
+            "what_is_applied and 2",
         ),
     ),
     Fault(
@@ -135,9 +135,9 @@ CODECS: Final[tuple[Fault, ...]] = (
         "near if one == other else far",
         "far if one == other else near",
         (
-            "tests/multiprocess/test_compression_pairs.py",
+            "tests/unit/compression/test_per_pair.py",
             "-k",
-            "near_ranks_lose_nothing",
+            "near_messages",
         ),
     ),
     Fault(
