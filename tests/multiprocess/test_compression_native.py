@@ -36,8 +36,8 @@ PAIR = (Int8(), Half())
 
 def train(
     rank: int, hook: str, codec: Codec | tuple[Codec, Codec], device: torch.device | None = None
-) -> tuple[list[str], float]:
-    """Return the parameters after each step, and bytes over an exact exchange's."""
+) -> tuple[list[str], float, torch.Tensor]:
+    """Return the parameters after each step, bytes over an exact exchange's, and how far the parameters have come."""
     options: dict[str, Any] = {"gradient_as_bucket_view": True}
     model = wrapped(device, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -65,14 +65,16 @@ def train(
             state.flush()
         found.append(digest(list(model.parameters())))
     stats = state.stats()
-    return found, (stats if hook == "compressed" else stats["codec"])["rate"]
+    ends = zip(model.parameters(), network().to(device).parameters(), strict=True)
+    way = torch.cat([(end - begin).detach().flatten() for end, begin in ends])
+    return found, (stats if hook == "compressed" else stats["codec"])["rate"], way
 
 
 def both_ways(rank: int, world_size: int, hook: str) -> None:
     for codec in (Int8(), PAIR):
-        on_ring, ring_rate = train(rank, hook, codec)
+        on_ring, ring_rate, ring_way = train(rank, hook, codec)
         with force_native():
-            native, rate = train(rank, hook, codec)
+            native, rate, way = train(rank, hook, codec)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, native)
         assert all(each == native for each in everyone), f"{codec}: ranks differ"
@@ -82,6 +84,7 @@ def both_ways(rank: int, world_size: int, hook: str) -> None:
         assert world_size > 2 or native[:until] == on_ring[:until], (
             f"{codec}: not the bits of messages on gloo"
         )
+        assert (way - ring_way).norm() < 0.05 * ring_way.norm()
         assert ring_rate <= rate < 1.6 * ring_rate, "messages of one size are as long as the longest"
 
 

@@ -69,9 +69,9 @@ CODECS: Final[tuple[Fault, ...]] = (
         "                if not is_begun:\n                    values.add_(self._addend)\n",
         "",
         (
-            "tests/unit/compression/test_device_bucket.py",
+            "tests/multiprocess/test_compression_native.py",
             "-k",
-            "bits_are_those",
+            "those_of_gloo and compressed-4",
         ),
     ),
     Fault(
