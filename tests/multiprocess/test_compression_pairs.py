@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,11 +16,14 @@ from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.compressed_training import (
+    added_in_order,
     backward,
     digest,
     gradients,
+    network,
     wrapped,
 )
+from tests.multiprocess.identity_codec import Identity
 
 STEPS, KEPT_STEPS = (8, 10) if IN_CAMPAIGN else (5, 6)
 FAR_S, NEAR_S = 8e-8, 1e-9
@@ -28,6 +32,23 @@ FAR_S, NEAR_S = 8e-8, 1e-9
 
 def on_two_nodes(world_size: int) -> list[int]:
     return [0] * 2 + [1] * (world_size - 2)
+
+
+def whole_near_ones(rank: int, world_size: int) -> None:
+    """All ranks on one node send float32, so their gradients are the sums in the order of ranks."""
+    model, alone = wrapped(), network()
+    pairs = PerPair.by_node([0] * world_size, far=Int8())
+    model.register_comm_hook(CompressedState((pairs, Identity())), compressed_hook)
+    for step in range(3):
+        model.zero_grad()
+        backward(model, rank, step)
+        if step:  # the first one travels on the ring
+            for got, mean in zip(gradients(model), added_in_order(alone, world_size, step), strict=True):
+                assert torch.equal(got, mean)
+
+
+def test_near_ranks_lose_nothing_on_the_way_to_owners() -> None:
+    run_ranks(whole_near_ones, 3)
 
 
 def registered(model: DistributedDataParallel, kind: str, codec: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -70,6 +91,31 @@ def test_parameters_are_the_same_on_all_ranks_under_every_state(world_size: int)
     assert first["compressed"] == first["crossover"] == first["decoupled"]
     assert first["kfac"] != first["compressed"]
     assert others == [first] * (world_size - 1)
+
+
+def conservation(rank: int, world_size: int) -> float:
+    model, alone = wrapped(), network()
+    pairs = PerPair.by_node(on_two_nodes(world_size), far=SIDCo(0.05))
+    state = CompressedState((pairs, Int8()))
+    model.register_comm_hook(state, compressed_hook)
+    applied, given = ([torch.zeros_like(p).double() for p in alone.parameters()] for _ in range(2))
+    for step in range(KEPT_STEPS):
+        model.zero_grad()
+        alone.zero_grad()
+        backward(model, rank, step)
+        backward(alone, rank, step)
+        torch._foreach_add_(applied, [each.double() for each in gradients(model)])
+        torch._foreach_add_(given, [each.double() / world_size for each in gradients(alone)])
+    kept = state.state_dict()["residuals"]
+    for (name, _), total in zip(alone.named_parameters(), given, strict=True):
+        if name in kept:
+            total -= kept[name].view_as(total).double() / world_size
+        dist.all_reduce(total)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(applied, given, strict=True))
+
+
+def test_what_is_applied_and_what_is_kept_are_all_gradients() -> None:
+    assert max(run_ranks(conservation, 4)) < 1e-5
 
 
 def of_another_size(rank: int, world_size: int) -> None:

@@ -113,9 +113,9 @@ CODECS: Final[tuple[Fault, ...]] = (
         "place.add_(pull, alpha=len(self.parts))",
         "place.add_(pull)",
         (
-            _CODECS,
+            "tests/multiprocess/test_compression_pairs.py",
             "-k",
-            "what_is_applied and 2",
+            "what_is_applied",
         ),
     ),
     Fault(
@@ -135,9 +135,9 @@ CODECS: Final[tuple[Fault, ...]] = (
         "near if one == other else far",
         "far if one == other else near",
         (
-            "tests/unit/compression/test_per_pair.py",
+            "tests/multiprocess/test_compression_pairs.py",
             "-k",
-            "near_messages",
+            "near_ranks_lose_nothing",
         ),
     ),
     Fault(
