@@ -19,6 +19,7 @@ from crossover_ddp import reduce_scatter_all_gather_hook
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
 from tests.harness import inside, run_ranks, single_process_group
+from tests.journeys.test_bits_and_buffers import COUNTED, sent_bytes
 
 
 class Masked(nn.Module):
@@ -282,6 +283,35 @@ def test_the_wild_centre_is_of_one_moment_on_one_host() -> None:
 def test_a_closed_state_leaves_no_process_group() -> None:
     """A user who closes a state gets back the process groups that it has made."""
     assert [left for _, left in run_ranks(train_wild, 2)] == [0, 0]
+
+
+def bytes_of_a_bystander(rank: int, world_size: int) -> tuple[float, set[int | None]]:
+    """Rank 0 alone trains on; return what this rank sends in a round, as a part of the model, and rank 1's offers."""
+    loop = Loop(ElasticState(1, "async"), nn.Linear(4, 100_000), lr=0.0)
+    loop.train(2)
+    dist.barrier()
+    sent = []
+    for count in (5, 15):
+        while len(loop.state.rounds()) < count:
+            if rank:
+                time.sleep(0.01)
+            else:
+                loop.train(1)
+        sent.append(sent_bytes())
+    offers = {each.offered[1] for each in loop.state.rounds()[5:15]}
+    loop.state.close()
+    return (sent[1] - sent[0]) / 10 / (4 * loop.values.numel()), offers
+
+
+@COUNTED
+@pytest.mark.defect("codecs-S20")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S20")
+def test_a_rank_without_an_offer_sends_no_zeros() -> None:
+    """A user whose ranks differ in speed has at most a slow rank's half of the centre on the link, no whole model."""
+    _, (sent, offers) = run_ranks(bytes_of_a_bystander, 2)
+    if offers != {None}:
+        pytest.fail("rank 1 has offered something")
+    assert sent < 0.75
 
 
 # --- plans, disabled, checkpoints ---------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import logging
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from tests.harness import run_ranks
+from tests.harness import inside, run_ranks
 from tests.harness.networks import mlp
 from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
@@ -190,6 +192,43 @@ def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
     """Whoever goes through the model between ``backward()`` and ``step()`` reads the mean, whatever came between."""
     plain, ours = (run_ranks(late_backward, 2, args=(decoupled,)) for decoupled in (False, True))
     assert ours == plain
+
+
+def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> str:
+    """Go on behind a bucket that rank 1 refuses, as a script that leaves a bad batch out; return the next error."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    ddp = {"process_group": group, "bucket_cap_mb": cap_mb}
+    training = Training(decoupled=True, ddp=ddp, process_group=group, defer=defer).run(12)
+    if rank:
+        with inside.refuse_bucket("last"), pytest.raises(KeyError, match="ours"):
+            training.step()
+        training.optimizer.zero_grad()
+    try:
+        training.run(8)
+    except Exception as error:
+        return str(error)
+    return "none"
+
+
+ONE_BUCKET = pytest.mark.xfail(strict=True, raises=AssertionError, reason="decoupled-12")
+
+
+@pytest.mark.defect("decoupled-12")
+@pytest.mark.quiet
+@pytest.mark.parametrize(
+    ("defer", "cap_mb"),
+    [
+        ("always", 1e-4),
+        pytest.param("auto", 25, marks=ONE_BUCKET),
+        pytest.param("always", 25, marks=ONE_BUCKET),
+    ],
+)
+def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others(defer: str, cap_mb: float) -> None:
+    """A user gets an error with rank and bucket; today a single bucket meets that of the other ranks' next step."""
+    other, own = run_ranks(refused_on_rank_1, 2, args=(defer, cap_mb))
+    named = r"rank \d.* bucket \d"
+    assert re.search(named, other), other
+    assert own == "none" or re.search(named, own), own
 
 
 def norm_of_nan(rank: int, world_size: int) -> str:

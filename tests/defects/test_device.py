@@ -1,6 +1,8 @@
 """Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_collectives_gpu.py`."""
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 from crossover_ddp.errors import CrossoverError
-from tests.harness import run_ranks
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.fake_cuda.gate import held
+from tests.gpu.kernels import busy_kernel
+from tests.gpu.races import LEASE_S, Plan, hear, new_plan, tell
+from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.fake_cuda
 STEPS = 5
@@ -161,3 +168,76 @@ def averaged(rank: int, world_size: int, sync_every: int) -> str:
 @pytest.mark.parametrize("sync_every", [pytest.param(2, marks=known("codecs-S15")), 1000])
 def test_an_average_lands_without_a_wait_of_the_host(sync_every: int) -> None:
     assert run_ranks(averaged, 2, args=[sync_every], backend="nccl") == ["", ""]
+
+
+@pytest.mark.defect("turns-10")
+@pytest.mark.quiet
+@known("turns-10")
+def test_a_lease_follows_the_devices_turns(tmp_path: Path) -> None:
+    """A user whose host runs ahead of long kernels has a lease of four turns of the device, more than 5 s here."""
+    marks, mutex = (
+        torch.zeros(2, dtype=torch.int64, device="cuda"),
+        GPUMutex(new_plan(tmp_path).group, device=0),
+    )
+    try:
+        for _ in range(4):
+            mutex.acquire()
+            busy_kernel()(marks, 1_400_000_000)
+            mutex.release()
+        torch.cuda.synchronize()
+        assert eventually(lambda: mutex.stats()["lease_s"] > 5, timeout_s=1)
+    finally:
+        mutex.close()
+
+
+def computing(rank: int, world_size: int, plan: Plan, is_other: bool) -> bool:
+    """Take a turn while kernels of the former one run; tell whether the sibling came in between."""
+    device = own_device(0)
+    mutex, came = GPUMutex(plan.group, device=device, lease=LEASE_S), []
+    first, other = torch.cuda.Stream(), torch.cuda.Stream()
+    tell(plan, "joined")
+    hear(plan, "joined", 3)
+    with torch.cuda.stream(first):
+        mutex.acquire()
+        torch.ones(1, device=device)
+    with held(first) as gate:
+
+        def open_late() -> None:
+            came.append(eventually(lambda: any(Path(plan.meeting).glob("began.*")), timeout_s=3))
+            gate.open()
+
+        tell(plan, "computing")
+        hear(plan, "asked")
+        opener = threading.Thread(target=open_late)
+        opener.start()
+        with torch.cuda.stream(other if is_other else first):
+            mutex.acquire()
+        opener.join()
+    mutex.close()
+    return came[0]
+
+
+def asking(rank: int, world_size: int, plan: Plan) -> None:
+    mutex = GPUMutex(plan.group, device=own_device(0), lease=LEASE_S)
+    tell(plan, "joined")
+    hear(plan, "computing", 2)
+    mutex.request()
+    tell(plan, "asked")
+    mutex.acquire()
+    tell(plan, "began")
+    mutex.close()
+
+
+@pytest.mark.defect("turns-12")
+@pytest.mark.quiet
+@pytest.mark.parametrize("is_other", [False, pytest.param(True, marks=known("turns-12"))])
+def test_a_turn_ends_behind_its_kernels_whatever_stream_takes_the_next(
+    tmp_path: Path, is_other: bool
+) -> None:
+    """Where another model's exchange takes the next turn, siblings wait for what the first model computes."""
+    plan = new_plan(tmp_path)
+    jobs = [
+        Job(computing, 2, args=(plan, is_other)),
+        Job(asking, 1, args=(plan,), backend=None, name="sibling"),
+    ]
+    assert run_jobs(jobs)[0] == [False, False]

@@ -1,5 +1,6 @@
 """Known defects of K-FAC; most with one rank."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crossover_ddp import DecoupledState, KFACState, decoupled_hook, kfac_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
-from tests.harness import networks, run_ranks
+from tests.harness import RankError, networks, run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
 
 network = functools.partial(networks.mlp, WIDTH, 8, OUTPUTS, seed=1)
@@ -374,3 +375,26 @@ def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tens
         found.append(gradients_of(training.model.module))
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+def drift(rank: int, world_size: int) -> list[Tensor]:
+    """Train with a layer that is spread over the ranks; rank 1 rounds otherwise from its second step on."""
+    training = Training(rank, networks.mlp(WIDTH, 230, 300, OUTPUTS, seed=1), damping=0.1)
+    training.step()
+    assert "spread over all ranks" in training.state.report()
+    product = Tensor.__matmul__
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(Tensor, "__matmul__", lambda a, b: product(a, b) * (1 + 2**-20))
+        for _ in range(4):
+            training.step()
+    return [parameter.detach().clone() for parameter in training.model.parameters()]
+
+
+@pytest.mark.defect("kfac-S10")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="kfac-S10")
+def test_a_rank_that_begins_to_round_otherwise_parts_no_replicas() -> None:
+    """Where a library rounds otherwise on one rank under way, replicas stay equal or training ends with an error."""
+    with contextlib.suppress(RankError):
+        first, second = run_ranks(drift, 2)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))

@@ -218,6 +218,9 @@ def test_our_hand_does_not_count_as_a_change_of_the_users_gradients() -> None:
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
+COUNTED = pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
+)
 WIDE = 128
 # Sent by a rank of two, as parts of the model's bytes: half there, half back.
 SENT = {
@@ -260,9 +263,7 @@ def bytes_of_a_step(rank: int, world_size: int, way: str) -> float:
     return (sent_bytes() - begin) / 10
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/io").exists(), reason="the kernel does not count what a process writes"
-)
+@COUNTED
 @pytest.mark.parametrize("way", SENT)
 def test_bytes_on_the_wire(way: str) -> None:
     own = sum(p.numel() * 4 for p in mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0).parameters())

@@ -1,0 +1,17 @@
+"""Every known defect has a test."""
+
+import re
+from pathlib import Path
+
+# How many defects each list has; strangers' programs begin at 0.
+POINTS = {"strangers-": range(38), "kfac-S": range(1, 11), "codecs-S": range(1, 21)}
+POINTS |= {"decoupled-": range(1, 18), "turns-": range(1, 16)}
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_known_defect_has_a_test() -> None:
+    texts = (path.read_text() for path in TESTS.rglob("test_*.py"))
+    marked = {number for text in texts for number in re.findall(r'mark\.defect\("([^"]+)"', text)}
+    known = {f"{report}{number}" for report, numbers in POINTS.items() for number in numbers}
+    assert not known - marked, "these have no test"
+    assert not marked - known, "nobody knows these"
