@@ -11,7 +11,9 @@ from tests.harness import spawn_script
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 BUCKET_BYTES = 4 * 1600 * 1600
-OWN_BYTES = 3 * 2**20  # the package's code and the stacks of its threads: 2.4 MB measured
+# The package's code and the stacks of its threads, 2.4 MB, and what torch keeps of the object collective by which ranks
+# compare arguments, 1 to 3 MB: measured.
+OWN_BYTES = 6 * 2**20
 
 
 def peaks_bytes(way: str) -> list[int]:

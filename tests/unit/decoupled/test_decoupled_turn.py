@@ -47,7 +47,7 @@ def test_with_a_sibling_the_turn_is_drawn_when_the_device_has_the_first_gradient
 def test_a_native_gather_can_be_waited_for_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from crossover_ddp._exchange.exchange import Exchange
     from crossover_ddp._exchange.staging import Side
-    from tests.unit.exchange.test_gathers import FakeBucket
+    from tests.unit.exchange.fake_bucket import FakeBucket
 
     waited: list[str] = []
     monkeypatch.setattr(Side, "mark", lambda self: lambda: waited.append("device"))
