@@ -24,6 +24,7 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from tests.harness import inside, run_ranks
+from tests.harness.fuse import blow
 from tests.harness.networks import mlp
 from tests.harness.training import WAYS, Training, hooked
 from tests.harness.turn import RecordingTurn
@@ -162,23 +163,11 @@ def test_one_failure_ends_all_that_is_under_way_at_once(tmp_path: Path) -> None:
     assert "on purpose" in text
 
 
-class Fuse(torch.autograd.Function):
-    """Raises in backward where it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("blown")
-
-
 def native_gather_is_never_issued(rank: int, world_size: int) -> str:
     """Gathers are issued with a step's last bucket, which an exception in backward keeps away."""
     with inside.force_native():
         training = Training("decoupled", rank).run(6)
-        before = training.model.module[2].register_forward_pre_hook(lambda _, inputs: Fuse.apply(*inputs))
+        before = training.model.module[2].register_forward_pre_hook(lambda _, inputs: blow(*inputs))
         with pytest.raises(ArithmeticError, match="blown"):
             training.backward()
         before.remove()

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from tests.harness.fuse import blow
 from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
-from tests.unit.exchange.fuse import blow
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
