@@ -284,7 +284,7 @@ def test_thousands_of_turns_leave_nothing_behind(tmp_path: Path) -> None:
     for [(before, after, stats)] in run_jobs(jobs, timeout_s=TIMEOUT_S):
         assert stats["turns"] == MANY_TURNS
         assert stats["disabled_because"] is None
-        assert after.descriptors == before.descriptors
+        assert after.descriptors <= before.descriptors
         assert after.device_bytes == before.device_bytes
         assert (before.opened, after.opened) == (1, 1)
         # What is enqueued on the fake device lies in the process's own memory, for as long as it is late.
