@@ -31,7 +31,7 @@ from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.curvature import Curvature, Start
 from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
 from crossover_ddp._kfac.layers import Layer, find_layers, group_of
-from crossover_ddp._kfac.placement import FactorPlan, InverseCost, LayerCost, Placement, place, placed
+from crossover_ddp._kfac.placement import FactorPlan, LayerCost, place
 from crossover_ddp._kfac.preconditioner import Preconditioner
 from crossover_ddp._kfac.rounds import Rounds
 from crossover_ddp._kfac.settings import (
@@ -47,10 +47,10 @@ from crossover_ddp._kfac.settings import (
     check_together,
     learning_rates,
     warn_of_adaptive,
+    warn_of_gone,
     warn_of_large,
 )
 from crossover_ddp._kfac.setup import KFACSetup
-from crossover_ddp._system.worker import Worker
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -84,14 +84,14 @@ class KFACState(Pausable):
         weight_sharing: "expand" or "reduce" (Eschenhagen et al., arXiv 2311.00636) for layers applied at many
             positions of a sample, or "kfac-pytorch", which has that package's scale and start of the factors.
         factors: "global" averages the factors over the ranks; "local" (DP-KFAC) takes the owner's own: no traffic.
-        inversion: "at_once", or "background": former solvers serve on until the new ones are there.
+        inversion: has no effect any more: solvers are made at once.
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``.
         accumulated: with several ``backward()`` per step, whether their losses were divided by their number ("mean").
         skip: names of modules, or patterns of names, that shall pass through.
         max_factor_dim: a layer with more inputs or outputs than this passes through, with a warning. A solver costs
             time with the cube and memory with the square: 14 s of one CPU core and 256 MiB a factor at 8192.
-        costs: which costs of inversions decide who owns a layer: "typical" ones, so that the same job has the same
-            owners, and rounds its sums alike, in every run; or those "measured" on rank 0 when the state is made.
+        costs: has no effect any more: typical costs of inversions decide who owns a layer, so that the same job has the
+            same owners, and rounds its sums alike, in every run.
         process_group: the ranks of the job; must be the group of the DDP model. Default: that of ``model`` if it is
             wrapped already, else the default group.
         mutex: take turns with sibling jobs; making solvers is compute inside the turn. Default: no turns.
@@ -143,27 +143,24 @@ class KFACState(Pausable):
     ) -> None:
         check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
         check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
+        warn_of_gone(inversion=inversion, costs=costs)
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
         arguments = hypers.arguments(0)  # says what is wrong with them
         inverse_steps = hypers.at(0).inverse_steps
         arguments |= {"solver": solver, "pi": pi, "weight_sharing": weight_sharing, "factors": factors}
-        arguments |= {"inversion": inversion, "accumulated": accumulated, "costs": costs}
+        arguments |= {"accumulated": accumulated}
         check_max_dim(max_factor_dim)
-        check_together(kl_clip=kl_clip, optimizer=optimizer, inversion=inversion, mutex=mutex)
+        check_together(kl_clip=kl_clip, optimizer=optimizer)
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
         group = resolve_group(self.process_group)
-        # New solvers that are made in the background come at another step on each rank. No codec for rows of a layer.
-        spread_steps = inverse_steps if inversion == "at_once" and codec is None else None
+        spread_steps = inverse_steps if codec is None else None  # no codec for rows of a layer
         layers, self.passing = find_layers(model, skip, max_factor_dim)
-        inverse_cost, agreed = self._agree_on(
-            model, layers, group, spread_steps, _SOLVERS[solver] if costs == "measured" else None, arguments
-        )
+        agreed = self._agree_on(model, layers, group, spread_steps, arguments)
         self._setup = KFACSetup(
             layers=layers,
             costs=agreed,
-            inverse_cost=inverse_cost,
             inverse_steps=inverse_steps,
             hypers=hypers,
             rank=group.rank(),
@@ -171,7 +168,6 @@ class KFACState(Pausable):
             process_group=self.process_group,
             solver=solver,
             local=factors == "local",
-            inverter=Worker("crossover-invert") if inversion == "background" else None,
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
             new_curvature=_curvatures(solver, pi, weight_sharing),
@@ -179,9 +175,9 @@ class KFACState(Pausable):
                 _capture, weakref.ref(model), layers, sharing=weight_sharing, accumulated=accumulated
             ),
         )
-        self._begin(model, place(agreed, group.size(), inverse_cost, inverse_steps), codec)
+        self._begin(model, place(agreed, group.size(), inverse_steps), codec)
 
-    def _begin(self, model: nn.Module, placement: Placement, codec: CodecChoice | None) -> None:
+    def _begin(self, model: nn.Module, owners: Sequence[int], codec: CodecChoice | None) -> None:
         self.codec = codec
         self._compression = (
             None if codec is None else PayloadCompression(codec, self._setup.loss_scale, self.mutex)
@@ -191,7 +187,7 @@ class KFACState(Pausable):
         if self._setup.rank == 0:
             warn_of_adaptive(self.optimizer, self._setup.layers)
         self._rounds = Rounds(self._setup, model, self._learning_rates, self)
-        self._own(placement)
+        self._own(owners)
         logger.info("%s", self)
 
     def _agree_on(
@@ -200,21 +196,20 @@ class KFACState(Pausable):
         layers: Sequence[Layer],
         group: dist.ProcessGroup,
         spread_steps: int | None,
-        measured: type[Solver] | None,
         arguments: dict[str, object],
-    ) -> tuple[InverseCost, Sequence[LayerCost]]:
+    ) -> Sequence[LayerCost]:
         """Check that all ranks have the same arguments and layers; return what these cost, the same on all ranks."""
         check_parameters(layers, model)
         typical = layer_costs(model, layers, group.size(), spread_steps)
-        inverse_cost, costs = agree(typical, layers, group, measured=measured, arguments=arguments)
+        costs = agree(typical, layers, group, arguments)
         check_any(layers, self.passing)
         if group.rank() == 0:
             warn_of_large(self.passing)
-        return inverse_cost, costs
+        return costs
 
-    def _own(self, placement: Placement) -> None:
+    def _own(self, owners: Sequence[int]) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
-        self._preconditioner = Preconditioner(self._setup, placement)
+        self._preconditioner = Preconditioner(self._setup, owners)
         self._rounds.use(self._preconditioner)
 
     def _learning_rates(self, clips: bool) -> dict[int, float]:
@@ -235,8 +230,8 @@ class KFACState(Pausable):
     @property
     def owners(self) -> dict[str, int]:
         """Rank of each layer that K-FAC treats, by the layer's name."""
-        placement = self._preconditioner.placement
-        return {layer.name: owner for layer, owner in zip(self._setup.layers, placement.owners, strict=True)}
+        names = [layer.name for layer in self._setup.layers]
+        return dict(zip(names, self._preconditioner.owners, strict=True))
 
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
@@ -319,9 +314,9 @@ class KFACState(Pausable):
                 f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
             )
         same = state["world_size"] == setup.world_size
-        owners = state["owners"] if same else self._preconditioner.placement.owners
+        owners = state["owners"] if same else self._preconditioner.owners
         self._preconditioner.close()
-        self._own(placed(setup.costs, owners, setup.world_size, setup.inverse_cost, setup.inverse_steps))
+        self._own(owners)
         self._preconditioner.load_state_dict(state)
         if self._compression is not None:
             self._compression.forget()
@@ -336,8 +331,6 @@ class KFACState(Pausable):
         self._flush()
         self._rounds.close()
         self._preconditioner.close()
-        if self._setup.inverter is not None:
-            self._setup.inverter.stop()
 
     def __repr__(self) -> str:
         return (

@@ -10,14 +10,9 @@ from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .factors import Solver
-from .inverse_probe import measure_inverse
 from .layers import Layer, unwrapped
-from .placement import InverseCost, LayerCost, expected_buckets, spreads
+from .placement import LayerCost, expected_buckets, spreads
 from .spread import rounding
-
-TYPICAL: Final = InverseCost(cubic_s=2.5e-11, overhead_s=5e-5)
-"""Of one core: what counts is from which size on the cube dominates, some 130 rows."""
 
 logger = logging.getLogger(__name__)
 _DEFAULT_BUCKET_BYTES: Final = 25 * 1024 * 1024
@@ -53,7 +48,7 @@ def layer_costs(
             and inverse_steps is not None
             # 16-bit numbers are too coarse for a gradient that is multiplied on its way.
             and layer.weight.itemsize >= 4
-            and spreads(cost, world_size, TYPICAL, inverse_steps)
+            and spreads(cost, world_size, inverse_steps)
         )
         found.append(cost._replace(spread=spread))
     return found
@@ -63,11 +58,9 @@ def agree(
     costs: list[LayerCost],
     layers: Sequence[Layer],
     group: dist.ProcessGroup,
-    *,
-    measured: type[Solver] | None,
     arguments: Mapping[str, object],
-) -> tuple[InverseCost, list[LayerCost]]:
-    """Return the costs of inversions, typical ones or rank 0's, and of layers; raise on all ranks if layers differ.
+) -> list[LayerCost]:
+    """Return the costs of layers, the same on all ranks; raise on all ranks if layers or arguments differ.
 
     No layer is spread if the ranks would round its last product differently.
 
@@ -75,32 +68,29 @@ def agree(
         costs: of this rank's layers.
         layers: in the same order.
         group: the ranks.
-        measured: the solver to measure on rank 0; None for typical costs.
         arguments: of this rank's state, by name.
 
     Collective.
     """
     rank = group.rank()
     device = layers[0].weight.device if layers else torch.device("cpu")
-    cost = TYPICAL if measured is None or rank else measure_inverse(measured, device)
     rounded = rounding(
         [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread], device
     )
     answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (cost, costs, rounded, dict(arguments)), group=group)
+    dist.all_gather_object(answers, (costs, rounded, dict(arguments)), group=group)
     _check_arguments([each[-1] for each in answers])
-    for other, (_, theirs, *_) in enumerate(answers):
+    for other, (theirs, *_) in enumerate(answers):
         if theirs != costs:
             raise UnsupportedConfigurationError(
                 f"expected the same layers on all ranks, got {_difference(costs, theirs)} on rank {other} against rank "
                 f"{rank}; build the same model everywhere"
             )
-    agreed: InverseCost = answers[0][0]
-    if len({rounded for _, _, rounded, _ in answers}) > 1:
+    if len({rounded for _, rounded, _ in answers}) > 1:
         if rank == 0:
             _warn_of_rounding()
-        return agreed, [each._replace(spread=False) for each in costs]
-    return agreed, costs
+        return [each._replace(spread=False) for each in costs]
+    return costs
 
 
 def _check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
@@ -130,7 +120,6 @@ def _layer_cost(layer: Layer, bucket: int) -> LayerCost:
         a_dim=shape.a_dim,
         g_dim=shape.g_dim,
         gradient_bytes=gradient,
-        factor_bytes=4 * (shape.a_numel + shape.g_numel),
         bucket=bucket,
     )
 

@@ -3,14 +3,10 @@
 Only the owner has them, so that their memory, and the work of making solvers, is divided by the number of ranks.
 """
 
-import threading
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from crossover_ddp._system.worker import Worker
 
 from .columns import LayerShape
 from .factors import BatchFactor, Solver, is_finite, multiplied, update_running
@@ -29,6 +25,7 @@ class Curvature:
         start: whether the running mean begins with the first batch or with the identity.
 
     Attributes:
+        solver: what preconditions; None before the first.
         strained: how many times a factor had to be damped further before it could be inverted.
     """
 
@@ -39,9 +36,8 @@ class Curvature:
         self._start: Start = start
         self._a: Tensor | None = None
         self._g: Tensor | None = None
-        self._solver: Solver | None = None
+        self.solver: Solver | None = None
         self._spread: SpreadSolver | None = None
-        self._pending: _Pending | None = None
         self._dropped: Tensor | int = 0
         self.strained = 0
 
@@ -67,50 +63,21 @@ class Curvature:
     @property
     def lacks_solver(self) -> bool:
         """Whether there are factors and, as the first ones were not finite or came late, no solver of them."""
-        return self._solver is None and self._a is not None and self._pending is None
+        return self.solver is None and self._a is not None
 
-    @property
-    def lacks_any_solver(self) -> bool:
-        """Whether there is no solver yet; factors that are on their way may bring one."""
-        return self._solver is None
-
-    def invert(self, damping: float, worker: Worker | None = None) -> None:
-        """Make a new solver of the running factors: now, or on ``worker`` while the old one serves on."""
-        self.settle()
+    def invert(self, damping: float) -> None:
+        """Make a new solver of the running factors; the former one serves on if they are not finite."""
         if self._a is None or self._g is None:
             return
-        if worker is None or self._solver is None:
-            self._install(self._solver_type.compute(self._a, self._g, damping, pi=self._pi))
-            return
-        # Copies: the running means go on meanwhile.
-        self._pending = _Pending(
-            self._a.clone(),
-            self._g.clone(),
-            lambda a, g: self._solver_type.compute(a, g, damping, pi=self._pi),
-        )
-        worker.put(self._pending.run)
-
-    def settle(self) -> None:
-        """Wait for a solver that is being made, and use it from now on."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._install(pending.result())
-
-    def solver(self) -> Solver | None:
-        """Return what preconditions now: a solver that was made meanwhile, or the former one; None before the first."""
-        if self._pending is not None and self._pending.done:
-            self.settle()
-        return self._solver
-
-    def _install(self, solver: Solver | None) -> None:
+        solver = self._solver_type.compute(self._a, self._g, damping, pi=self._pi)
         if solver is not None:
             self.strained += solver.strained
-            self._solver, self._spread = solver, None
+            self.solver, self._spread = solver, None
 
     def spread(self) -> SpreadSolver | None:
         """Return the solver as all ranks get it if the layer is spread; None if there is none yet."""
-        if self._spread is None and self._solver is not None:
-            self._spread = SpreadSolver.of(self._solver, self._shape)
+        if self._spread is None and self.solver is not None:
+            self._spread = SpreadSolver.of(self.solver, self._shape)
         return self._spread
 
     def factor_bytes(self) -> int:
@@ -119,15 +86,14 @@ class Curvature:
 
     def solver_bytes(self) -> int:
         """Memory of what the solver keeps."""
-        tensors = [] if self._solver is None else list(self._solver.tensors().values())
+        tensors = [] if self.solver is None else list(self.solver.tensors().values())
         if self._spread is not None:
             tensors.append(self._spread.root)
         return sum(tensor.nbytes for tensor in tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors on the host, and the counts."""
-        self.settle()
-        solver = self._solver.tensors() if self._solver is not None else None
+        solver = self.solver.tensors() if self.solver is not None else None
         return {
             "a": None if self._a is None else self._a.cpu(),
             "g": None if self._g is None else self._g.cpu(),
@@ -139,7 +105,6 @@ class Curvature:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take back what :meth:`state_dict` gave. Raises ``ValueError`` if it is of another layer's shape."""
-        self._pending = None
         dims = (self._shape.a_dim, self._shape.g_dim)
         for factor, dim in zip((state["a"], state["g"]), dims, strict=True):
             expected = (self._shape.groups, dim, dim)
@@ -151,58 +116,11 @@ class Curvature:
         self._a, self._g = (
             None if factor is None else factor.to(device, copy=True) for factor in (state["a"], state["g"])
         )
-        self._solver, self._spread = None, None
+        self.solver, self._spread = None, None
         if state["solver"] is not None:
             tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
-            self._solver = self._solver_type.from_tensors(tensors)
+            self.solver = self._solver_type.from_tensors(tensors)
             root = state.get("root")  # as all ranks had it, if the layer was spread
             if root is not None:
-                self._spread = SpreadSolver.of(self._solver, self._shape, root.to(device, copy=True))
+                self._spread = SpreadSolver.of(self.solver, self._shape, root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]
-
-
-class _Pending:
-    """A solver that is being made on another thread, and on a CUDA device on another stream."""
-
-    def __init__(self, a: Tensor, g: Tensor, make: Callable[[Tensor, Tensor], Solver | None]) -> None:
-        self._factors = a, g
-        self._make = make
-        self._ended = threading.Event()
-        self._solver: Solver | None = None
-        self._error: Exception | None = None
-        self._user = torch.cuda.current_stream(a.device) if a.is_cuda else None
-        self._copied = self._user.record_event() if self._user is not None else None
-
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def run(self) -> None:
-        try:
-            with torch.no_grad():
-                self._solver = self._solve()
-        except Exception as error:  # raised where the result is used
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def _solve(self) -> Solver | None:
-        if self._copied is None or self._user is None:
-            return self._make(*self._factors)
-        device = self._factors[0].device
-        torch.cuda.set_device(device)
-        stream = torch.cuda.Stream(device)
-        stream.wait_event(self._copied)
-        with torch.cuda.stream(stream):
-            solver = self._make(*self._factors)
-        stream.synchronize()
-        for tensor in solver.tensors().values() if solver is not None else ():
-            # Freed while the last gradient that it preconditions is still queued up, it must not be lent again.
-            tensor.record_stream(self._user)
-        return solver
-
-    def result(self) -> Solver | None:
-        self._ended.wait()  # the worker is alive, and ends after what it has
-        if self._error is not None:
-            raise self._error
-        return self._solver

@@ -31,9 +31,7 @@ from .packing import FactorPacking, TravellingFactors
 from .payload import KFACRound
 from .placement import (
     FactorPlan,
-    InverseCost,
     LayerCost,
-    Placement,
     choose_early,
     columns_that_travel,
     decided,
@@ -47,9 +45,8 @@ class FactorTraffic:
 
     Args:
         layers: of the model.
-        placement: their owners.
+        owners: of each layer.
         costs: of the layers, in the same order.
-        inverse_cost: that the placement was made by.
         curvatures: of the layers that this rank owns.
         capture: where the factors are; its callbacks are taken.
         process_group: the ranks of the job, None for the default group.
@@ -63,9 +60,8 @@ class FactorTraffic:
     def __init__(
         self,
         layers: Sequence[Layer],
-        placement: Placement,
+        owners: Sequence[int],
         costs: Sequence[LayerCost],
-        inverse_cost: InverseCost,
         *,
         curvatures: Mapping[int, Curvature],
         capture: FactorCapture,
@@ -73,9 +69,8 @@ class FactorTraffic:
         local: bool,
     ) -> None:
         self._layers = layers
-        self._placement = placement
+        self._owners = owners
         self._costs = costs
-        self._inverse_cost = inverse_cost
         self._capture = capture
         self._process_group = process_group
         self._local = local
@@ -149,7 +144,7 @@ class FactorTraffic:
     def travelling(self, index: int, g: Tensor | None, a: Tensor | None) -> TravellingFactors:
         """Return a layer's factors of this step as they travel behind the gradients; None: this rank has none."""
         a_packing, g_packing = self._packings(index)
-        return TravellingFactors(index, self._placement.owners[index], (g_packing, a_packing), (g, a))
+        return TravellingFactors(index, self._owners[index], (g_packing, a_packing), (g, a))
 
     def load_counts(self, counts: Sequence[int]) -> None:
         """Go on with the counts of a checkpoint."""
@@ -217,14 +212,14 @@ class FactorTraffic:
     def _busiest_owner_s(self, layers: Sequence[int]) -> float:
         loads_s = [0.0] * self._world_size
         for index in layers:
-            loads_s[self._placement.owners[index]] += self._costs[index].inverse_s(self._inverse_cost)
+            loads_s[self._owners[index]] += self._costs[index].inverse_s
         return max(loads_s)
 
     def _early_factors(self, groups: Groups) -> EarlyFactors:
         return EarlyFactors(
             groups,
             layers=self._layers,
-            owners=self._placement.owners,
+            owners=self._owners,
             rank=self._rank,
             world_size=self._world_size,
             capture=self._capture,

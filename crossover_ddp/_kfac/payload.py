@@ -217,7 +217,7 @@ class BucketPayload:
                 curvature = self._round.curvatures[layer.index]
                 # Not to send plain gradients for a whole period where the first factors were not finite.
                 if plan.inverts or curvature.lacks_solver:
-                    curvature.invert(plan.damping, plan.inverter)
+                    curvature.invert(plan.damping)
                 self._precondition(curvature, layer, part, back, offsets[0], final)
         for layer, offset in zip(self._layers, self.layout.solvers, strict=True):
             if layer.sends_solver and plan.owners[layer.index] == rank:
@@ -267,7 +267,7 @@ class BucketPayload:
             if plan.owners[layer.index] != plan.rank or not goes_by_rows(layer.shape):
                 continue
             product = self._products.get(layer.index)
-            if product is None and (solver := self._round.curvatures[layer.index].solver()) is not None:
+            if product is None and (solver := self._round.curvatures[layer.index].solver) is not None:
                 product = self._products[layer.index] = _row_product(layer, solver, part, offsets[0])
             if product is not None:
                 product.advance(numel - offsets[0])
@@ -287,7 +287,7 @@ class BucketPayload:
         if bias is None:
             matrix = matrix.clone()  # as with a bias; see `RowProduct.advance`
         product = self._products.pop(layer.index, None)
-        solver = curvature.solver() if product is None else None
+        solver = curvature.solver if product is None else None
         if solver is not None and goes_by_rows(layer.shape):
             product = _row_product(layer, solver, part, offset)
         preconditioned = matrix

@@ -6,8 +6,7 @@ Every decision follows from its arguments alone, so ranks with the same costs co
 rule is that of SPD-KFAC (arXiv 2107.06533); the rest is our design.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -18,76 +17,20 @@ Groups = tuple[tuple[int, ...], ...]
 """Consecutive numbers of layers, from 0, cut into what travels together."""
 
 _INDIFFERENCE: Final = 1e-3
-_UNMEASURED_CUBIC_S: Final = 1e-12
+# Of one core: what counts is from which size on the cube dominates, some 130 rows.
+_CUBIC_S: Final = 2.5e-11
+_INVERSION_S: Final = 5e-5
 _WIRE_S_PER_BYTE: Final = 8e-9  # of 1 Gbit/s
 # Below that, messages and starts of products cost more than what is saved.
 _LEAST_SPREAD_NUMEL: Final = 64 * 1024
 
 
-@dataclass(frozen=True)
-class InverseCost:
-    """Seconds to invert or decompose a factor: overhead_s + cubic_s · d³.
-
-    Without arguments it stands for "not measured": purely cubic, so that loads have the right ratios, in seconds of
-    an imagined device. Do not weigh it against a measured link.
-
-    Args:
-        cubic_s: seconds per d³.
-        overhead_s: seconds whatever the size.
-    """
-
-    cubic_s: float = _UNMEASURED_CUBIC_S
-    overhead_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.cubic_s < math.inf and 0 <= self.overhead_s < math.inf):
-            raise ValueError(
-                f"expected costs that are finite and >= 0, got cubic_s={self.cubic_s}, "
-                f"overhead_s={self.overhead_s}; measure again, or use InverseCost()"
-            )
-
-    def seconds(self, dim: int) -> float:
-        """Return the time of one factor of ``dim`` × ``dim``; none at all if ``dim`` is 0."""
-        return self.overhead_s + self.cubic_s * dim**3 if dim else 0.0
-
-    @classmethod
-    def fitted(cls, samples: Iterable[tuple[int, float]]) -> "InverseCost":
-        """Fit to pairs (d, seconds) by least squares of the relative errors; neither cost becomes negative.
-
-        Relative, since times of one model differ by a factor of thousands and small factors are many.
-
-        Raises:
-            ValueError: if there are fewer than two sizes, or a size or a time is not above 0.
-        """
-        points = list(samples)
-        if len({dim for dim, _ in points}) < 2 or any(dim < 1 or not 0 < s < math.inf for dim, s in points):
-            raise ValueError(
-                f"expected samples (d >= 1, seconds > 0) of at least two sizes, got {points}; "
-                "measure another size"
-            )
-        weights = [seconds**-2 for _, seconds in points]
-        total = sum(weights)
-        mean_x = sum(w * d**3 for w, (d, _) in zip(weights, points, strict=True)) / total
-        mean_y = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
-        cubic_s = _slope(weights, [(d**3 - mean_x, s - mean_y) for d, s in points])
-        if mean_y - cubic_s * mean_x >= 0:
-            return cls(cubic_s, mean_y - cubic_s * mean_x)
-        return cls(_slope(weights, [(float(d**3), s) for d, s in points]), 0.0)
-
-
-def _slope(weights: Sequence[float], points: Sequence[tuple[float, float]]) -> float:
-    above = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True))
-    below = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-    return max(0.0, above / below)
-
-
 class LayerCost(NamedTuple):
-    """One layer, as far as its costs go.
+    """One layer, as far as its costs go, all of them typical ones, so that the same job has the same owners every time.
 
-    ``groups``: how many pairs of factors it has: 1, of a grouped convolution its groups, 0 for a layer without
-    factors. ``a_dim``, ``g_dim``: sizes of each of them; 0 for a factor that need not be inverted. ``gradient_bytes``:
-    of its weight and bias. ``factor_bytes``: of all its triangles. ``bucket``: the number of the bucket in which it is
-    expected. ``spread``: whether all ranks precondition a part of it.
+    ``groups``: how many pairs of factors it has: 1, or the groups of a convolution. ``a_dim``, ``g_dim``: sizes of each
+    of them. ``gradient_bytes``: of its weight and bias. ``bucket``: the number of the bucket in which it is expected.
+    ``spread``: whether all ranks precondition a part of it.
     """
 
     name: str
@@ -95,108 +38,66 @@ class LayerCost(NamedTuple):
     a_dim: int
     g_dim: int
     gradient_bytes: int
-    factor_bytes: int
     bucket: int = 0
     spread: bool = False
 
-    def inverse_s(self, cost: InverseCost) -> float:
-        """Return the seconds to invert all factors of this layer, one after the other."""
-        return self.groups * (cost.seconds(self.a_dim) + cost.seconds(self.g_dim))
+    @property
+    def inverse_s(self) -> float:
+        """Seconds to invert all factors of this layer, one after the other."""
+        return self.groups * sum(_INVERSION_S + _CUBIC_S * dim**3 for dim in (self.a_dim, self.g_dim))
 
-    def step_s(self, cost: InverseCost, inverse_steps: int) -> float:
+    def step_s(self, inverse_steps: int) -> float:
         """Return the mean seconds of its owner in a step: the inversion's share, both products, the gradient's way.
 
         A product is taken to cost as much per multiplication as the inversion does, the wire what is typical. Of a
         layer that is spread only the inversion is its owner's alone.
         """
         if self.spread:
-            return self.inverse_s(cost) / inverse_steps
+            return self.inverse_s / inverse_steps
         products = self.groups * self.a_dim * self.g_dim * (self.a_dim + self.g_dim)
         wire_s = 2 * self.gradient_bytes * _WIRE_S_PER_BYTE
-        return self.inverse_s(cost) / inverse_steps + cost.cubic_s * products + wire_s
+        return self.inverse_s / inverse_steps + _CUBIC_S * products + wire_s
 
 
-class PlacementRow(NamedTuple):
-    """One layer in a report. ``seconds``: of its owner, mean of a step."""
-
-    name: str
-    groups: int
-    a_dim: int
-    g_dim: int
-    owner: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Who owns what.
-
-    Args:
-        owners: rank of each layer, in the order in which they were given.
-        loads_s: seconds of each rank, mean of a step.
-    """
-
-    owners: tuple[int, ...]
-    loads_s: tuple[float, ...]
-
-    def rows(
-        self, layers: Sequence[LayerCost], cost: InverseCost, inverse_steps: int = 1
-    ) -> list[PlacementRow]:
-        """List the layers for a report, in the order in which they were placed.
-
-        Raises:
-            ValueError: if these are not as many layers as were placed.
-        """
-        if len(layers) != len(self.owners):
-            raise ValueError(
-                f"expected the {len(self.owners)} layers that were placed, got {len(layers)}; "
-                "pass the same layers to place() and rows()"
-            )
-        return [
-            PlacementRow(
-                layer.name, layer.groups, layer.a_dim, layer.g_dim, owner, layer.step_s(cost, inverse_steps)
-            )
-            for layer, owner in zip(layers, self.owners, strict=True)
-        ]
+def loads_s(
+    layers: Sequence[LayerCost], owners: Sequence[int], world_size: int, inverse_steps: int
+) -> list[float]:
+    """Return the seconds of each rank, mean of a step, if these are the layers' ``owners``."""
+    found = [0.0] * world_size
+    for layer, owner in zip(layers, owners, strict=True):
+        found[owner] += layer.step_s(inverse_steps)
+    return found
 
 
-def place(
-    layers: Sequence[LayerCost], world_size: int, cost: InverseCost, inverse_steps: int = 1
-) -> Placement:
+def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
     """Give each layer an owner: the costliest first, each to the rank that has the least so far.
 
     What a rank has counts in the layer's own bucket, and, divided by the number of buckets, in all, since each bucket
     waits for the rank that has most of it. Of equal layers the first by name (then by place) goes first, of equal ranks
     the lowest takes it. With one bucket no rank's load exceeds 4/3 − 1/(3·W) times the least possible maximum
-    (Graham's bound for this order, 1969), in whatever the loads are measured in.
+    (Graham's bound for this order, 1969).
 
     Args:
         layers: all that have an owner, in the same order on all ranks.
         world_size: W.
-        cost: the same on all ranks.
         inverse_steps: steps between two inversions. The rarer they are, the more counts what every step costs.
-
-    Raises:
-        ValueError: if ``world_size`` is below 1.
     """
-    if world_size < 1:
-        raise ValueError(f"expected at least one rank, got world_size={world_size}; pass the group's size")
-    weights_s = [layer.step_s(cost, inverse_steps) for layer in layers]
+    weights_s = [layer.step_s(inverse_steps) for layer in layers]
     order = sorted(range(len(layers)), key=lambda each: (-weights_s[each], layers[each].name, each))
-    loads_s = [0.0] * world_size
+    everywhere_s = [0.0] * world_size
     in_buckets_s = {layer.bucket: [0.0] * world_size for layer in layers}
     owners = [0] * len(layers)
     for number in order:
         here_s = in_buckets_s[layers[number].bucket]
-        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, loads_s, strict=True)]
+        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, everywhere_s, strict=True)]
         owner = min(range(world_size), key=lambda rank: (has_s[rank], rank))
         owners[number] = owner
-        loads_s[owner] += weights_s[number]
+        everywhere_s[owner] += weights_s[number]
         here_s[owner] += weights_s[number]
-    return Placement(tuple(owners), tuple(loads_s))
+    return tuple(owners)
 
 
-def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps: int) -> bool:
+def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
     """Say whether a layer that has most of its bucket is worth to be spread, see [Note: spread layers] in ``spread``.
 
     With s <= l its factors' sizes and β the wire's seconds per byte, a step of a layer that goes to its owner and back
@@ -206,7 +107,6 @@ def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps:
     Args:
         layer: with its costs.
         world_size: W.
-        cost: of an inversion; a product is taken to cost as much per multiplication.
         inverse_steps: steps that a solver serves.
     """
     small, large = sorted((layer.a_dim, layer.g_dim))
@@ -214,7 +114,7 @@ def spreads(layer: LayerCost, world_size: int, cost: InverseCost, inverse_steps:
     if layer.groups != 1 or world_size == 1 or numel < _LEAST_SPREAD_NUMEL:
         return False
     wire_s = 8 * numel * _WIRE_S_PER_BYTE / world_size
-    product_s = cost.cubic_s * numel * (large - large / world_size - small)
+    product_s = _CUBIC_S * numel * (large - large / world_size - small)
     solver_s = 4 * (small**2 + large**2 / 2) * _WIRE_S_PER_BYTE / inverse_steps
     return wire_s + product_s > solver_s
 
@@ -234,28 +134,6 @@ def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes
         if filled >= (cap_bytes if bucket else first_cap_bytes):
             bucket, filled = bucket + 1, 0
     return found[::-1]
-
-
-def placed(
-    layers: Sequence[LayerCost],
-    owners: Sequence[int],
-    world_size: int,
-    cost: InverseCost,
-    inverse_steps: int = 1,
-) -> Placement:
-    """Return the placement that somebody else has decided, with its loads.
-
-    Args:
-        layers: as given to `place`.
-        owners: rank of each.
-        world_size: number of ranks.
-        cost: as of `place`.
-        inverse_steps: as of `place`.
-    """
-    loads_s = [0.0] * world_size
-    for layer, owner in zip(layers, owners, strict=True):
-        loads_s[owner] += layer.step_s(cost, inverse_steps)
-    return Placement(tuple(owners), tuple(loads_s))
 
 
 def columns_that_travel(count: int, dim: int, world_size: int) -> int:

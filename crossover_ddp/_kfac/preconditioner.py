@@ -1,6 +1,6 @@
 """What this rank has of a K-FAC run: the layers that it owns, their curvatures, and the traffic of factors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from crossover_ddp._exchange.ddp_checks import resolve_group
 
 from .curvature import Curvature
 from .factor_traffic import FactorTraffic
-from .placement import Placement
+from .placement import loads_s
 from .setup import KFACSetup
 from .spread import SpreadLayers
 
@@ -19,7 +19,7 @@ class Preconditioner:
 
     Args:
         setup: of the state.
-        placement: who owns which layer.
+        owners: of each layer.
 
     Attributes:
         curvatures: of the layers that this rank owns, by index.
@@ -28,12 +28,12 @@ class Preconditioner:
         traffic: how they travel.
     """
 
-    def __init__(self, setup: KFACSetup, placement: Placement) -> None:
+    def __init__(self, setup: KFACSetup, owners: Sequence[int]) -> None:
         self._setup = setup
-        self.placement = placement
+        self.owners = tuple(owners)
         self.curvatures: dict[int, Curvature] = {
             index: setup.new_curvature(setup.layers[index].shape)
-            for index, owner in enumerate(placement.owners)
+            for index, owner in enumerate(owners)
             if owner == setup.rank
         }
         self.spread = SpreadLayers([index for index, cost in enumerate(setup.costs) if cost.spread])
@@ -42,9 +42,8 @@ class Preconditioner:
         )
         self.traffic = FactorTraffic(
             setup.layers,
-            placement,
+            self.owners,
             setup.costs,
-            setup.inverse_cost,
             curvatures=self.curvatures,
             capture=self.capture,
             process_group=setup.process_group,
@@ -60,17 +59,18 @@ class Preconditioner:
     def rows(self) -> Iterator[str]:
         """Describe each layer, and what each rank has to do."""
         setup = self._setup
-        rows = self.placement.rows(setup.costs, setup.inverse_cost, setup.inverse_steps)
-        for index, row in enumerate(rows):
+        for index, (cost, owner) in enumerate(zip(setup.costs, self.owners, strict=True)):
             curvature = self.curvatures.get(index)
             yield (
-                f"{row.name}: A {row.a_dim}, G {row.g_dim}"
-                + (f", {row.groups} groups" if row.groups > 1 else "")
-                + f", rank {row.owner}, {1e3 * row.seconds:.3g} ms"
+                f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
+                + (f", {cost.groups} groups" if cost.groups > 1 else "")
+                + f", rank {owner}, {1e3 * cost.step_s(setup.inverse_steps):.3g} ms"
                 + (", spread over all ranks" if index in self.spread.solvers else "")
                 + ("" if curvature is None else _trouble(curvature))
             )
-        for rank, load_s in enumerate(self.placement.loads_s):
+        for rank, load_s in enumerate(
+            loads_s(setup.costs, self.owners, setup.world_size, setup.inverse_steps)
+        ):
             yield f"rank {rank} works for {1e3 * load_s:.3g} ms a step"
 
     def memory_usage(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ class Preconditioner:
         return {
             "solver": setup.solver,
             "world_size": setup.world_size,
-            "owners": list(self.placement.owners),
+            "owners": list(self.owners),
             "columns": list(self.traffic.counts()),
             "layers": {layer.name: states[layer.name] for layer in setup.layers},
         }

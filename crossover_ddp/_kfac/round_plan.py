@@ -5,8 +5,6 @@ from typing import Final, Literal
 
 from torch import Tensor
 
-from crossover_ddp._system.worker import Worker
-
 from .columns import LayerShape
 from .factor_sums import ColumnRoom
 from .packing import FactorPacking
@@ -28,7 +26,6 @@ class RoundPlan:
         late_groups: in how many groups they follow later at most, see [Note: late factors] in ``late``; 0: they do not.
         inverts: whether new solvers are made.
         factors_travel: whether factors are averaged over the ranks; otherwise the owner takes its own.
-        inverter: the thread that makes solvers while the old ones serve on; None makes them at once.
         keeps_turn: whether making solvers is compute inside the job's turn.
         solver: which kind, as in ``KFACState``.
     """
@@ -44,7 +41,6 @@ class RoundPlan:
     late_groups: int = 0
     inverts: bool = True
     factors_travel: bool = True
-    inverter: Worker | None = None
     keeps_turn: bool = False
     solver: Literal["inverse", "eigen"] = "inverse"
 

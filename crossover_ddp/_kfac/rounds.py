@@ -132,7 +132,7 @@ class Rounds:
         plan = RoundPlan(
             rank=setup.rank,
             world_size=setup.world_size,
-            owners=preconditioner.placement.owners,
+            owners=preconditioner.owners,
             damping=now.damping,
             decay=now.decay,
             kl_clip=now.kl_clip,
@@ -141,13 +141,12 @@ class Rounds:
             late_groups=min(now.factor_steps, _MOST_GROUPS) if trails else 0,
             inverts=now.inverts,
             factors_travel=not setup.local,
-            inverter=setup.inverter,
             keeps_turn=now.inverts and setup.keeps_turn,
             solver=setup.solver,
         )
         if plan.takes_factors:
             self._traffic.early.send_rest()
-        lacks_solver = any(each.lacks_any_solver for each in preconditioner.curvatures.values())
+        lacks_solver = any(each.solver is None for each in preconditioner.curvatures.values())
         if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
             # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
             self._traffic.late.arrive()

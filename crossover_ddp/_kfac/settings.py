@@ -1,6 +1,7 @@
 """K-FAC's arguments: hyper-parameters that may change with the step, and what is refused."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, cast, get_args
 
@@ -205,17 +206,24 @@ def check_held(layers: Sequence[Layer], rates: Mapping[int, float]) -> None:
         )
 
 
-def check_together(*, kl_clip: object, optimizer: object, inversion: str, mutex: object) -> None:
-    """Raise ``ValueError`` for arguments of which one needs, or excludes, the other."""
+def warn_of_gone(*, inversion: str, costs: str) -> None:
+    """Say what happens instead of what these arguments asked for once."""
+    told = {
+        "inversion='background'": inversion == "background" and "solvers are made at once, inside the step",
+        "costs='measured'": costs == "measured" and "owners are chosen by typical costs, alike in every run",
+    }
+    for argument, instead in told.items():
+        if instead:
+            message = f"{argument} has gone: {instead}; leave the argument out, the next version refuses it"
+            warnings.warn(message, FutureWarning, stacklevel=3)
+
+
+def check_together(*, kl_clip: object, optimizer: object) -> None:
+    """Raise ``ValueError`` for a KL clip without learning rates."""
     if kl_clip is not None and optimizer is None:
         raise ValueError(
             "expected the optimizer, whose learning rates enter the KL clip, got optimizer=None; pass it, or "
             "kl_clip=None"
-        )
-    if inversion == "background" and mutex is not None:
-        raise ValueError(
-            "expected inversion='at_once' with a mutex, got inversion='background'; solvers made in the "
-            "background would compute outside of the turn"
         )
 
 

@@ -6,31 +6,27 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from crossover_ddp._system.worker import Worker
-
 from .capture import FactorCapture
 from .columns import LayerShape
 from .curvature import Curvature
 from .layers import Layer
-from .placement import InverseCost, LayerCost
+from .placement import LayerCost
 from .settings import Hypers
 
 
 @dataclass(frozen=True)
 class KFACSetup:
-    """The same on all ranks, but ``rank`` and ``inverter``.
+    """The same on all ranks, but ``rank``.
 
     Args:
         layers: of the model.
         costs: of the layers, in the same order.
-        inverse_cost: what an inversion costs.
         inverse_steps: how often solvers are made at the beginning.
         hypers: see ``KFACState``.
         rank, world_size: of this process.
         process_group: the ranks of the job, None for the default group.
         solver: see ``KFACState``.
         local: whether factors do not travel.
-        inverter: the thread that makes solvers in the background; None makes them at once.
         keeps_turn: whether making solvers is compute inside the job's turn.
         loss_scale: of this moment.
         new_curvature, new_capture: make those of a layer, and of the layers ``only``.
@@ -38,7 +34,6 @@ class KFACSetup:
 
     layers: Sequence[Layer]
     costs: Sequence[LayerCost]
-    inverse_cost: InverseCost
     inverse_steps: int
     hypers: Hypers
     rank: int
@@ -46,7 +41,6 @@ class KFACSetup:
     process_group: dist.ProcessGroup | None
     solver: Literal["inverse", "eigen"]
     local: bool
-    inverter: Worker | None
     keeps_turn: bool
     loss_scale: Callable[[], float]
     new_curvature: Callable[[LayerShape], Curvature]

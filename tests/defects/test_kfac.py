@@ -156,14 +156,11 @@ def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.defect("kfac-S3")
 @pytest.mark.defect("kfac-S7")
-@pytest.mark.parametrize("inversion", ["at_once", "background"])
 @both_hooks
 @pytest.mark.usefixtures("process_group")
-def test_closed_it_goes_on_with_what_it_knows(decoupled: bool, inversion: str) -> None:
+def test_closed_it_goes_on_with_what_it_knows(decoupled: bool) -> None:
     """After close() steps precondition with the solvers that are there; nothing is taken, dropped, or in the way."""
-    training = Training(
-        0, network(), decoupled=decoupled, inv_update_steps=1, kl_clip=None, inversion=inversion
-    )
+    training = Training(0, network(), decoupled=decoupled, inv_update_steps=1, kl_clip=None)
     training.step()
     training.state.close()
     before, found = training.state.stats(), []

@@ -28,18 +28,15 @@ BATCH = 16
 BUCKET_CAP_MB = 0.2
 RELATIVE = 1e-3
 GRADIENT_SCALE = 256.0
+STEPS = 4
 
 
 class Plan(NamedTuple):
     """One run of a few steps."""
 
     settings: Settings
-    inversion: str = "at_once"
     amp: bool = False
     scaled: bool = False
-    same_batch: bool = False
-    """The same mini-batch and weights in every step: whichever solver serves, the gradients are the same."""
-    steps: int = 4
     views: bool = True
     force_native: bool = False
     device: str = "cuda"
@@ -90,7 +87,6 @@ def model_and_state(
     state = KFACState(
         model,
         optimizer,
-        inversion=plan.inversion,  # type: ignore[arg-type]
         loss_scale=scaler.get_scale if plan.scaled else 1.0,
         **vars(plan.settings),
     )
@@ -158,12 +154,10 @@ def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
     scaler = torch.amp.GradScaler(plan.device, init_scale=GRADIENT_SCALE, enabled=plan.scaled)
     model, state, optimizer = model_and_state(plan, scaler)
     oracle = Spectral(plan.settings, LR, state.owners)
-    first: dict[int, object] = {}
-    for step in range(plan.steps):
-        number = 0 if plan.same_batch else step
-        wanted = expected(oracle, model.module, plan, number, world_size)
+    for step in range(STEPS):
+        wanted = expected(oracle, model.module, plan, step, world_size)
         optimizer.zero_grad()
-        inputs, targets = batch(rank, number, plan.device)
+        inputs, targets = batch(rank, step, plan.device)
         with autocast(plan):
             output = model(inputs)
         loss = nn.functional.cross_entropy(output.float(), targets)
@@ -171,16 +165,8 @@ def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
         scaler.unscale_(optimizer)
         found = {name: parameter.grad.cpu() for name, parameter in model.module.named_parameters()}  # type: ignore[union-attr]
         yield error_of(found, wanted)
-        if not plan.same_batch:
-            scaler.step(optimizer)
+        scaler.step(optimizer)
         scaler.update()
-        first = first or {
-            index: curvature._solver for index, curvature in state._preconditioner.curvatures.items()
-        }
-    state.state_dict()  # waits for solvers that are being made
-    for index, curvature in state._preconditioner.curvatures.items():
-        assert curvature._solver is not None
-        assert curvature._solver is not first[index], "no solver was made after the first"
     assert state.stats() == {"strained": 0, "dropped": 0}
     assert (oracle.least_scale < 1) == (plan.settings.kl_clip is not None), "the clip is to be seen at work"
     state.close()
@@ -205,7 +191,7 @@ def check(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> None:
     job = Job(errors, world_size, args=(plan,), backend=backend, environment=DETERMINISTIC)
     [found] = run_jobs([job], timeout_s=TIMEOUT_S)
     for rank, of_rank in enumerate(found):
-        assert len(of_rank) == plan.steps
+        assert len(of_rank) == STEPS
         assert max(of_rank) < RELATIVE, (rank, of_rank)
 
 
@@ -216,7 +202,6 @@ SETTINGS = {
     "seldom": Settings(inv_update_steps=2),
     "local": Settings(factors="local"),
 }
-BACKGROUND = Plan(Settings(), inversion="background", same_batch=True, steps=12)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -238,18 +223,6 @@ def test_gradients_with_one_rank_on_nccl_are_those_of_the_cpu(name: str, force_n
 @pytest.mark.parametrize("name", SETTINGS)
 def test_gradients_over_nccl_are_those_of_the_cpu(name: str) -> None:
     check(Plan(SETTINGS[name]), backend="nccl")
-
-
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_solvers_made_in_the_background_over_gloo(solver: str) -> None:
-    check(BACKGROUND._replace(settings=Settings(solver=solver)))
-
-
-@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_solvers_made_in_the_background_on_nccl(solver: str, force_native: bool) -> None:
-    plan = BACKGROUND._replace(settings=Settings(solver=solver), force_native=force_native)
-    check(plan, world_size=1, backend="nccl")
 
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])

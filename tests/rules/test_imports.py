@@ -51,7 +51,6 @@ EXCEPTIONS = {
     "studies._ranks imports _system",
     "studies.advice imports cli",
     "studies.codecs imports _compression",
-    "studies.scaling_model imports _kfac",
 }
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {

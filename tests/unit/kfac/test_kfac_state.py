@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._kfac import costs as kfac_costs
-from crossover_ddp._kfac.placement import InverseCost
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
@@ -68,13 +66,26 @@ class Training:
         ({"solver": "lu"}, r"expected solver to be one of inverse, eigen, got solver='lu'"),
         ({"weight_sharing": "sum"}, r"expected weight_sharing to be one of expand, reduce, kfac-pytorch"),
         ({"factors": "none"}, r"expected factors to be one of global, local"),
-        ({"inversion": "background", "mutex": RecordingTurn()}, r"would compute outside of the turn"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     network = mlp(6, 4)
     with pytest.raises(ValueError, match=message):
         KFACState(network, torch.optim.SGD(network.parameters(), lr=LR), **options)
+
+
+@pytest.mark.parametrize(
+    ("gone", "instead"),
+    [({"inversion": "background"}, "solvers are made at once"), ({"costs": "measured"}, "by typical costs")],
+)
+def test_words_that_have_gone_are_accepted_with_a_warning(gone: dict[str, Any], instead: str) -> None:
+    with pytest.warns(FutureWarning, match=instead) as told:
+        given = Training(**gone)
+    assert len(told) == 1
+    usual = Training()
+    for step in range(3):
+        expected, got = usual.step(step), given.step(step)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_the_clip_needs_an_optimizer() -> None:
@@ -239,20 +250,6 @@ def test_the_state_of_other_layers_is_refused() -> None:
         Training(mlp(6, 8, 4), solver="eigen").state.load_state_dict(saved)
 
 
-def test_solvers_made_in_the_background_serve_from_the_time_they_are_there() -> None:
-    at_once = Training(kl_clip=None, inv_update_steps=3)
-    background = Training(kl_clip=None, inv_update_steps=3, inversion="background")
-    for step in range(3):
-        expected, got = at_once.step(step), background.step(step)
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-    at_once.step(3)
-    background.step(3)  # may still use the former ones
-    theirs = background.state.state_dict()["layers"]
-    for name, layer in at_once.state.state_dict()["layers"].items():
-        torch.testing.assert_close(theirs[name]["solver"], layer["solver"], rtol=1e-3, atol=1e-4)
-    background.state.close()
-
-
 class Attention(nn.Module):
     """torch's own attention multiplies by its projections without calling them."""
 
@@ -306,15 +303,6 @@ def test_the_report_names_layers_owners_and_what_passes_through() -> None:
     assert "1.weight passes through: " in report
     assert "2.weight passes through: " in report
     assert "rank 0 works for " in report
-
-
-def test_owners_are_found_by_measured_costs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = InverseCost(cubic_s=1.0)
-    monkeypatch.setattr(kfac_costs, "measure_inverse", lambda *_: measured)
-    assert Training(costs="measured").state._setup.inverse_cost == measured
-    assert Training().state._setup.inverse_cost != measured
-    monkeypatch.undo()
-    assert Training(costs="measured").state._setup.inverse_cost.seconds(64) > 0
 
 
 def test_memory_is_told() -> None:
