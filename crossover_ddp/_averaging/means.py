@@ -54,7 +54,7 @@ class Means:
         **Collective**.
         """
 
-        def step(part: torch.Tensor, _: Callable[[int], None]) -> None:
+        def step(part: torch.Tensor) -> None:
             if owner_step is not None:
                 owner_step(part)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._exchange.transfer import Messages, Payload, Sharded, Travelling, no_report
+from crossover_ddp._exchange.transfer import Messages, Payload, Sharded, Travelling
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .achieved import AchievedRate
@@ -165,7 +165,7 @@ def _parameters(runs: Sequence[Travelling]) -> list[torch.Tensor]:
 
 
 def _step(payload: Payload, rank: int) -> None:
-    """Do the owner's work on its part; nothing of it leaves early."""
+    """Do the owner's work on its part."""
     scatter: Sharded = payload.scatter
     part = scatter.layout.part(rank)
-    payload.step(scatter.tensor[part.start : part.stop], no_report)
+    payload.step(scatter.tensor[part.start : part.stop])

@@ -337,8 +337,6 @@ class RingAllGather(_RingHalf):
     def __init__(self, ring: Ring, buffer: HostBuffer, layout: Layout, sequence: int) -> None:
         super().__init__(ring, buffer, layout, sequence, gather=True)
         self._steps: list[tuple[int, list[tuple[Span, dist.Work]]]] = []
-        self._own = layout.part(ring.rank)
-        self._to_offer = deque(self._chunks(ring.rank))
 
     def start(self) -> None:
         """Post all receives."""
@@ -355,14 +353,10 @@ class RingAllGather(_RingHalf):
         if self._ring.size > 1:
             self._send(self._ring.rank, span)
 
-    def offer_first(self, numel: int) -> None:
-        """Send what was not yet sent of the chunks in the first ``numel`` elements of the own part; they are final."""
-        while self._to_offer and self._to_offer[0].stop <= self._own.start + numel:
-            self.offer(self._to_offer.popleft())
-
     def offer_all(self) -> None:
-        """Send what was not yet sent of the own part."""
-        self.offer_first(self._own.numel)
+        """Send the own part."""
+        for span in self._chunks(self._ring.rank):
+            self.offer(span)
 
     def wait(self) -> None:
         """Block until all parts are in place. The own part must have been offered before."""

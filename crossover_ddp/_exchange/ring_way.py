@@ -14,14 +14,13 @@ not depend on how long steps take.
 
 [Note: deferred steps] The step of a deferred bucket runs on the stepper, too, as soon as the bucket is reduced. The
 bucket may be chosen for its gather when that is done. All of a backward's steps are done before its last bucket is
-gathered, so that it can carry what they have found. What arrives of a bucket is reported on the stepper, too.
+gathered, so that it can carry what they have found.
 """
 
 import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 from crossover_ddp._system.worker import Worker
@@ -29,7 +28,6 @@ from crossover_ddp._system.worker import Worker
 from .collectives import HostBuffer, Ring
 from .engine import Engine
 from .gathers import GatherOrder
-from .layout import Span
 from .staging import StagedBuffer
 from .transfer import RingHalves, Sharded, Transfer
 from .ways import arrive_half_way, gather_next
@@ -64,11 +62,9 @@ class RingWay:
         gather = (
             self._ring.all_gather(buffer, transfer.layout, transfer.sequence) if transfer.goes_back else None
         )
-        if gather is not None and transfer.side.copier is None and not transfer.deferred:
-            transfer.take_owner_step(gather.offer_first)
         # Nothing to do in between: a chunk of the own part goes out again as soon as it is summed.
         at_once = gather is not None and transfer.owner_step is None and not transfer.deferred
-        on_owned = gather.offer if gather is not None and at_once else self._reporter(engine, transfer)
+        on_owned = gather.offer if gather is not None and at_once else None
         scatter = self._ring.reduce_scatter(buffer, transfer.layout, transfer.sequence, on_owned)
         transfer.halves = halves = RingHalves(buffer, scatter, gather)
         engine.end_compute(transfer)
@@ -100,20 +96,6 @@ class RingWay:
             "broadcast of buffers",
             functools.partial(self._gather_and_finish, engine, transfer),
         )
-
-    def _reporter(self, engine: Engine, transfer: Transfer) -> Callable[[Span], None] | None:
-        """Return what reports to the owner, where it steps, how much of its part has arrived; None if unused."""
-        arriving = transfer.payload.arriving if transfer.payload is not None else None
-        if arriving is None or transfer.side.copier is not None:
-            return None
-        start = transfer.layout.part(self._ring.rank).start
-        worker = self._stepper if transfer.deferred else self._gatherer
-
-        def report(span: Span) -> None:
-            arrived = functools.partial(arriving, span.stop - start)
-            engine.put(worker, transfer, "owner's step", arrived)
-
-        return report
 
     def _buffer(self, transfer: Transfer, sharded: Sharded, *, own_only: bool = False) -> HostBuffer:
         copier = transfer.side.copier

@@ -17,7 +17,6 @@ from .staging import Side
 from .step import GradientFuture, Step
 
 OwnerStep = Callable[[torch.Tensor], None]
-PayloadStep = Callable[[torch.Tensor, Callable[[int], None]], None]
 
 
 class Turn(Protocol):
@@ -87,12 +86,9 @@ class Payload:
         scatter: is summed into its owners, divided by the number of ranks.
         gather: is copied from its owners to all ranks. ``scatter`` itself goes both ways; another one is filled by
             ``step``; None: nothing comes back.
-        step: the owner's work between the halves; it gets the own part of ``scatter``, and a function to report how
-            many leading elements of that part are final: where the same buffer goes both ways, they leave at once.
+        step: the owner's work between the halves; it gets the own part of ``scatter``.
         unload: called when ``gather`` is whole, before the bucket's Future completes.
         keeps_turn: ``step`` is compute inside the job's turn, which is given away after that of the last bucket.
-        arriving: called before ``step``, on the same thread, with the number of leading elements of the own part that
-            have arrived. Not called with one rank, for a device's memory, or on NCCL.
         is_long: ``step`` takes so long that it runs on a thread of its own, beside the gathers of earlier buckets.
         matrices: returns where parameters of two dimensions or more travel, which a codec may round, in the order of
             owners and offsets. None: nothing may be rounded.
@@ -100,10 +96,9 @@ class Payload:
 
     scatter: Sharded
     gather: Sharded | None
-    step: PayloadStep
+    step: OwnerStep
     unload: Callable[[], None]
     keeps_turn: bool = False
-    arriving: Callable[[int], None] | None = None
     is_long: bool = False
     matrices: Callable[[], Sequence[Travelling]] | None = None
 
@@ -168,11 +163,7 @@ class DeviceMessages(Protocol):
 MakeMessages = Callable[[Payload | None], Messages | DeviceMessages | None]
 
 
-def no_report(numel: int) -> None:
-    """For what leaves as a whole."""
-
-
-def _no_step(part: torch.Tensor, final: Callable[[int], None]) -> None:
+def _no_step(part: torch.Tensor) -> None:
     """For what is only summed."""
 
 
@@ -230,18 +221,12 @@ class Transfer:
         self.payload, self.result = payload, self.tensor
         self.tensor, self.layout = payload.scatter
         self.step.keeps_turn = self.step.keeps_turn or payload.keeps_turn
-        self.take_owner_step(no_report)
+        self.owner_step = payload.step
 
     def only_reduce(self, scatter: Sharded) -> None:
         """Let ``scatter`` be summed into its owners, who keep it, in the place of the bucket's buffer."""
         self.payload, self.result = Payload(scatter, None, _no_step, _nothing), self.tensor
         self.tensor, self.layout = scatter
-
-    def take_owner_step(self, final: Callable[[int], None]) -> None:
-        """Let the payload's owner report to ``final`` what may leave."""
-        if self.payload is not None:
-            step = self.payload.step
-            self.owner_step = lambda part: step(part, final)
 
     def in_words(self) -> dict[str, Detail]:
         """Return what a timeline says of this bucket. ``owner``: 1 if there is an owner's step between the halves."""

@@ -18,6 +18,9 @@ kfac-pytorch   Linear: as expand                      Linear: 1/(N S) Σₙ Σ�
 
 The last row has the constants of the public package of that name, whose users have tuned their damping to them.
 A convolution of several groups is as many layers side by side: every factor here is [groups, d, d].
+
+[Note: copies before products] A product may be rounded otherwise where its operands lie otherwise in memory. Where
+gradients lie depends on the buckets, which a resumed run has anew, so what is multiplied is copied first.
 """
 
 import math
@@ -304,16 +307,8 @@ class Solver(Protocol):
         solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
         """
 
-    @property
-    def right(self) -> Tensor:
-        """R, [groups, a, a], in V = L · m(∇ · R)."""
-
-    @property
-    def left(self) -> Tensor:
-        """L, [groups, g, g]."""
-
-    def middle(self, product: Tensor) -> Tensor:
-        """Return m(∇ · R), [groups, g, a]; not in place, but maybe ``product`` itself."""
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint has to hold; the tensors themselves, not copies."""
@@ -321,11 +316,6 @@ class Solver(Protocol):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Solver":
         """Make again what `tensors` described."""
-
-
-def precondition(solver: Solver, matrix: Tensor) -> Tensor:
-    """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
-    return solver.left @ solver.middle(matrix.to(solver.right.dtype) @ solver.right)
 
 
 @dataclass(frozen=True)
@@ -355,19 +345,9 @@ class DampedInverse:
         (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
         return cls(a_inverse, g_inverse, a_strained + g_strained)
 
-    @property
-    def right(self) -> Tensor:
-        """A's inverse."""
-        return self.a_inverse
-
-    @property
-    def left(self) -> Tensor:
-        """G's inverse."""
-        return self.g_inverse
-
-    def middle(self, product: Tensor) -> Tensor:
-        """Nothing is to be done."""
-        return product
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Multiply by both inverses."""
+        return self.g_inverse @ (matrix.to(self.a_inverse.dtype) @ self.a_inverse)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return both inverses."""
@@ -407,21 +387,11 @@ class Eigenbasis:
         gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
         return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
 
-    @property
-    def right(self) -> Tensor:
-        """A's eigenvectors."""
-        return self.a_vectors
-
-    @property
-    def left(self) -> Tensor:
-        """G's eigenvectors."""
-        return self.g_vectors
-
-    def middle(self, product: Tensor) -> Tensor:
+    def precondition(self, matrix: Tensor) -> Tensor:
         """Divide by the damped eigenvalues in the basis where the Fisher block is diagonal."""
-        rotated = self.g_vectors.mT @ product
+        rotated = self.g_vectors.mT @ (matrix.to(self.a_vectors.dtype) @ self.a_vectors)
         rotated /= self.g_values.unsqueeze(-1) * self.a_values.unsqueeze(-2) + self.damping
-        return rotated @ self.a_vectors.mT
+        return self.g_vectors @ (rotated @ self.a_vectors.mT)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return eigenvalues, eigenvectors and the damping."""

@@ -110,7 +110,7 @@ def factors_payload(
         if each.owner == rank
     ]
 
-    def step(part: Tensor, final: Callable[[int], None]) -> None:
+    def step(part: Tensor) -> None:
         with torch.autocast(part.device.type, enabled=False):
             for layer, places in owned:
                 take(layer, [part[place] for place in places])

@@ -26,12 +26,11 @@ from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp._exchange.transfer import Payload, Sharded
 
 from .curvature import Curvature
-from .factors import Solver, gradient_matrix, precondition, split_gradient
+from .factors import gradient_matrix, split_gradient
 from .message import Message
 from .packing import FactorPacking
 from .payload_layout import LayerSizes, PayloadLayout, payload_layout
 from .round_plan import BucketLayer, RoundPlan
-from .row_product import RowProduct, goes_by_rows
 from .spread import SpreadSolver, spread_numel
 from .spread_payload import SpreadPayload
 
@@ -130,7 +129,6 @@ class BucketPayload:
         self._message_numel = message_bytes // buffer.itemsize
         self.has_arrived = False
         self.layout: PayloadLayout = payload_layout(plan.world_size, sizes, passing, self._message_numel)
-        self._products: dict[int, RowProduct] = {}
         self._back = take(self.layout.back.numel)
         if self.layout.in_place:
             self._there = self._back
@@ -145,8 +143,7 @@ class BucketPayload:
         """Return what the engine needs to know."""
         there = Sharded(self._there, self.layout.there)
         back = there if self.layout.in_place else Sharded(self._back, self.layout.back)
-        arriving = self._arriving if self._going_by_rows() else None
-        return Payload(there, back, self._step, self._unload, self._round.plan.keeps_turn, arriving)
+        return Payload(there, back, self._step, self._unload, self._round.plan.keeps_turn)
 
     # On the hook's thread.
 
@@ -197,12 +194,12 @@ class BucketPayload:
 
     # On the owner, between the halves.
 
-    def _step(self, part: Tensor, final: Callable[[int], None]) -> None:
+    def _step(self, part: Tensor) -> None:
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(part.device.type, enabled=False):
-            self._own_step(part, final)
+            self._own_step(part)
 
-    def _own_step(self, part: Tensor, final: Callable[[int], None]) -> None:
+    def _own_step(self, part: Tensor) -> None:
         plan, rank = self._round.plan, self._round.plan.rank
         back = self._back[slice(*self.layout.back.part(rank))]
         for layer, offsets, factor_offset in self._places():
@@ -210,7 +207,7 @@ class BucketPayload:
             if owned and plan.takes_factors:
                 self._take_factors(self._round.curvatures[layer.index], layer, part[factor_offset:])
             if layer.spread is not None:
-                term = self._spread.multiply(layer, layer.spread, part, back, offsets[rank], final)
+                term = self._spread.multiply(layer, layer.spread, part, back, offsets[rank])
                 if term is not None:
                     self._round.kl_terms[layer.index] = term
             elif owned:
@@ -218,7 +215,7 @@ class BucketPayload:
                 # Not to send plain gradients for a whole period where the first factors were not finite.
                 if plan.inverts or curvature.lacks_solver:
                     curvature.invert(plan.damping)
-                self._precondition(curvature, layer, part, back, offsets[0], final)
+                self._precondition(layer, part, back, offsets[0])
         for layer, offset in zip(self._layers, self.layout.solvers, strict=True):
             if layer.sends_solver and plan.owners[layer.index] == rank:
                 self._spread.send_solver(layer, back[offset:])
@@ -247,77 +244,21 @@ class BucketPayload:
             a = packing.unpack(mean)
         curvature.add(a, g, decay)
 
-    def _going_by_rows(self) -> bool:
-        plan = self._round.plan
-        # New solvers are made when all has arrived.
-        return not plan.inverts and any(
-            each.spread is not None or (plan.owners[each.index] == plan.rank and goes_by_rows(each.shape))
-            for each in self._layers
-        )
-
-    def _arriving(self, numel: int) -> None:
-        """See `Payload.arriving`."""
-        plan = self._round.plan
-        part = self._there[slice(*self.layout.there.part(plan.rank))]
-        for layer, offsets, _ in self._places():
-            if layer.spread is not None:
-                offset = offsets[plan.rank]
-                self._spread.product(layer, layer.spread, part, offset).advance(numel - offset)
-                continue
-            if plan.owners[layer.index] != plan.rank or not goes_by_rows(layer.shape):
-                continue
-            product = self._products.get(layer.index)
-            if product is None and (solver := self._round.curvatures[layer.index].solver) is not None:
-                product = self._products[layer.index] = _row_product(layer, solver, part, offsets[0])
-            if product is not None:
-                product.advance(numel - offsets[0])
-
-    def _precondition(
-        self,
-        curvature: Curvature,
-        layer: BucketLayer,
-        part: Tensor,
-        back: Tensor,
-        offset: int,
-        final: Callable[[int], None],
-    ) -> None:
+    def _precondition(self, layer: BucketLayer, part: Tensor, back: Tensor, offset: int) -> None:
         weight, bias = _views(layer, part, offset)
-        out, out_bias = _views(layer, back, offset)
         matrix = gradient_matrix(layer.shape, weight, bias)
-        if bias is None:
-            matrix = matrix.clone()  # as with a bias; see `RowProduct.advance`
-        product = self._products.pop(layer.index, None)
-        solver = curvature.solver if product is None else None
-        if solver is not None and goes_by_rows(layer.shape):
-            product = _row_product(layer, solver, part, offset)
+        solver = self._round.curvatures[layer.index].solver
         preconditioned = matrix
-        if product is not None:
-            preconditioned = self._by_rows(product, layer, back, offset, final)
-        elif solver is not None:
-            preconditioned = precondition(solver, matrix)
-        if product is None and (preconditioned is not matrix or not self.layout.in_place):
-            split_gradient(layer.shape, preconditioned, out, out_bias)
-        final(offset + layer.gradient_numel)
-        if self._round.plan.kl_clip is not None:
+        if solver is not None:
+            # With a bias it is a copy already, see [Note: copies before products] in `factors`.
+            preconditioned = solver.precondition(matrix if layer.shape.has_bias else matrix.clone())
+        if (
+            self._round.plan.kl_clip is not None
+        ):  # first, since the direction may be written over the gradient
             terms = preconditioned * matrix.to(preconditioned.dtype)
             self._round.kl_terms[layer.index] = _kl_term(layer, terms)
-
-    @staticmethod
-    def _by_rows(
-        product: RowProduct, layer: BucketLayer, back: Tensor, offset: int, final: Callable[[int], None]
-    ) -> Tensor:
-        """Write rows to where they leave from as they are made; return all of them, [1, g, a]."""
-        shape = layer.shape
-        weight, bias = _views(layer, back, offset)
-        flat = weight.view(shape.g_dim, -1)
-        made = []
-        for rows, values in product.results():
-            flat[rows].copy_(values[:, : flat.shape[1]])
-            if bias is not None:
-                bias[rows].copy_(values[:, -1])
-            final(offset + rows.stop * flat.shape[1])
-            made.append(values)
-        return torch.cat(made).unsqueeze(0)
+        if solver is not None or not self.layout.in_place:
+            split_gradient(layer.shape, preconditioned, *_views(layer, back, offset))
 
     # Wherever the bucket's way ends.
 
@@ -365,10 +306,6 @@ class BucketPayload:
         layout = self.layout.there if buffer is self._there else self.layout.back
         start = layout.part(rank).start + self.layout.number_offsets[rank]
         return buffer[start : start + self._message_numel]
-
-
-def _row_product(layer: BucketLayer, solver: Solver, part: Tensor, offset: int) -> RowProduct:
-    return RowProduct(layer.shape, solver, *_views(layer, part, offset))
 
 
 def _kl_term(layer: BucketLayer, terms: Tensor) -> Tensor:

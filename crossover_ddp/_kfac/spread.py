@@ -18,10 +18,9 @@ apart, so layers are spread only if all ranks round a trial alike, see `rounding
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,9 +29,6 @@ from crossover_ddp._exchange.layout import Layout, Span
 
 from .columns import LayerShape, triangle_numel
 from .factors import DampedInverse, Eigenbasis, Solver, pack_triangle, unpack_triangle
-
-# Each product reads all of the larger factor: 32 rows cost a quarter more than 78 at once, 40 a tenth.
-_BLOCK_ROWS: Final = 40
 
 
 def sides(shape: LayerShape) -> tuple[int, int]:
@@ -130,7 +126,7 @@ class SpreadSolver:
 
     def after(self, rows: Sequence[Tensor]) -> Tensor:
         """Return V, [g, a], of all rows of U in their order."""
-        # The pieces are copied together, since a product may be rounded otherwise where its operands lie otherwise.
+        # A copy of the pieces, see [Note: copies before products] in `factors`.
         direction = self.root.mT @ torch.cat([each.to(self.root.dtype) for each in rows])
         return direction.mT if _transposed(self.shape) else direction
 
@@ -138,39 +134,6 @@ class SpreadSolver:
     def nbytes(self) -> int:
         """Memory."""
         return sum(each.nbytes for each in (self.root, self.right, self.values) if each is not None)
-
-
-class SpreadRows:
-    """One rank's rows of U, made while T ∇ is still on its way.
-
-    Args:
-        solver: of the layer.
-        rows: this rank's.
-        turned: the sum of all ranks' T ∇ of these rows, [rows, l]; need not have arrived yet.
-    """
-
-    def __init__(self, solver: SpreadSolver, rows: Span, turned: Tensor) -> None:
-        self._solver = solver
-        self._rows = rows
-        self._turned = turned
-        self._made: list[Tensor] = []
-        self._blocks = list(Span(0, rows.numel).chunks(_BLOCK_ROWS))
-
-    def advance(self, numel: int) -> None:
-        """Multiply all blocks of rows that lie in the first ``numel`` elements."""
-        for block in self._blocks[len(self._made) :]:
-            if block.stop * self._turned.shape[1] > numel:
-                return
-            # A copy, see `RowProduct.advance`.
-            turned = self._turned[block.start : block.stop].to(self._solver.right.dtype, copy=True)
-            self._made.append(self._solver.rows(self._rows.start + block.start, turned))
-
-    def results(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield rows of U with their place among this rank's rows; all has arrived."""
-        for number, block in enumerate(self._blocks):
-            if number >= len(self._made):
-                self.advance(block.stop * self._turned.shape[1])
-            yield block, self._made[number]
 
 
 class SpreadLayers:

@@ -1,6 +1,6 @@
 """The part of a bucket's payload that belongs to spread layers, see [Note: spread layers] in `spread`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .columns import LayerShape
 from .curvature import Curvature
 from .factors import gradient_matrix, split_gradient
 from .round_plan import BucketLayer, RoundPlan
-from .spread import SpreadRows, SpreadSolver, rows_of, sides, spread_numel
+from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 
 class SpreadPayload:
@@ -27,7 +27,6 @@ class SpreadPayload:
         self._plan = plan
         self._curvatures = curvatures
         self._solvers = solvers
-        self._products: dict[int, SpreadRows] = {}
 
     def rows_numel(self, shape: LayerShape) -> tuple[int, ...]:
         """Return the elements of each rank's rows."""
@@ -41,36 +40,17 @@ class SpreadPayload:
             for rank, rows in enumerate(rows_of(layer.shape, self._plan.world_size)):
                 spread.before(matrix, rows, self._rows(layer, there, rank, starts[rank]))
 
-    def product(self, layer: BucketLayer, spread: SpreadSolver, part: Tensor, offset: int) -> SpreadRows:
-        """Return this rank's rows of a layer, which begin at ``offset`` of its part, as they are made."""
-        product = self._products.get(layer.index)
-        if product is None:
-            plan = self._plan
-            rows = rows_of(layer.shape, plan.world_size)[plan.rank]
-            turned = self._rows(layer, part, plan.rank, offset)
-            product = self._products[layer.index] = SpreadRows(spread, rows, turned)
-        return product
-
     def multiply(
-        self,
-        layer: BucketLayer,
-        spread: SpreadSolver,
-        part: Tensor,
-        back: Tensor,
-        offset: int,
-        final: Callable[[int], None],
+        self, layer: BucketLayer, spread: SpreadSolver, part: Tensor, back: Tensor, offset: int
     ) -> Tensor | None:
         """Write this rank's rows to its part of what goes back; return their share of the KL clip's sum, if any."""
         source, target = (self._rows(layer, flat, self._plan.rank, offset) for flat in (part, back))
-        terms = []
-        for rows, made in self.product(layer, spread, part, offset).results():
-            block = slice(*rows)
-            if self._plan.kl_clip is not None:
-                terms.append((made * source[block].to(made.dtype)).sum(dtype=torch.float64))
-            target[block].copy_(made)
-            final(offset + rows.stop * source.shape[1])
-        del self._products[layer.index]
-        return torch.stack(terms).sum() * layer.lr**2 if terms else None
+        # See [Note: copies before products] in `factors`.
+        turned = source.to(spread.right.dtype, copy=True)
+        made = spread.rows(rows_of(layer.shape, self._plan.world_size)[self._plan.rank].start, turned)
+        target.copy_(made)
+        clips = self._plan.kl_clip is not None
+        return (made * turned).sum(dtype=torch.float64) * layer.lr**2 if clips else None
 
     def bring_back(
         self,

@@ -132,7 +132,7 @@ class MuonPayload:
 
     # On the owner, between the halves.
 
-    def _step(self, part: Tensor, final: Callable[[int], None]) -> None:
+    def _step(self, part: Tensor) -> None:
         rank, owners = self._round.plan.rank, self._round.plan.owners
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(part.device.type, enabled=False):

@@ -1,7 +1,4 @@
-"""A layer large enough to be multiplied while it arrives, against the independent float64 computation.
-
-At its owner, or, if it dominates its bucket, on all ranks, which have a part of its rows each.
-"""
+"""A layer that dominates its bucket, and has a part of its rows on each rank, against the float64 computation."""
 
 import copy
 from pathlib import Path
@@ -12,8 +9,6 @@ import torch
 
 from crossover_ddp import kfac_hooks
 from crossover_ddp._kfac import costs as kfac_costs
-from crossover_ddp._kfac.payload import BucketPayload
-from crossover_ddp._kfac.row_product import goes_by_rows
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.kfac_oracle import Oracle, Settings, step_for_all
@@ -24,49 +19,31 @@ SETTINGS = Settings(factor_update_steps=2, inv_update_steps=3, kl_clip=1e-4)
 WIDE = {"tall": (WIDTH, 300, 230, OUTPUTS), "wide": (WIDTH, 230, 300, OUTPUTS)}
 STEPS = 6
 RELATIVE = 1e-4
-# Two ranks and three, a bucket for the layer and one for all; what is left of the table is for the campaign.
-ARRIVING = [(1, 25.0), (2, 0.1), (2, 25.0), (3, 25.0), *([(1, 0.1), (3, 0.1)] if IN_CAMPAIGN else [])]
 SPREAD = [(2, "wide"), (3, "tall"), *([(2, "tall"), (3, "wide")] if IN_CAMPAIGN else [])]
 
 
 class Seen(NamedTuple):
-    """Of one rank, by step: greatest relative error, how often it heard of arriving rows, gradients, spread layers."""
+    """Of one rank, by step: greatest relative error, gradients, spread layers."""
 
     errors: list[float]
-    heard: list[int]
     gradients: list[dict[str, torch.Tensor]]
     spread: list[list[str]]
 
 
-def train(rank: int, world_size: int, widths: tuple[int, ...], cap_mb: float, spread: bool) -> Seen:
-    seen = Seen([], [0], [], [])
-    arriving = BucketPayload._arriving
-
-    def count(payload: BucketPayload, numel: int) -> None:
-        seen.heard[-1] += 1
-        arriving(payload, numel)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketPayload, "_arriving", count)
-        if not spread:
-            patch.setattr(kfac_costs, "spreads", lambda *costs: False)
-        training = training_of(rank, widths, cap_mb)
-        assert sum(goes_by_rows(layer.shape) for layer in training.state._setup.layers) == 1
-        oracle = Oracle(SETTINGS, LR)
-        for step in range(STEPS):
-            replicas = [
-                copy.deepcopy(training.model.module).double() for _ in range(0 if rank else world_size)
-            ]
-            training.backward()
-            batches = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
-            expected = step_for_all(oracle, replicas, batches, training.model.module)
-            seen.errors.append(relative_error(training.model.module, expected))
-            seen.gradients.append(training.gradients())
-            seen.spread.append([line.split(":")[0].strip() for line in spread_lines(training)])
-            training.optimizer.step()
-            seen.heard.append(0)
+def train(rank: int, world_size: int, widths: tuple[int, ...]) -> Seen:
+    seen = Seen([], [], [])
+    training = training_of(rank, widths, 0.1)
+    oracle = Oracle(SETTINGS, LR)
+    for step in range(STEPS):
+        replicas = [copy.deepcopy(training.model.module).double() for _ in range(0 if rank else world_size)]
+        training.backward()
+        batches = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
+        expected = step_for_all(oracle, replicas, batches, training.model.module)
+        seen.errors.append(relative_error(training.model.module, expected))
+        seen.gradients.append(training.gradients())
+        seen.spread.append([line.split(":")[0].strip() for line in spread_lines(training)])
+        training.optimizer.step()
     assert oracle.least_scale < 1, "the clip is to be seen at work"
-    del seen.heard[-1]
     return seen
 
 
@@ -85,29 +62,13 @@ def spread_lines(training: Training) -> list[str]:
     return [line for line in training.state.report().splitlines() if "spread over all ranks" in line]
 
 
-@pytest.mark.parametrize(("world_size", "cap_mb"), ARRIVING)
-def test_rows_that_arrive_are_multiplied_to_the_same_direction(world_size: int, cap_mb: float) -> None:
-    torch.set_num_threads(1)
-    ranks = run_ranks(train, world_size, args=(WIDE["tall"], cap_mb, False))
-    for seen in ranks:
-        assert max(seen.errors) < RELATIVE, seen.errors
-        assert not any(seen.spread)
-    heard = [sum(of_step) for of_step in zip(*(seen.heard for seen in ranks), strict=True)]
-    plain = [step % SETTINGS.inv_update_steps != 0 and world_size > 1 for step in range(STEPS)]
-    assert [count > 0 for count in heard] == plain, heard
-
-
 @pytest.mark.parametrize(("world_size", "widths"), SPREAD)
 def test_a_dominant_layer_is_spread_to_the_same_direction(world_size: int, widths: str) -> None:
     torch.set_num_threads(1)
-    ranks = run_ranks(train, world_size, args=(WIDE[widths], 0.1, True))
+    ranks = run_ranks(train, world_size, args=(WIDE[widths],))
     for seen in ranks:
         assert max(seen.errors) < RELATIVE, seen.errors
         assert seen.spread == [["2"]] * STEPS
-        # Every rank multiplies what has arrived.
-        assert [count > 0 for count in seen.heard] == [
-            step % SETTINGS.inv_update_steps != 0 for step in range(STEPS)
-        ]
         for ours, theirs in zip(seen.gradients, ranks[0].gradients, strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

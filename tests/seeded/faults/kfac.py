@@ -30,17 +30,10 @@ KFAC: Final[tuple[Fault, ...]] = (
         (_KFAC, "-k", "independent and -2"),
     ),
     Fault(
-        "a block of rows is multiplied as soon as its first row has arrived",
-        "crossover_ddp/_kfac/row_product.py",
-        "if rows.stop * width > numel:",
-        "if rows.start * width > numel:",
-        ("tests/multiprocess/test_kfac_rows.py", "-k", "arrive"),
-    ),
-    Fault(
-        "of a spread layer's rows only the first block counts for the KL clip",
+        "of a spread layer's rows only the first one counts for the KL clip",
         "crossover_ddp/_kfac/spread_payload.py",
-        "return torch.stack(terms).sum() * layer.lr**2 if terms else None",
-        "return terms[0] * layer.lr**2 if terms else None",
+        "(made * turned).sum(",
+        "(made * turned)[:1].sum(",
         (_KFAC, "-k", "independent and spread"),
     ),
     Fault(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver, precondition
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
 
 SOLVERS: tuple[type[Solver], ...] = (DampedInverse, Eigenbasis)
 
@@ -57,7 +57,7 @@ def step_of(
     made = solver.compute(a, g, damping, pi=pi)
     assert made is not None
     assert made.strained == 0
-    return precondition(made, gradient)
+    return made.precondition(gradient)
 
 
 @given(
@@ -114,7 +114,7 @@ def test_a_solver_survives_a_checkpoint(
     torch.save(made.tensors(), path)
     loaded = solver.from_tensors(torch.load(path, weights_only=True))
     gradient = gradient_of(0, 2, 3, 4)
-    assert torch.equal(precondition(loaded, gradient), precondition(made, gradient))
+    assert torch.equal(loaded.precondition(gradient), made.precondition(gradient))
     assert loaded.strained == 0
 
 
@@ -158,7 +158,7 @@ def test_strange_factors_give_finite_steps(solver: type[Solver], a: str) -> None
     for g, pi, damping in itertools.product(STRANGE, (True, False), (1e-8, 0.003)):
         made = solver.compute(STRANGE[a], STRANGE[g], damping, pi=pi)
         assert made is not None
-        assert precondition(made, gradient).isfinite().all(), (g, pi, damping)
+        assert made.precondition(gradient).isfinite().all(), (g, pi, damping)
 
 
 @pytest.mark.parametrize("name", ["huge", "largest", "indefinite"])
@@ -232,7 +232,7 @@ def test_an_eigenvalue_problem_that_fails_is_damped_further_at_last_diagonal(
     assert made is not None
     assert made.strained == (9 if failures == 1000 else 2 if raising else 3)
     gradient = gradient_of(0, 2, 3, 4)
-    got = precondition(made, gradient)
+    got = made.precondition(gradient)
     expected = dense_eigen_step(a, g, gradient, 0.1)
     torch.testing.assert_close(got[0], expected[0])
     torch.testing.assert_close(got[1], expected[1], rtol=0.2, atol=0.1 * float(expected[1].abs().max()))

@@ -12,7 +12,6 @@ from torch.optim import SGD
 
 from crossover_ddp._kfac.columns import LayerShape
 from crossover_ddp._kfac.layers import find_layers
-from crossover_ddp._kfac.row_product import goes_by_rows
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.kfac.test_kfac_state import Training
 
@@ -52,11 +51,8 @@ def directions(network: nn.Module, **options: Any) -> Sequence[dict[str, Tensor]
 @pytest.mark.parametrize(
     "options", [{}, {"weight_sharing": "reduce"}, {"solver": "eigen"}, {"factors": "local"}]
 )
-@pytest.mark.parametrize("width", [5, 300])
-def test_its_direction_is_that_of_the_linear_layer(options: dict[str, Any], width: int) -> None:
-    """300: a layer whose rows leave as they are done."""
-    plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width))
-    assert goes_by_rows(find_layers(plain)[0][1].shape) == (width == 300)
+def test_its_direction_is_that_of_the_linear_layer(options: dict[str, Any]) -> None:
+    plain = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
     twin = copy.deepcopy(plain)
     for index in (1, 3):
         linear = plain[index]

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._kfac.columns import LayerShape
-from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver, precondition
+from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
 from crossover_ddp._kfac.spread import (
     SpreadLayers,
-    SpreadRows,
     SpreadSolver,
     rounding,
     rows_of,
@@ -53,13 +52,12 @@ def test_rows_of_all_ranks_make_the_owners_direction(
     kind: str, shape: LayerShape, world_size: int, seed: int
 ) -> None:
     solver, gradient = made(kind, shape, seed)
-    expected = precondition(solver, gradient)[0]
+    expected = solver.precondition(gradient)[0]
     spread = SpreadSolver.of(solver, shape)
     made_rows, clip = [], 0.0
     for rows in rows_of(shape, world_size):
         turned = turned_rows(spread, gradient[0], rows)
-        blocks = [block for _, block in SpreadRows(spread, rows, turned).results()]
-        of_rank = torch.cat(blocks) if blocks else turned
+        of_rank = spread.rows(rows.start, turned)
         clip += float((of_rank * turned).sum())
         made_rows.append(of_rank)
     direction = spread.after(made_rows)
@@ -84,24 +82,6 @@ def test_what_the_owner_sends_is_what_all_have(kind: str, shape: LayerShape, see
     if again.values is not None and spread.values is not None:
         assert torch.equal(again.values, spread.values)
     assert SpreadSolver.unpack(torch.zeros_like(packed), shape, solver=kind) is None
-
-
-def test_rows_are_made_as_they_come_and_the_same() -> None:
-    shape = LayerShape(1, 50, 80, has_bias=False)
-    solver, gradient = made("inverse", shape, 1)
-    spread = SpreadSolver.of(solver, shape)
-    (rows,) = rows_of(shape, 1)
-    turned = turned_rows(spread, gradient[0], rows)
-    at_once = [block for _, block in SpreadRows(spread, rows, turned).results()]
-    arriving = torch.full_like(turned, float("nan"))
-    coming = SpreadRows(spread, rows, arriving)
-    for numel in range(0, turned.numel() + 1, 37):
-        arriving.flatten()[:numel].copy_(turned.flatten()[:numel])
-        coming.advance(numel)
-    arriving.copy_(turned)
-    found = [block for _, block in coming.results()]
-    assert len(found) == len(at_once) > 1
-    assert all(torch.equal(one, other) for one, other in zip(found, at_once, strict=True))
 
 
 def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
