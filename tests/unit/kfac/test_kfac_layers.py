@@ -152,9 +152,8 @@ def test_by_default_nothing_usual_is_too_large() -> None:
 
 
 @pytest.mark.parametrize("overflows", [1, 2])
-@pytest.mark.parametrize("inversion", ["at_once", "background"])
-def test_the_first_finite_factors_get_a_solver_at_once(inversion: str, overflows: int) -> None:
-    options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100, "inversion": inversion}
+def test_the_first_finite_factors_get_a_solver_at_once(overflows: int) -> None:
+    options: dict[str, Any] = {"kl_clip": None, "inv_update_steps": 100}
     training, usual = Training(**options), Training(**options)
     for seed in range(overflows):
         training.backward(seed, lambda output: output.square().mean() * math.inf)
