@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from crossover_ddp._engine.exchange import Trip
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.step import GradientFuture
 
 from .checks import all_finite
 from .flat import FlatBlock, wide
@@ -36,7 +36,7 @@ class CentreParts:
             own = means.own_span(vector)
             self.parts.append(vector[own.start : own.stop].clone())
 
-    def begin_pull(self, place: int, values: torch.Tensor, pulling: int) -> GradientFuture:
+    def begin_pull(self, place: int, values: torch.Tensor, pulling: int) -> Trip:
         """Begin to replace ``values`` on all ranks by the centre as it was, and to move the centre.
 
         Args:
@@ -56,7 +56,7 @@ class CentreParts:
             return
         former = centre.clone()
         # Σ(x - c) over those that pull: the mean is over all ranks, with zeros for the others.
-        moved = mean.mul(self._means.exchange.world_size).sub_(former, alpha=pulling)
+        moved = mean.mul(self._means.exchange.size).sub_(former, alpha=pulling)
         centre.add_(moved, alpha=self._rate)
         mean.copy_(former)
 
@@ -85,12 +85,8 @@ def gathered(
     found: dict[str, torch.Tensor] = {}
     for block, part in zip(blocks, parts, strict=True):
         like = torch.empty(block.numel, dtype=part.dtype, device=part.device)
-        found.update(block.named(means.gather(like, means.layout(like), functools.partial(_fill, part))))
+        found.update(block.named(means.gather(like, part)))
     return found
-
-
-def _fill(part: torch.Tensor, into: torch.Tensor) -> None:
-    into.copy_(part)
 
 
 def start_vectors(

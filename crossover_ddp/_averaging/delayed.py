@@ -5,15 +5,14 @@ With d = 0 that is the mean itself. After CoCoD-SGD and DaSGD (arXiv 2006.00441)
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from crossover_ddp._engine.exchange import Trip
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.step import GradientFuture
 
 from .checks import check_finite
 from .flat import FlatBlock, wide
@@ -36,7 +35,7 @@ class _Flight:
     span: Span
     values: torch.Tensor
     sent: torch.Tensor | None
-    future: GradientFuture
+    trip: Trip
 
 
 class DelayedMeans:
@@ -129,12 +128,8 @@ class DelayedMeans:
             block.pack(span, values)
             sent = values.clone() if self.schedule.delay else None
             outer = self._outer.get((place, fragment))
-            future = self._means.begin(
-                values,
-                owner_step=None if outer is None else outer.step,
-                unload=None if sent is None else functools.partial(_subtract, values, sent),
-            )
-            flights.append(_Flight(block, span, values, sent, future))
+            trip = self._means.begin(values, owner_step=None if outer is None else outer.step, sent=sent)
+            flights.append(_Flight(block, span, values, sent, trip))
             self._counts["exchanged_bytes"] += values.nbytes
         self._flights[fragment] = flights
         self._counts["exchanges"] += 1
@@ -147,9 +142,9 @@ class DelayedMeans:
 
     def _land(self, flight: _Flight) -> None:
         if flight.sent is None:
-            self._replica.wait_without_turn(flight.future)
+            self._replica.wait_without_turn(flight.trip)
         else:
-            self._replica.wait(flight.future)
+            self._replica.wait(flight.trip)
         own = flight.block.pieces(flight.span) if flight.sent is None else [flight.sent]
         check_finite(flight.values, self._means.exchange.rank, self._steps, own)
         if flight.sent is None:
@@ -173,7 +168,7 @@ class DelayedMeans:
         """See `Rule`."""
         for flights in self._flights.values():
             for flight in flights:
-                self._replica.wait(flight.future)  # the owner's step of a fragment in flight may be under way
+                self._replica.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
         if self._make_outer is None:
             return {}
         numbers = {f: part.numbers() for (place, f), part in self._outer.items() if place == 0}
@@ -192,18 +187,10 @@ class DelayedMeans:
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
             for fragment in range(self.schedule.fragments):
                 span = fragment_span(block.numel, fragment, self.schedule.fragments)
-                fill = functools.partial(self._fill, get, place, fragment)
-                layout = self._means.layout(torch.empty(span.numel, dtype=block.dtype, device=block.device))
-                whole[span.start : span.stop] = self._means.gather(
-                    whole[span.start : span.stop], layout, fill
-                )
+                like = torch.empty(span.numel, dtype=block.dtype, device=block.device)
+                whole[span.start : span.stop] = self._means.gather(like, get(self._outer[place, fragment]))
             found.update(block.named(whole))
         return found
-
-    def _fill(self, get: Any, place: int, fragment: int, part: torch.Tensor) -> None:
-        own = get(self._outer[place, fragment])
-        part[: own.numel()] = own
-        part[own.numel() :] = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Rule`."""
@@ -251,7 +238,3 @@ class DelayedMeans:
         """See `Rule`."""
         self._flights.clear()
         self._outer.clear()
-
-
-def _subtract(values: torch.Tensor, sent: torch.Tensor) -> None:
-    values.sub_(sent)

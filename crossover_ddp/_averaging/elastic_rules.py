@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.endings import on_destruction
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._engine.endings import on_destruction
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import CentreParts, check_loaded, gathered, packed, pull_of, start_vectors, whole
@@ -81,7 +81,7 @@ class TogetherElastic:
         """See `Rule`."""
         assert replica.means is not None
         self._replica, self._means = replica, replica.means
-        self._rate = moving_rate_for(self._means.exchange.world_size, self._given_rate)
+        self._rate = moving_rate_for(self._means.exchange.size, self._given_rate)
         self._centre = CentreParts(self._means, start_vectors(replica.blocks, self._loaded), self._rate)
 
     def act(self, steps: int) -> None:
@@ -91,8 +91,8 @@ class TogetherElastic:
         for place, block in enumerate(self._means.blocks):
             sent = packed(block)
             former = sent.clone()
-            future = self._centre.begin_pull(place, former, self._means.exchange.world_size)
-            self._replica.wait_without_turn(future)
+            trip = self._centre.begin_pull(place, former, self._means.exchange.size)
+            self._replica.wait_without_turn(trip)
             check_finite(former, self._means.exchange.rank, steps, [sent])
             block.add(whole(block), pull_of(sent, former, self._rate))
             self._bytes += sent.nbytes

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._engine.exchange import Exchange, Trip
 from crossover_ddp._exchange.agreement import Agreement, compare
 from crossover_ddp._exchange.ddp_checks import (
     OnlyModel,
@@ -28,7 +29,7 @@ from crossover_ddp._exchange.ddp_checks import (
     check_turn,
     flat_gradients,
 )
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.exchange import Exchange as GradientExchange
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import GradientFuture
@@ -104,7 +105,7 @@ class Replica:
         self.steps = 0
         self.blocks: list[FlatBlock] = []
         self.group: dist.ProcessGroup | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: GradientExchange | None = None
         self.means: Means | None = None
         self.waited_s = 0.0
         self._acted = 0
@@ -124,7 +125,7 @@ class Replica:
 
     def take(self, state: object, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
-        exchange = Exchange.of(group) if self.exchange is None else self.exchange
+        exchange = GradientExchange.of(group) if self.exchange is None else self.exchange
         if self._closed:
             return exchange.submit(bucket, state=state)
         if self._failure is not None:
@@ -133,8 +134,8 @@ class Replica:
         self._only.enter(bucket, state)
         if self.exchange is None:
             check_turn(self.turn, group)
-            self._adopt(model_behind(bucket, state, group), exchange)
             self.group = group
+            self._adopt(model_behind(bucket, state, group), exchange)
         self.agreement.make(group, self._said)
         if self.rule.is_local(self.steps):
             self._begin_local_steps()
@@ -146,13 +147,14 @@ class Replica:
             self.steps += 1
         return future
 
-    def _adopt(self, model: DistributedDataParallel, exchange: Exchange) -> None:
+    def _adopt(self, model: DistributedDataParallel, exchange: GradientExchange) -> None:
         check_forward(model, "parameters are averaged before it")
         if self.rule.has_local_steps:
             check_waits_for_nobody(model)
         check_not_joined(model, _WITHOUT_DATA)
         self.blocks = blocks_of(model)
-        self.exchange, self.means = exchange, Means(exchange, self.blocks)
+        assert self.group is not None
+        self.exchange, self.means = exchange, Means(Exchange.of(self.group), self.blocks)
         self._model = weakref.ref(model)
         before = torch.compiler.disable(self._before_forward)
         handle = model.register_forward_pre_hook(OwnHook(before), prepend=True)
@@ -205,22 +207,22 @@ class Replica:
             self._failure = error
             raise
 
-    def wait(self, future: GradientFuture) -> None:
+    def wait(self, trip: Trip) -> None:
         """Wait for an exchange, and note for how long."""
         begin_s = time.monotonic()
         try:
-            future.wait()
+            trip.wait()
         finally:
             self.waited_s += time.monotonic() - begin_s
 
-    def wait_without_turn(self, future: GradientFuture) -> None:
+    def wait_without_turn(self, trip: Trip) -> None:
         """The same, and let a sibling compute meanwhile."""
         if self.turn is None:
-            self.wait(future)
+            self.wait(trip)
             return
         self.turn.release()
         try:
-            self.wait(future)
+            self.wait(trip)
         finally:
             self.turn.request()
             self.turn.acquire()
@@ -289,11 +291,6 @@ class Replica:
 
     def _at_rest(self, *, leave: bool) -> contextlib.AbstractContextManager[None]:
         return self.rule.at_rest(leave=leave) if self._began else contextlib.nullcontext()
-
-    def host_exchange(self, group: dist.ProcessGroup) -> Exchange:
-        """Return the exchange of host memory among this model's ranks: ``group`` is one that can."""
-        assert self.exchange is not None
-        return self.exchange if group is self.group else Exchange.of(group)
 
     def _known(self) -> Means | None:
         """Return what averages the model; None if nothing differs, since every step was a plain all-reduce."""

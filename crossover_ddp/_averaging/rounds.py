@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import ExchangeError
 
 from .centre import CentreParts, pull_of

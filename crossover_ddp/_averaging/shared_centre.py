@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, check_owned, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError

@@ -79,12 +79,12 @@ class AveragingState(Pausable):
                 "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
                 "measure C and M with `crossover-ddp advise`"
             )
-        if replica.exchange is None or group.size() == 1:
+        if replica.means is None or group.size() == 1:
             raise UnsupportedConfigurationError(
                 "expected a model that has trained on several ranks, got none; train some steps first"
             )
         link = measure_link(group)
-        known = replica.exchange.gather_numbers(
+        known = replica.means.exchange.gather_numbers(
             [link.alpha_s, link.beta_s, replica.compute_s or 0.0], torch.device("cpu")
         )
         slowest_s = max(numbers[2] for numbers in known)

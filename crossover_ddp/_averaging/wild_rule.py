@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import gathered, start_vectors, whole
@@ -53,7 +54,7 @@ class WildElastic(OwnPaceElastic):
         group = host_group(replica.group)
         self._rate = moving_rate_for(group.size(), self._given_rate)
         start = start_vectors(replica.blocks, self._loaded, HOST_MEMORY)
-        self._shared, self._hosts = share(replica.host_exchange(group), start)
+        self._shared, self._hosts = share(Exchange.of(group), start)
         self._first = self._hosts.mates.index(group.rank()) / len(self._hosts.mates)
         if len(self._hosts.leaders) > 1 and group.rank() in self._hosts.leaders:
             leaders = host_group(group, self._hosts.leaders)

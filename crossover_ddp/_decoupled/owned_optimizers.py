@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.endings import let_collectives_go
+from crossover_ddp._engine.endings import let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owner_trial import costs_of

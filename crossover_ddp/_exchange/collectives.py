@@ -17,18 +17,15 @@ as it is added, while the next one is still being received.
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
-
-from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .layout import Layout, Span
 
@@ -36,7 +33,6 @@ from .layout import Layout, Span
 # from 0, then the channel (one per engine on a group), the sequence number of the bucket, the half, and
 # the part: messages of different buckets, halves and parts overtake each other, those of one part do not.
 _PRIVATE_TAG: Final = 1 << 30
-_CHANNEL_BITS: Final = 4
 _SEQUENCE_BITS: Final = 12
 _PART_BITS: Final = 13
 MAX_RING_RANKS: Final = 1 << _PART_BITS
@@ -88,34 +84,6 @@ class _ScratchPool:
 
     def give_back(self, scratch: torch.Tensor) -> None:
         self._free.setdefault(scratch.dtype, []).append(scratch)
-
-
-class Channels:
-    """Numbers that set the tags of a process group's rings apart; the same on all ranks, which make rings alike."""
-
-    _used: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def take(cls, group: dist.ProcessGroup) -> int:
-        """Return the smallest number that no ring of ``group`` has."""
-        with cls._lock:
-            used = cls._used.setdefault(group, set())
-            free = set(range(1 << _CHANNEL_BITS)) - used
-            if not free:
-                raise UnsupportedConfigurationError(
-                    f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
-                    "states that are no longer in use"
-                )
-            used.add(min(free))
-            return min(free)
-
-    @classmethod
-    def give_back(cls, ring: "Ring") -> None:
-        """Let another ring have this one's number: nothing of it is under way."""
-        with cls._lock:
-            if (group := ring.group()) is not None:
-                cls._used.get(group, set()).discard(ring.channel)
 
 
 class HostBuffer:

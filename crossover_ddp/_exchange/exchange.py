@@ -17,22 +17,26 @@ from typing import ClassVar, Final
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.endings import on_destruction, stop_workers
+from crossover_ddp._engine.links import Channels
+from crossover_ddp._engine.spans import timeline_of
 from crossover_ddp._system.worker import Worker
 from crossover_ddp._timeline.record import Timeline
 
-from .collectives import Channels, Ring
+from .collectives import Ring
 from .ddp_checks import Bucket
-from .endings import end_engine, on_destruction, stop_workers
 from .engine import Engine
 from .gathers import GatherOrder
 from .layout import Layout
 from .module_buffers import BufferCopy, ModuleBuffers
 from .routes import Routes
-from .spans import ExchangeSpans, timeline_of
+from .spans import ExchangeSpans
 from .step import GradientFuture, Step, after_backward
 from .transfer import Deferred, MakeMessages, OwnerStep, Payload, Sharded, Transfer, Turn
 
 _JOIN_TIMEOUT_S: Final = 5.0
+_END_TIMEOUT_S: Final = 0.5
+_LAST_GATHERS_TIMEOUT_S: Final = 30.0
 
 
 class Exchange:
@@ -80,7 +84,7 @@ class Exchange:
         self._step = Step()
         on_destruction(process_group, self.spans.flush)  # what is registered first comes last
         # Also at interpreter exit, and when the group goes and with it the engine, which transfers under way hold.
-        end = functools.partial(end_engine, self._workers, ring, self._order)
+        end = functools.partial(_end, self._workers, ring, self._order)
         weakref.finalize(self.engine, end)
         on_destruction(process_group, end)
 
@@ -276,7 +280,7 @@ class Exchange:
                 if engine is self:
                     del Exchange._engines[group]
         stop_workers(self._workers, _JOIN_TIMEOUT_S)
-        Channels.give_back(self._ring)
+        Channels.give_back(self._ring.group(), self._ring.channel)
 
     # On the hook's thread.
 
@@ -348,3 +352,18 @@ def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:
 
 def _is_last(bucket: Bucket) -> bool:
     return isinstance(bucket, tuple) or bucket.is_last()
+
+
+def _end(workers: Sequence[Worker], ring: Ring, order: GatherOrder) -> None:
+    """End all threads although a bucket may be in flight that no peer will ever answer.
+
+    Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
+    its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
+
+    A thread that gloo lets go while the interpreter is being torn down would take the process with it
+    ("terminate called without an active exception"), so the threads must be gone before.
+    """
+    if not stop_workers(workers, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
+        order.abandon()
+        ring.interrupt()
+        stop_workers(workers, _END_TIMEOUT_S)

@@ -1,23 +1,11 @@
-"""What the engine records in the timeline: which job this is, and the spans of its steps and buckets."""
+"""What the engine records in the timeline: the spans of its steps and buckets."""
 
-import logging
-import os
-import secrets
 import time
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
-
-from crossover_ddp._system import environment
-from crossover_ddp._system.device import default_device, sibling_name
 from crossover_ddp._timeline.record import Detail, Timeline
 
 from .step import Step
 from .transfer import Transfer
-
-_log = logging.getLogger(__name__)
-
-_JOB_KEY = "crossover-timeline-job"
 
 
 class ExchangeSpans:
@@ -63,28 +51,3 @@ class ExchangeSpans:
         """Write what is waiting: the process may live on long after its group."""
         if self.timeline is not None:
             self.timeline.flush()
-
-
-def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
-    """Begin the timeline of this process as a rank of its job, if ``CROSSOVER_TIMELINE`` asks for one."""
-    if not os.environ.get(environment.TIMELINE):
-        return None
-    job = dist.group.WORLD if dist.is_initialized() else None
-    job = process_group if job is None else job
-    return Timeline.from_environment(
-        rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
-    )
-
-
-def _job_name(process_group: dist.ProcessGroup) -> str | None:
-    """Agree with the other ranks on a name that no other job has: the first one to come chooses.
-
-    Waits for no other rank. None where the store cannot do that; the job is then called after its directory.
-    """
-    try:
-        store = _get_process_group_store(process_group)
-        name: bytes = store.compare_set(_JOB_KEY, "", secrets.token_hex(4))
-    except (RuntimeError, KeyError, NotImplementedError) as error:
-        _log.warning("the timeline does not know its job, so it is called after its directory: %s", error)
-        return None
-    return name.decode()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossover_ddp._exchange.endings import let_collectives_go
+from crossover_ddp._engine.endings import let_collectives_go
 
 from .momentum import OwnedMomentum
 

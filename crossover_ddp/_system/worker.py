@@ -21,10 +21,12 @@ class Worker:
 
     Args:
         name: of the thread, as it shows in debuggers.
+        adopt: what the thread does before anything else.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, adopt: Job = lambda: None) -> None:
         self._name = name
+        self._adopt = adopt
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -38,7 +40,8 @@ class Worker:
                 reason = "it was closed" if self._stopped else "this process is a fork of its owner"
                 raise RuntimeError(f"thread {self._name} takes no more work: {reason}")
             if self._thread is None:
-                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                work = self._jobs, self._adopt
+                self._thread = threading.Thread(target=_run, args=work, name=self._name, daemon=True)
                 self._thread.start()
             self._jobs.put(job)
 
@@ -69,10 +72,12 @@ class Worker:
         return not thread.is_alive()
 
 
-def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
+def _run(jobs: "queue.SimpleQueue[Job | None]", adopt: Job) -> None:
     # torch.set_num_threads() on the main thread takes effect on another thread only with the first parallel kernel
     # there; until then a matrix product may be divided, and so rounded, differently. Asking for the number applies it.
     torch.get_num_threads()
+    adopt()
+    del adopt
     while (job := jobs.get()) is not _STOP:
         job()
         # Otherwise the last job would keep its bucket, engine and group alive while the queue is empty.

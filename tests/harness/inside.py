@@ -15,6 +15,8 @@ from crossover_ddp import DecoupledState, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._compression import planning as codec_plans
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._engine import links
+from crossover_ddp._engine.exchange import Exchange as Engine
 from crossover_ddp._exchange import collectives, link_probe, module_buffers
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
@@ -67,7 +69,10 @@ def break_engine(error: Exception) -> Iterator[None]:
 @contextlib.contextmanager
 def force_native() -> Iterator[None]:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
-    with mock.patch.object(Routes, "is_on_ring", lambda self, device: False):
+    with (
+        mock.patch.object(Routes, "is_on_ring", lambda self, device: False),
+        mock.patch.object(Engine, "sends_messages", lambda self, device: False),
+    ):
         yield
 
 
@@ -123,7 +128,7 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
     def begin(
         self: Routes, group: dist.ProcessGroup, ring: collectives.Ring, *args: Any, **options: Any
     ) -> None:
-        object.__setattr__(ring, "channel", (1 << collectives._CHANNEL_BITS) - 1)
+        object.__setattr__(ring, "channel", (1 << links.CHANNEL_BITS) - 1)
         original(self, group, ring, *args, **options)
         self._sequence = itertools.count(begun)
 

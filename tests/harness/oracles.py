@@ -17,6 +17,14 @@ def sum_as_owners_do(gradients: Sequence[torch.Tensor], owner: int) -> torch.Ten
     return functools.reduce(torch.add, [*gradients[behind:], *gradients[:behind]])
 
 
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add as a balanced tree over the ranks: ((0 + 1) + (2 + 3)) + …, as owners of the engine's journeys do."""
+    while len(parts) > 1:
+        pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    return parts[0]
+
+
 @contextlib.contextmanager
 def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     """Collect what the package logs during the block, from a level on."""

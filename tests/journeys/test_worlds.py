@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, tree_sum, until
+from crossover_ddp._averaging.means import late_mean
+from tests.harness.oracles import tree_sum
+from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, until
 
 
 @dataclass
@@ -115,7 +117,14 @@ async def coded(bucket: Bucket, link: WorldLink) -> None:
     await split(bucket, HalfLink(link))  # type: ignore[arg-type]
 
 
-JOURNEYS = [split, decoupled, on_owners, by_all_to_all, coded]
+async def averaged(bucket: Bucket, link: WorldLink) -> None:
+    """The package's mean of parameters, with an owner's step that turns the sign, and what was sent taken off."""
+    zeros = torch.zeros_like(bucket.flat)
+    await late_mean(bucket.flat, bucket.layout, link, owner_step=lambda own: own.neg_(), sent=zeros)
+    bucket.flat.neg_()
+
+
+JOURNEYS = [split, decoupled, on_owners, by_all_to_all, coded, averaged]
 
 
 async def in_turn(bucket: Bucket, link: WorldLink, journey: Journey, turn: Turn) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.harness.oracles import sum_as_owners_do
+from tests.harness.oracles import tree_sum
 
 
 def floats(model: nn.Module) -> list[torch.Tensor]:
@@ -33,13 +33,7 @@ def write(model: nn.Module, values: torch.Tensor) -> None:
 
 def mean_of(values: Sequence[Any]) -> torch.Tensor:
     """Add as the owners of equal parts do; divided before the sum."""
-    world_size, numel = len(values), values[0].numel()
-    parts = [value.flatten() / world_size for value in values]
-    share, mean = numel // world_size, torch.empty(numel, dtype=values[0].dtype)
-    for owner in range(world_size):
-        place = slice(owner * share, numel if owner == world_size - 1 else (owner + 1) * share)
-        mean[place] = sum_as_owners_do([part[place] for part in parts], owner)
-    return mean.view_as(values[0])
+    return tree_sum([value / len(values) for value in values])
 
 
 class Copies:

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_turns": {"_system", "errors"},
     "_ddp": {"_system", "errors"},
     "_engine": {"_ddp", "_system", "_timeline.record", "errors"},
-    "_exchange": {"_ddp", "_system", "_timeline.record", "errors"},
+    "_exchange": {"_engine", "_ddp", "_system", "_timeline.record", "errors"},
     "_planning": set(),
     "_tuning": {"_engine", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},

@@ -129,16 +129,16 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "numbers of ranks are rounded to the default dtype on their way",
-        "crossover_ddp/_exchange/exchange.py",
-        "torch.tensor(numbers, dtype=table.dtype)",
+        "crossover_ddp/_engine/exchange.py",
+        "torch.tensor(numbers, dtype=flat.dtype)",
         "torch.tensor(numbers, dtype=torch.float16)",
         ("tests/defects/test_averaging.py", "-k", "count_of_steps"),
     ),
     Fault(
         "two exchanges of a group share the tags of their messages",
-        "crossover_ddp/_exchange/exchange.py",
-        "channel=Channels.take(process_group)",
-        "channel=0",
+        "crossover_ddp/_engine/gloo.py",
+        "Channels.take(group)",
+        "Channels.take(group) * 0",
         ("tests/defects/test_averaging.py", "-k", "sixteenth"),
     ),
 )

@@ -8,7 +8,6 @@ _EXCHANGE = "crossover_ddp/_exchange/exchange.py"
 _ENGINE = "crossover_ddp/_exchange/engine.py"
 _RING = "crossover_ddp/_exchange/ring_way.py"
 _WORKER = "crossover_ddp/_system/worker.py"
-_ENDINGS = "crossover_ddp/_exchange/endings.py"
 _SPANS = "crossover_ddp/_exchange/spans.py"
 _TURN = "tests/journeys/test_turn_and_futures.py"
 _FAILURES = "tests/journeys/test_failures.py"
@@ -129,7 +128,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 9: the end of a group waits for a thread that waits for a sibling",
-        _ENDINGS,
+        _EXCHANGE,
         "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
         "_LAST_GATHERS_TIMEOUT_S",
         (_ENDS, "-k", "late"),
@@ -143,7 +142,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 11: a rank leaves although another one still needs its parts",
-        _ENDINGS,
+        _EXCHANGE,
         "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
         "_END_TIMEOUT_S",
         (_FAILURES, "-k", "may_leave"),

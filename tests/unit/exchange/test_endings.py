@@ -2,7 +2,7 @@
 
 import threading
 
-from crossover_ddp._exchange.endings import stop_workers
+from crossover_ddp._engine.endings import stop_workers
 from crossover_ddp._system.worker import Worker
 
 

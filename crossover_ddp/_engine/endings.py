@@ -1,51 +1,37 @@
-"""How an engine ends: with its process group, with the interpreter, although a bucket may be in flight."""
+"""How threads end: with their process group, with the interpreter, although something may be in flight."""
 
 import contextlib
 import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from crossover_ddp._system.worker import Worker
 
-from .collectives import Ring
-from .gathers import GatherOrder
-
-_END_TIMEOUT_S: Final = 0.5
-_LAST_GATHERS_TIMEOUT_S: Final = 30.0
 _LET_GO_S: Final = 0.1
 
 
 def on_destruction(
-    process_group: dist.ProcessGroup, end: Callable[[], None], *, at_exit: bool = True
-) -> None:
+    process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
+) -> Callable[[], object]:
     """Call ``end`` in ``destroy_process_group``, or else when the interpreter exits if ``at_exit``.
 
     A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
     torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+
+    Returns:
+        What takes that back.
     """
     store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if store_of is not None:
-            weakref.finalize(store_of(process_group), end).atexit = at_exit
-
-
-def end_engine(workers: Sequence[Worker], ring: Ring, order: GatherOrder) -> None:
-    """End all threads although a bucket may be in flight that no peer will ever answer.
-
-    Deferred buckets get more time: this rank may leave right after the last step, while another one still reads
-    its parameters and needs our parts of the gradients. A peer that is gone ends that wait at once.
-
-    A thread that gloo lets go while the interpreter is being torn down would take the process with it
-    ("terminate called without an active exception"), so the threads must be gone before.
-    """
-    if not stop_workers(workers, _LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S):
-        order.abandon()
-        ring.interrupt()
-        stop_workers(workers, _END_TIMEOUT_S)
+            finalizer = weakref.finalize(store_of(process_group), end)
+            finalizer.atexit = at_exit
+            return finalizer.detach
+    return lambda: None
 
 
 def let_collectives_go(process_group: dist.ProcessGroup) -> None:

@@ -1,0 +1,91 @@
+"""Coroutines that go from thread to thread.
+
+A journey runs on the thread that starts it until it awaits something that it cannot have at once. What it awaits keeps
+the rest of it, and lets it go on later, on a thread of its own choice.
+
+[Note: threads] What belongs to a thread (grad mode, a stream, a lock) may not be held by a ``with`` around an
+``await``: it would be entered on one thread and left on another. `Journey` enters it around each piece of the way.
+"""
+
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from crossover_ddp._system.worker import Job, Worker
+
+Stop = Callable[[Job], None]
+"""What a coroutine yields: it is given the rest, and has it called once."""
+Stops = Generator[Stop, None, None]
+
+
+class Station(Worker):
+    """A daemon thread where journeys go on, first come first served."""
+
+    def __await__(self) -> Stops:
+        """Go on here. Raises ``RuntimeError`` if the thread takes no more work."""
+        yield self.put
+
+
+class Journey:
+    """One coroutine on its way. At most one thread runs it at a time.
+
+    Args:
+        way: awaits nothing but stations, and coroutines made of these.
+        ended: called once, on the thread of its last piece, with what it raised, or None.
+        where: makes the context of each piece of the way. Not by `contextlib.contextmanager`: a coroutine ends with a
+            StopIteration, which a generator may not let through.
+    """
+
+    def __init__(
+        self,
+        way: Coroutine[Any, None, None],
+        ended: Callable[[BaseException | None], None],
+        where: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._way, self._ended, self._where = way, ended, where
+        self._lock = threading.Lock()
+        self._is_parked = True  # nobody runs it; who makes this False does
+        self._doom: BaseException | None = None
+
+    def go_on(self) -> None:
+        """Run to the next stop, on this thread. Does nothing if something was thrown into it meanwhile."""
+        if self._claim():
+            self._run()
+
+    def throw(self, error: BaseException) -> None:
+        """Have ``error`` raised where the journey is: at once if nobody runs it, else at its next stop."""
+        if self._claim(error):
+            self._run()
+
+    def _claim(self, doom: BaseException | None = None) -> bool:
+        with self._lock:
+            self._doom = self._doom or doom
+            claimed, self._is_parked = self._is_parked, False
+            return claimed
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with self._where():
+                    stop = self._way.send(None) if self._doom is None else self._way.throw(self._doom)
+            except StopIteration:
+                self._ended(None)
+                return
+            except BaseException as error:
+                self._ended(error)
+                if isinstance(error, Exception):
+                    return
+                raise  # Ctrl-C, on the training thread
+            if self._park():
+                try:
+                    stop(self.go_on)
+                    return
+                except Exception as error:  # its thread has ended, so that nobody will
+                    if not self._claim(error):
+                        return
+
+    def _park(self) -> bool:
+        with self._lock:
+            self._is_parked = self._doom is None
+            return self._is_parked

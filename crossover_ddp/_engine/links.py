@@ -1,0 +1,138 @@
+"""How the ranks of one process group exchange flat tensors: a few collectives, the same whatever carries them."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar, Final, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .places import Place
+
+Layout = Sequence[int]
+"""Number of elements of each rank's part of a flat tensor, in the order of ranks."""
+CHANNEL_BITS: Final = 4
+
+
+class Link(Protocol):
+    """The ranks of one process group, for the collectives of one journey.
+
+    Collective: all ranks make the same calls in the same order, on links that were drawn in the same order. What comes
+    back is for work that is issued where the journey is; on a device it need not be there yet.
+    """
+
+    rank: int
+    size: int
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """Sum ``flat`` over the ranks into each part's owner; return the own part, in place.
+
+        What stands in the other parts afterwards is nobody's.
+        """
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """Copy each owner's part to all."""
+
+    async def compute(self) -> None:
+        """Go on where an owner may compute for long."""
+
+
+class Network(Protocol):
+    """Makes links, in the same order on all ranks.
+
+    ``alignment_bytes``: where an equal part should begin.
+    """
+
+    rank: int
+    size: int
+    alignment_bytes: int
+
+    @property
+    def place(self) -> Place:
+        """Return what orders the work on its tensors."""
+
+    def link(self) -> Link:
+        """Return the next journey's."""
+
+    def interrupt(self) -> None:
+        """End every wait of this rank with an error, and of those that wait for it, if that can be done."""
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads after what they have; return whether they did in time. May be called again."""
+
+
+def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """Return each rank's part of ``flat``, not copies."""
+    return list(flat.split(list(layout)))
+
+
+def equal_layout(flat: Tensor, network: Network) -> Layout:
+    """Cut equally, where the network likes it; the last rank has what is left over."""
+    multiple = max(1, network.alignment_bytes // flat.itemsize)
+    share = flat.numel() // network.size // multiple * multiple
+    return [share] * (network.size - 1) + [flat.numel() - share * (network.size - 1)]
+
+
+class Channels:
+    """Numbers that set the messages of a process group's networks apart; ranks take them in the same order."""
+
+    _used: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def take(cls, group: dist.ProcessGroup) -> int:
+        """Return the smallest number that nobody on ``group`` has."""
+        with cls._lock:
+            used = cls._used.setdefault(group, set())
+            free = set(range(1 << CHANNEL_BITS)) - used
+            if not free:
+                raise UnsupportedConfigurationError(
+                    f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
+                    "states that are no longer in use"
+                )
+            used.add(min(free))
+            return min(free)
+
+    @classmethod
+    def give_back(cls, group: dist.ProcessGroup | None, channel: int) -> None:
+        """Let somebody else have a number of whose messages none is under way."""
+        with cls._lock:
+            if group is not None:
+                cls._used.get(group, set()).discard(channel)
+
+
+class Alone:
+    """One rank, whose own values are the sum: a network, and its own link.
+
+    Args:
+        place: of its tensors.
+    """
+
+    rank, size, alignment_bytes = 0, 1, 1
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def link(self) -> Link:
+        """See `Network`."""
+        return self
+
+    def interrupt(self) -> None:
+        """See `Network`: there are no waits."""
+
+    def close(self, timeout_s: float) -> bool:
+        """See `Network`."""
+        return self.place.close(timeout_s)
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """See `Link`."""
+        return flat
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+
+    async def compute(self) -> None:
+        """See `Link`."""

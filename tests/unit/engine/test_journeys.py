@@ -1,0 +1,151 @@
+"""Stations and journeys, without processes: one thread at a time, one end, and errors wherever a journey is."""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+import pytest
+
+from crossover_ddp._engine.journeys import Journey, Station
+
+Ends = list[BaseException | None]
+
+
+def start(way: Coroutine[Any, Any, None]) -> tuple[Journey, Ends]:
+    ends: Ends = []
+    journey = Journey(way, ends.append, contextlib.nullcontext)
+    journey.go_on()
+    return journey, ends
+
+
+class Parked:
+    """Where a journey stops until somebody calls ``go_on``."""
+
+    def __init__(self) -> None:
+        self.go_on: Callable[[], None] = lambda: None
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield lambda go_on: setattr(self, "go_on", go_on)
+
+
+def test_a_station_is_a_thread_in_order_of_arrival() -> None:
+    adopted: list[str] = []
+    station = Station("here", lambda: adopted.append(threading.current_thread().name))
+    seen: list[tuple[int, str]] = []
+
+    async def way(number: int) -> None:
+        await station
+        seen.append((number, threading.current_thread().name))
+
+    for number in range(3):
+        start(way(number))
+    station.stop()
+    assert station.join(5)
+    assert seen == [(0, "here"), (1, "here"), (2, "here")]
+    assert adopted == ["here"]
+
+
+def test_a_station_that_has_ended_is_an_error_in_the_journey() -> None:
+    station, finals = Station("here"), []
+    station.stop()
+
+    async def way() -> None:
+        try:
+            await station
+        finally:
+            finals.append(threading.current_thread())
+
+    _, ends = start(way())
+    assert "takes no more work" in str(ends[0])
+    assert finals == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("place", ["parked", "at a station", "running"])
+def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: str) -> None:
+    station, parked = Station("here"), Parked()
+    is_busy, may_go_on, finals = threading.Event(), threading.Event(), []
+
+    async def busy() -> None:
+        await station
+        may_go_on.wait(5)
+
+    async def way() -> None:
+        try:
+            if place == "parked":
+                await parked
+            await station
+            is_busy.set()
+            may_go_on.wait(5)
+            await parked
+        finally:
+            finals.append(place)
+
+    if place == "at a station":
+        start(busy())
+    journey, ends = start(way())
+    if place == "running":
+        assert is_busy.wait(5)
+    journey.throw(ValueError("the end"))
+    journey.throw(ValueError("another"))
+    may_go_on.set()
+    parked.go_on()  # stale
+    station.stop()
+    assert station.join(5)
+    assert finals == [place]
+    assert [str(each) for each in ends] == ["the end"]
+
+
+def test_what_is_no_exception_ends_the_journey_and_goes_on() -> None:
+    async def way() -> None:
+        raise KeyboardInterrupt
+
+    ends: Ends = []
+    with pytest.raises(KeyboardInterrupt):
+        Journey(way(), ends.append, contextlib.nullcontext).go_on()
+    assert isinstance(ends[0], KeyboardInterrupt)
+
+
+def test_each_piece_of_a_way_has_its_context_and_no_stop_has() -> None:
+    parked, inside = Parked(), [0]
+
+    class Where:
+        def __enter__(self) -> None:
+            inside[0] += 1
+
+        def __exit__(self, *_: object) -> None:
+            inside[0] -= 1
+
+    seen: list[int] = []
+
+    async def way() -> None:
+        seen.append(inside[0])
+        await parked
+        seen.append(inside[0])
+
+    Journey(way(), lambda error: None, Where).go_on()
+    seen.append(inside[0])
+    parked.go_on()
+    assert seen == [1, 0, 1] and inside == [0]
+
+
+def test_all_orders_of_a_journey_two_wakers_and_two_errors() -> None:
+    """Whatever comes when, from whichever side: the way runs on one side at a time, ends once, and cleans up."""
+    calls = ["go on", "go on", "throw", "throw"]
+    for order in set(itertools.permutations(calls)):
+        parked, finals = Parked(), []
+
+        async def way(parked: Parked = parked, finals: list[int] = finals) -> None:
+            try:
+                await parked
+                await parked
+            finally:
+                finals.append(1)
+
+        journey, ends = start(way())
+        for call in order:
+            parked.go_on() if call == "go on" else journey.throw(ValueError(call))
+        assert len(ends) == 1 and finals == [1], order
+        first = order.index("throw")
+        assert (ends[0] is None) == (order[:first].count("go on") == 2), order
