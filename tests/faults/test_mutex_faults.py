@@ -4,7 +4,6 @@ Both jobs have one rank on each of two emulated devices and meet in a barrier in
 """
 
 import os
-import random
 import signal
 import subprocess
 import threading
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, spawn_script
-from tests.harness.campaign import SEED
 from tests.harness.groups import files_of, new_group
 
 LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
@@ -201,88 +199,6 @@ def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
     fate = Fate((0, 1), "between", STOP_S)
     survivors, _ = run_with_fate(group, fate, tmp_path / "event", LONG_LEASE_S)
     assert longest(survivors) < AT_ONCE_S
-    assert not files_of(group)
-
-
-# --- everything at once -------------------------------------------------------------------------------------------
-
-
-class Scene(NamedTuple):
-    """A guest joins, takes some turns, is perhaps stopped, leaves, and stays away for a while."""
-
-    turns: int
-    stopped_rank: int | None
-    inside: bool
-    stop_s: float
-    away_s: float
-
-
-class Life(NamedTuple):
-    scenes: Sequence[Scene]
-    killed: Sequence[int]
-    inside: bool
-
-
-GUESTS, SCENES, GUEST_LEASE_S = 3, 6, 0.3
-
-
-def random_life(chance: random.Random) -> Life:
-    scenes = [
-        Scene(
-            turns=chance.randrange(1, 25),
-            stopped_rank=chance.choice([None, 0, 1]),
-            inside=chance.random() < 0.5,
-            stop_s=chance.uniform(0.05, 2.5 * GUEST_LEASE_S),
-            away_s=chance.uniform(0.0, 0.3),
-        )
-        for _ in range(SCENES)
-    ]
-    return Life(scenes, chance.choice([(), (0,), (1,), (0, 1)]), chance.random() < 0.5)
-
-
-def live(rank: int, world_size: int, group: str, life: Life, event: str) -> list[str | None]:
-    """Play the scenes and die; returns why turns ended in each scene, "closed" never being a reason."""
-    reasons = []
-    for scene in life.scenes:
-        mutex = GPUMutex(group, device=f"dev{rank}", lease=GUEST_LEASE_S)
-        for _ in range(scene.turns):
-            step(mutex)
-        if scene.inside:
-            mutex.acquire()
-        if rank == scene.stopped_rank:
-            stop_self(scene.stop_s)
-        dist.barrier()
-        mutex.release()
-        reasons.append(mutex.disabled_because)
-        mutex.close()
-        time.sleep(scene.away_s)
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=GUEST_LEASE_S)
-    step(mutex)
-    if life.inside:
-        mutex.acquire()
-    dist.barrier()
-    Path(event).touch()
-    if rank in life.killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-    mutex.close()
-    return reasons
-
-
-def test_twenty_random_events_leave_the_sibling_well(tmp_path: Path) -> None:
-    seed = int(os.environ.get("CROSSOVER_TEST_SEED", SEED))
-    print(f"CROSSOVER_TEST_SEED={seed}")
-    chance, group = random.Random(seed), new_group()
-    lives = [random_life(chance) for _ in range(GUESTS)]
-    events = [str(tmp_path / f"event-{guest}") for guest in range(GUESTS)]
-    jobs = [Job(survive, 2, (group, events), name="survivor")]
-    for guest, (life, event) in enumerate(zip(lives, events, strict=True)):
-        deaths = dict.fromkeys(life.killed, signal.SIGKILL)
-        jobs.append(Job(live, 2, (group, life, event), deaths=deaths, name=f"guest {guest}"))
-    survivors, *guests = run_jobs(jobs, timeout_s=TIMEOUT_S)
-    assert longest(survivors) < GUESTS * GUEST_LEASE_S + AT_ONCE_S, f"CROSSOVER_TEST_SEED={seed}"
-    assert all(each.disabled_because is None for each in survivors), f"CROSSOVER_TEST_SEED={seed}"
-    assert survivors[0].turns == survivors[1].turns
-    assert all(reason is None for ranks in guests for reasons in ranks for reason in reasons or ())
     assert not files_of(group)
 
 

@@ -122,8 +122,8 @@ def fail_buckets(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
-    """Let engines that are made here number transfers as if all but ``left`` numbers, and all channels, were used."""
-    original, begun = Routes.__init__, (1 << collectives._SEQUENCE_BITS) - left
+    """Let engines made here begin a million transfers later, ``left`` before numbers begin anew, on channel 15."""
+    original, begun = Routes.__init__, (1 << 20) - left
 
     def begin(
         self: Routes, group: dist.ProcessGroup, ring: collectives.Ring, *args: Any, **options: Any

@@ -20,8 +20,12 @@ CLEAN_UP_TIMEOUT_S = 30.0
 _pool = Pool()
 
 
-class RankError(AssertionError):
-    """A rank failed; the message carries every failing rank's own traceback, stack or output."""
+class RankError(Exception):
+    """A rank failed; the message carries every failing rank's own traceback, stack or output.
+
+    It is no AssertionError, not even where one was the cause: what ``xfail(raises=AssertionError)`` waits for is what a
+    test asserts of its ranks' results.
+    """
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def hear_ignored_signals() -> None:
             signal.signal(number, lambda *_: None)
 
 
-class ScriptError(AssertionError):
+class ScriptError(Exception):
     """A rank of a script failed or hung; the message carries the output of all ranks."""
 
 

@@ -118,17 +118,23 @@ class Training:
         self.state, hook = (WAYS[way] if isinstance(way, str) else way)(self.model, self.optimizers, mutex)
         self.model.register_comm_hook(self.state, around(hook))
 
+    def loss(self) -> torch.Tensor:
+        return self.model(batch(self.rank, self.steps).to(self.device)).square().mean()  # type: ignore[no-any-return]
+
     def backward(self) -> float:
-        loss = self.model(batch(self.rank, self.steps).to(self.device)).square().mean()
+        loss = self.loss()
         loss.backward()
         return float(loss.detach())
 
-    def step(self) -> float:
-        loss = self.backward()
+    def update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.steps += 1
+
+    def step(self) -> float:
+        loss = self.backward()
+        self.update()
         return loss
 
     def run(self, steps: int) -> "Training":

@@ -1,5 +1,6 @@
 """What arrives: the bits of plain DDP whatever the sizes, the traffic of others, and the number of messages before."""
 
+import contextlib
 import copy
 import functools
 import threading
@@ -38,13 +39,16 @@ def gradients(model: DistributedDataParallel, loss: torch.Tensor) -> torch.Tenso
 # --- sizes, tags, rounding -------------------------------------------------------------------------------------------
 
 
+LARGE = 300_001
+
+
 class Odd(nn.Module):
-    """Parameters of sizes that no number of ranks divides, some smaller than the number of ranks."""
+    """Parameters of sizes that no number of ranks divides, some below that number, one of several messages."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(5)
-        sizes = (1, 2, 3, 5, 7, 64, 1001)
+        sizes = (1, 2, 3, 5, 7, 64, 1001, LARGE)
         self.parts = nn.ParameterList([nn.Parameter(torch.randn(size).to(dtype)) for size in sizes])
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
@@ -56,7 +60,7 @@ def odd_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of our hook, what they are exactly, and the mean of their sizes."""
     generator = torch.Generator().manual_seed(9)
-    scales = torch.randn(world_size, 1001, generator=generator)
+    scales = torch.randn(world_size, LARGE, generator=generator)
     with inside.start_near_wrap(left=20) if numbered_late else mock.MagicMock():
         model = hooked(Odd(), reduce_scatter_all_gather_hook)
         for _ in range(6):
@@ -164,6 +168,21 @@ def test_alone_all_is_done_at_once_without_a_thread(way: str) -> None:
     assert threading.enumerate() == before
     assert all(done)
     training.close()
+
+
+# --- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def of_a_codec(rank: int, world_size: int, native: bool) -> torch.Tensor:
+    with inside.force_native() if native else contextlib.nullcontext():
+        training = Training("int8", rank).run(5)
+        training.close()
+    return parameters_of(training.model)
+
+
+def test_a_codec_gives_the_same_bits_on_a_backend_of_its_own() -> None:
+    on_gloo, native = (run_ranks(of_a_codec, 2, args=(native,)) for native in (False, True))
+    assert all(torch.equal(each, on_gloo[0]) for each in on_gloo + native)
 
 
 # --- owners ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import (
@@ -26,7 +27,7 @@ from crossover_ddp import (
 from tests.harness import inside, run_ranks
 from tests.harness.fuse import blow
 from tests.harness.networks import mlp
-from tests.harness.training import WAYS, Training, hooked
+from tests.harness.training import WAYS, WIDTH, Training, hooked
 from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
 
@@ -196,6 +197,20 @@ def leaves_while_needed(rank: int, world_size: int) -> list[float]:
         dist.destroy_process_group()
         return []
     return [float(p.detach().sum()) for p in training.model.module.parameters()]
+
+
+def out_of_inputs(rank: int, world_size: int) -> float:
+    """Rank 0 ends first: it answers for rank 1's next steps while it has yet to say what is gathered of its last."""
+    training = Training("decoupled", rank, module=mlp(WIDTH, 1500, 1500, WIDTH, seed=3), bucket_cap_mb=1)
+    with Join([training.model]):
+        training.run(6 + 3 * rank)
+    training.state.flush()
+    return float(sum(p.detach().double().sum() for p in training.model.parameters()))
+
+
+def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others() -> None:
+    first, second = run_ranks(out_of_inputs, 2, timeout_s=30)
+    assert first == second
 
 
 def stays(rank: int, world_size: int) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from tests.harness import Job, run_jobs
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import new_group
 from tests.harness.oracles import heard
+from tests.harness.training import WIDTH, Training
 from tests.harness.waiting import eventually
 
 STEPS = 5
@@ -42,37 +44,24 @@ class Outcome(NamedTuple):
     stats: list[dict[str, Any]]
 
 
-def network(seed: int) -> torch.nn.Sequential:
+def training_of(seed: int, rank: int, hooked: bool, group: Any = None) -> Training:
+    """Return a model with BatchNorm and its hook; without turns with the split, which adds alike."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+    layers = (nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    return Training(
+        lambda *_: (
+            (CrossoverState(group), crossover_hook) if hooked else (group, reduce_scatter_all_gather_hook)
+        ),
+        rank,
+        module=nn.Sequential(*layers),
+        process_group=group,
+        bucket_cap_mb=0.001,
     )
-
-
-class Training:
-    """One model, with its hook and optimizer."""
-
-    def __init__(self, seed: int, state: CrossoverState | None, group: Any = None) -> None:
-        self.state = state
-        self.model = DistributedDataParallel(network(seed), bucket_cap_mb=0.001, process_group=group)
-        if state is not None:
-            self.model.register_comm_hook(state, crossover_hook)
-        elif dist.get_world_size() > 2:  # plain DDP adds in another order from three ranks on
-            self.model.register_comm_hook(group, reduce_scatter_all_gather_hook)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self._generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-
-    def loss(self) -> torch.Tensor:
-        return self.model(torch.randn(16, 8, generator=self._generator)).pow(2).mean()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def outcome(trainings: Sequence[Training], losses: list[float], warnings: list[str]) -> Outcome:
     parameters = [p.detach().flatten() for training in trainings for p in training.model.parameters()]
-    states = [training.state for training in trainings if training.state is not None]
+    states = [each.state for each in trainings if isinstance(each.state, CrossoverState)]
     stats = [state.stats() for state in states]
     for state in states:
         state.close()
@@ -94,13 +83,8 @@ def train(
             patch.setattr(TurnSegment.__init__, "__kwdefaults__", {"base": base})
         if spoil:
             SPOILERS[spoil](rank, patch)
-        training = Training(seed, CrossoverState() if hooked else None)
-        losses = []
-        for _ in range(STEPS):
-            loss = training.loss()
-            loss.backward()
-            training.update()
-            losses.append(loss.item())
+        training = training_of(seed, rank, hooked)
+        losses = [training.step() for _ in range(STEPS)]
         if meeting:  # whoever has joined stays until the other job has tried to
             Path(meeting, f"job{seed}-rank{rank}").touch()
             assert eventually(lambda: len(os.listdir(meeting)) == 2 * world_size, TIMEOUT_S)
@@ -308,9 +292,9 @@ def _alternate(rank: int, world_size: int, hooked: bool, ranks: Sequence[int], t
     """Train two models, one on the default group and one on a group of ``ranks``, in turn or in one backward."""
     with heard() as warnings:
         group = dist.new_group(list(ranks))
-        trainings = [Training(1, CrossoverState() if hooked else None)]
+        trainings = [training_of(1, rank, hooked)]
         if rank in ranks:
-            trainings.append(Training(2, CrossoverState(group) if hooked else None, group))
+            trainings.append(training_of(2, rank, hooked, group))
         losses = []
         for _ in range(2 * STEPS):
             if together:
@@ -319,9 +303,7 @@ def _alternate(rank: int, world_size: int, hooked: bool, ranks: Sequence[int], t
                 losses.append(loss.item())
             for training in trainings:
                 if not together:
-                    loss = training.loss()
-                    loss.backward()
-                    losses.append(loss.item())
+                    losses.append(training.backward())
                 training.update()
         dist.barrier()
         return outcome(trainings, losses, warnings)
@@ -380,7 +362,8 @@ def _wrapped_on_one_rank(rank: int, world_size: int) -> tuple[list[float], list[
         return [], []
     results = []
     for wrapped in (False, True):
-        model = DistributedDataParallel(network(3), process_group=group)
+        torch.manual_seed(3)
+        model = DistributedDataParallel(nn.Linear(8, 4), process_group=group)
         if wrapped:
             state = CrossoverState(group, hook_state=group)
             model.register_comm_hook(state, crossover_wrapper(default_hooks.allreduce_hook))

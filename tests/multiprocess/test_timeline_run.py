@@ -5,29 +5,24 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import cli
 from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import merge
 from crossover_ddp._timeline.spans import occupancy
-from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
-from tests.multiprocess.test_crossover import STEPS, environment, network
+from tests.harness.networks import mlp
+from tests.harness.training import WIDTH, Training
+from tests.multiprocess.test_crossover import STEPS, environment
 from tests.unit.timeline.trace_format import check_format
 
 
 def train(rank: int, world_size: int, seed: int) -> float:
     """Return how many leases have expired."""
-    model = DistributedDataParallel(network(seed), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
-    state = CrossoverState()
-    model.register_comm_hook(state, crossover_hook)
-    for _ in range(STEPS):
-        model(torch.ones(8, 1, 8, 8)).sum().backward()
-    expired = state.stats()["leases_expired"]
-    state.close()
+    training = Training("crossover", rank, module=mlp(WIDTH, 128, 128, seed=seed)).run(STEPS)
+    expired = training.state.stats()["leases_expired"]
+    training.close()
     return float(expired)
 
 
