@@ -50,7 +50,6 @@ EXCEPTIONS = {
     "pipeline.run imports _exchange",
     "studies._ranks imports _system",
     "studies.advice imports cli",
-    "studies.codecs imports _compression",
 }
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
