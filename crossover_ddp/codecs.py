@@ -25,8 +25,8 @@ from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sidco import SIDCo
 from crossover_ddp._compression.threshold import Threshold
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 

@@ -22,13 +22,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.endings import on_destruction
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
-from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 

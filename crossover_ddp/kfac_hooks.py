@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.payloads import PayloadCompression
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
-from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.columns import LayerShape, WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs

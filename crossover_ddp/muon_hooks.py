@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Muon
 
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.muon_direction import check_torch
-from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._muon.consolidation import consolidate
 from crossover_ddp._muon.momentum import OwnedMomentum
 from crossover_ddp._muon.ownership import newton_schulz_flop, own

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.ddp_checks import OWN_BUFFERS, check_group, model_of, wants_buffers_broadcast
+from crossover_ddp._ddp.checks import OWN_BUFFERS, check_group, model_of, wants_buffers_broadcast
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .flat import FlatBlock

@@ -7,7 +7,7 @@ from typing import Final, Literal
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.ddp_checks import resolve_group
+from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp.gpu_mutex import GPUMutex
 
 from .elastic_rules import OwnPaceElastic, TogetherElastic, moving_rate_for

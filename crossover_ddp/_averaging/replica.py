@@ -20,20 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._engine.exchange import Exchange, Trip
-from crossover_ddp._exchange.agreement import Agreement, compare
-from crossover_ddp._exchange.ddp_checks import (
+from crossover_ddp._ddp.checks import (
     OnlyModel,
     check_forward,
     check_not_joined,
-    check_turn,
     flat_gradients,
 )
+from crossover_ddp._engine.exchange import Exchange, Trip
+from crossover_ddp._engine.turns import Turn, check_turn
+from crossover_ddp._exchange.agreement import Agreement, compare
 from crossover_ddp._exchange.exchange import Exchange as GradientExchange
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import GradientFuture
-from crossover_ddp._exchange.transfer import Turn
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._planning import AveragingPlan, plan_averaging

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._exchange.contents import contents_of
-from crossover_ddp._exchange.ddp_checks import OnlyModel, flat_gradients
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import DeviceMessages, Messages, Payload

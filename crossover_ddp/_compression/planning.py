@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from crossover_ddp._engine.step_records import StepRecord
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.link_probe import measure_link, measure_pairs
-from crossover_ddp._exchange.step_records import StepRecord
 from crossover_ddp._planning import (
     BucketTimes,
     CodecCost,

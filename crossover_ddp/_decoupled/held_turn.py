@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from crossover_ddp._exchange.transfer import Turn
+from crossover_ddp._engine.turns import Turn
 
 from .shares import Share
 

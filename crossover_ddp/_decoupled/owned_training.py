@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.ddp_checks import Bucket, check_not_joined
+from crossover_ddp._ddp.checks import Bucket, check_not_joined
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.transfer import MakeMessages, Turn
+from crossover_ddp._exchange.transfer import MakeMessages
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .coded import Coding

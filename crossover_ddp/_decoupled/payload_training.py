@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.transfer import Payload, Turn
+from crossover_ddp._engine.turns import Turn
+from crossover_ddp._exchange.transfer import Payload
 
 from .coded import Coding
 from .payloads import Deferrable

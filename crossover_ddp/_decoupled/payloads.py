@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from crossover_ddp._exchange.ddp_checks import resolve_group
+from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.ddp_checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.errors import UnsupportedConfigurationError

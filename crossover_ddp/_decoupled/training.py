@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.ddp_checks import (
+from crossover_ddp._ddp.checks import (
     Bucket,
     check_copyable,
     check_forward,
@@ -26,11 +26,12 @@ from crossover_ddp._exchange.ddp_checks import (
     model_of,
     names_of,
 )
+from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.module_buffers import BufferCopy
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
-from crossover_ddp._exchange.transfer import MakeMessages, Payload, Turn
+from crossover_ddp._exchange.transfer import MakeMessages, Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .clipping import check_finite, clip_whole, gradient_norm

@@ -9,13 +9,14 @@ from typing import Final
 
 import torch
 
+from crossover_ddp._engine.step_records import StepRecords
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system.worker import Worker
 from crossover_ddp.errors import CrossoverError
 
 from .spans import ExchangeSpans
 from .step import Step
-from .step_records import StepRecords
-from .transfer import Failure, Transfer, Turn
+from .transfer import Failure, Transfer
 
 _AS_IT_IS: Final = contextlib.nullcontext()
 

@@ -17,22 +17,23 @@ from typing import ClassVar, Final
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._ddp.checks import Bucket
+from crossover_ddp._ddp.module_buffers import BufferCopy, ModuleBuffers
 from crossover_ddp._engine.endings import on_destruction, stop_workers
 from crossover_ddp._engine.links import Channels
 from crossover_ddp._engine.spans import timeline_of
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system.worker import Worker
 from crossover_ddp._timeline.record import Timeline
 
 from .collectives import Ring
-from .ddp_checks import Bucket
 from .engine import Engine
 from .gathers import GatherOrder
 from .layout import Layout
-from .module_buffers import BufferCopy, ModuleBuffers
 from .routes import Routes
 from .spans import ExchangeSpans
 from .step import GradientFuture, Step, after_backward
-from .transfer import Deferred, MakeMessages, OwnerStep, Payload, Sharded, Transfer, Turn
+from .transfer import Deferred, MakeMessages, OwnerStep, Payload, Sharded, Transfer
 
 _JOIN_TIMEOUT_S: Final = 5.0
 _END_TIMEOUT_S: Final = 0.5

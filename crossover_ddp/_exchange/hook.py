@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from crossover_ddp._ddp.checks import PYTHON_REDUCER, Bucket
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .ddp_checks import PYTHON_REDUCER, Bucket
 from .exchange import Exchange
 from .step import GradientFuture
 

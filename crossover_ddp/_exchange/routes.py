@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._ddp.checks import check_group, flat_gradients, largest_bytes
+from crossover_ddp._engine.turns import Turn, check_turn
 from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves, Ring
-from .ddp_checks import check_group, check_turn, flat_gradients, largest_bytes
 from .direct_way import DirectWay
 from .gathers import GatherOrder
 from .layout import Layout
@@ -20,7 +21,7 @@ from .native_way import NativeWay
 from .ring_way import RingWay
 from .staging import Side
 from .step import Step
-from .transfer import Sharded, Transfer, Turn
+from .transfer import Sharded, Transfer
 from .ways import AloneWay, Way
 
 # NCCL is much slower on shares that begin elsewhere (pytorch#195450, nccl#413).

@@ -7,40 +7,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._timeline.record import Detail, Timeline
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
 from .collectives import HostBuffer, RingAllGather, RingReduceScatter
 from .layout import Layout, Span
-from .module_buffers import BufferCopy
 from .staging import Side
 from .step import GradientFuture, Step
 
 OwnerStep = Callable[[torch.Tensor], None]
-
-
-class Turn(Protocol):
-    """What a mutex offers to the engine. No method raises."""
-
-    @property
-    def ranks(self) -> Sequence[int] | None:
-        """The ranks of the default group that take the turn together, empty for this process alone; None: any."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether a sibling is present; the same answer on all ranks during one step."""
-
-    def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
-
-    def request(self) -> None:
-        """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
-
-    def acquire(self, *, ahead: bool = False) -> None:
-        """Take the turn again: the step's buckets are complete. Called on a thread that may block.
-
-        ``ahead``: the device may still be busy with them, nobody shares it.
-        """
 
 
 class Failure(NamedTuple):

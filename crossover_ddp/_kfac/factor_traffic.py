@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.ddp_checks import resolve_group
+from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._exchange.step import GradientFuture

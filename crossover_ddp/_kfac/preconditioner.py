@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crossover_ddp._exchange.ddp_checks import resolve_group
+from crossover_ddp._ddp.checks import resolve_group
 
 from .curvature import Curvature
 from .factor_traffic import FactorTraffic

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crossover_ddp._ddp.checks import flat_gradients, model_of
 from crossover_ddp._exchange.contents import Content, contents_of
-from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossover_ddp._ddp.checks import flat_gradients, model_of
 from crossover_ddp._exchange.contents import contents_of
-from crossover_ddp._exchange.ddp_checks import flat_gradients, model_of
 from crossover_ddp._exchange.muon_direction import DirectionSettings
 from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from crossover_ddp import DecoupledState, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._compression import planning as codec_plans
+from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange as Engine
-from crossover_ddp._exchange import collectives, link_probe, module_buffers
+from crossover_ddp._exchange import collectives, link_probe
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
 from crossover_ddp._planning import Link

@@ -17,7 +17,7 @@ _OF_KFAC: Final = (
     *("payload_layout", "preconditioner", "round_plan", "rounds", "spread_payload"),
 )
 ENGINE: Final = (
-    *("_engine", "_exchange", "_decoupled", "_compression", "_averaging", "_muon"),
+    *("_ddp", "_engine", "_exchange", "_decoupled", "_compression", "_averaging", "_muon"),
     *(f"_kfac.{module}" for module in _OF_KFAC),
 )
 INSIDE: Final = "tests.harness.inside"  # may know private names for all others

@@ -142,7 +142,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a second model of the same state is not noticed",
-        "crossover_ddp/_exchange/ddp_checks.py",
+        "crossover_ddp/_ddp/checks.py",
         "        return model is not None and self._model() not in (None, model)",
         "        return False",
         ("tests/defects/test_codecs.py", "-k", "one_model_or"),
@@ -185,7 +185,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a hidden model is looked for again and again",
-        "crossover_ddp/_exchange/ddp_checks.py",
+        "crossover_ddp/_ddp/checks.py",
         '        for parameter in parameters:\n            self.names[parameter] = ""\n',
         "",
         ("tests/defects/test_codecs.py", "-k", "hidden"),

@@ -70,7 +70,7 @@ TURNS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "nobody looks whose turns a mutex takes",
-        "crossover_ddp/_exchange/ddp_checks.py",
+        "crossover_ddp/_engine/turns.py",
         "    if own != theirs and (theirs or len(own) > 1):\n",
         "    if False:\n",
         (_DEFECTS, "-k", "other_ranks"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from crossover_ddp._compression.costs import measure_codec
 from crossover_ddp._compression.planning import workload_of_records
-from crossover_ddp._exchange.step_records import StepRecords
+from crossover_ddp._engine.step_records import StepRecords
 from crossover_ddp._planning import (
     EXACT,
     BucketTimes,

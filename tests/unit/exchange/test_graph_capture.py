@@ -18,7 +18,7 @@ from crossover_ddp import (
     decoupled_hook,
     kfac_hook,
 )
-from crossover_ddp._exchange import ddp_checks
+from crossover_ddp._ddp import checks as ddp_checks
 from tests.harness.groups import new_group
 from tests.unit.exchange.fake_bucket import FakeBucket
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, reduce_scatter_all_gather_hook
-from crossover_ddp._exchange import ddp_checks
-from crossover_ddp._exchange.ddp_checks import check_group, model_of
+from crossover_ddp._ddp import checks as ddp_checks
+from crossover_ddp._ddp.checks import check_group, model_of
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]

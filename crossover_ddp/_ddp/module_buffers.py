@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .ddp_checks import model_of, wants_buffers_broadcast
+from .checks import model_of, wants_buffers_broadcast
 
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 Agree = Callable[[int], bool]

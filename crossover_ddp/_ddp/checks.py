@@ -17,7 +17,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-if TYPE_CHECKING:
-    from .transfer import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +57,6 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "pass the group that DDP was given"
         )
     return group
-
-
-def check_turn(turn: "Turn | None", process_group: dist.ProcessGroup | None) -> None:
-    """Raise unless the ranks of the group take the turn together, and no others: these would wait for ours."""
-    if turn is None or turn.ranks is None or process_group is None:
-        return
-    own, theirs = sorted(dist.get_process_group_ranks(process_group)), sorted(turn.ranks)
-    if own != theirs and (theirs or len(own) > 1):
-        raise UnsupportedConfigurationError(
-            f"expected a mutex of the ranks {own}, which train this model, got one of "
-            f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
-            "GPUMutex(process_group=…) of the model's group"
-        )
 
 
 def flat_gradients(bucket: Bucket) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What is known of torch's DistributedDataParallel: what it hands to a hook, and the model behind that."""
