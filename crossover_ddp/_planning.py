@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 _ITERATIONS: Final = 8
 _INDIFFERENCE: Final = 1e-3
 _CODEC_INDIFFERENCE: Final = 0.02  # a stronger codec also costs convergence
-_CLEARLY_FASTER: Final = 0.5
 _MEGABYTE: Final = 1024 * 1024
 _FULL: Final = 0.9
 """Greatest part of the compute time that a plan of averaging lets the wire take."""
@@ -84,10 +83,6 @@ class Workload:
     def compute_s(self) -> float:
         """Seconds of the whole step without communication."""
         return self.forward_s + self.backward_s + self.update_s
-
-    def wire_s(self, link: Link) -> float:
-        """Seconds of the whole exchange, both halves."""
-        return 2 * sum(link.half_s(bucket.size_bytes) for bucket in self.buckets)
 
     def borders(self, cap_bytes: float) -> frozenset[int]:
         """Return where DDP begins a new bucket if one is full at ``cap_bytes``: numbers of recorded buckets."""
@@ -213,13 +208,11 @@ class BucketPlan:
         cap_bytes: size at which a bucket is full.
         buckets: how many there are.
         step_s: predicted seconds per step.
-        limit_s: the wire's own limit, max(compute, wire time of all bytes without start-ups).
     """
 
     cap_bytes: int
     buckets: int
     step_s: float
-    limit_s: float
 
     @property
     def bucket_cap_mb(self) -> float:
@@ -249,21 +242,14 @@ def plan_buckets(work: Workload, link: Link, predict: Predict = decoupled_step_s
     total = sum(bucket.size_bytes for bucket in work.buckets)
     bare = work.burdened(-link.cpu_s)
 
-    def with_borders(borders: frozenset[int]) -> Workload:
-        return bare.cut(borders).burdened(link.cpu_s)
-
     def step_s(borders: frozenset[int]) -> float:
-        return predict(with_borders(borders), link)
-
-    def limit_s(borders: frozenset[int]) -> float:
-        return max(with_borders(borders).compute_s, 2 * link.beta_s * total)
+        return predict(bare.cut(borders).burdened(link.cpu_s), link)
 
     caps = {1, *(max(1, round(total / count)) for count in range(1, 2 * len(work.buckets) + 1))}
     found = [(cap, step_s(bare.borders(cap))) for cap in sorted(caps, reverse=True)]
     good_s = min(taken_s for _, taken_s in found) * (1 + _INDIFFERENCE)
     cap, best_s = next((cap, taken_s) for cap, taken_s in found if taken_s <= good_s)
-    borders = bare.borders(cap)
-    return BucketPlan(cap, len(borders) + 1, best_s, limit_s(borders))
+    return BucketPlan(cap, len(bare.borders(cap)) + 1, best_s)
 
 
 @dataclass(frozen=True)
@@ -374,28 +360,3 @@ def weakest_codec(
     predicted = tuple([coded_step_s(work, link, cost, predict) for cost in costs])
     good_s = min(predicted) * (1 + _CODEC_INDIFFERENCE)
     return next(place for place, step_s in enumerate(predicted) if step_s <= good_s), predicted
-
-
-def pair_codecs(
-    rates: Sequence[float], chosen: int, seconds: Sequence[Sequence[float]], link: Link
-) -> list[list[int]]:
-    """Return which codec each two ranks send each other with, given what suits the slowest link.
-
-    The weakest whose message takes at most half of the time that the chosen one's takes on the slowest link: an
-    exchange waits for that one anyway, and measured links of one kind differ. None is stronger than the chosen one. A
-    pair that only happened to be slow when it was measured did not slow down the exchange of all, so the slowest link
-    is taken to be no slower than that. Source: our design, after the hybrid rates of FusionLLM (arXiv 2410.12707).
-
-    Args:
-        rates: of the codecs, bytes of a message over those of float32, the weakest codec first.
-        chosen: place of the codec that was chosen for all.
-        seconds: per byte between two ranks, W × W.
-        link: what one half of an exchange of all ranks costs, around the ring.
-    """
-    ring_s = link.beta_s * len(seconds) / (len(seconds) - 1)
-    limit_s = _CLEARLY_FASTER * rates[chosen] * min(ring_s, max(max(row) for row in seconds))
-    weaker = [place for place in range(chosen) if rates[place] >= rates[chosen]]
-    return [
-        [next((place for place in weaker if rates[place] * each <= limit_s), chosen) for each in row]
-        for row in seconds
-    ]

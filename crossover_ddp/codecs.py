@@ -134,11 +134,11 @@ class CompressedState(Pausable):
                 ``SIDCo(0.01)``.
 
         Returns:
-            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate. Where links
-            between ranks differ, on gloo, ranks with a fast one get a weaker codec between them (`PerPair`).
+            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
 
-        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, or as long as some rank has recorded
-        no step.
+        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
+        clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
+        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
 
         **Collective**: all ranks of the job, between two steps.
         """

@@ -312,10 +312,6 @@ class GPUMutex:
             if held and turns is not None and not turns.has_peers:
                 self.acquire()
 
-    def _publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        """Show in ``crossover-ddp status`` what a codec has sent, and what an exact exchange would have."""
-        self._safely(lambda turns: turns.publish_rate(sent_bytes, exact_bytes))
-
     # --- figures -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:

@@ -179,9 +179,7 @@ class KFACState(Pausable):
 
     def _begin(self, model: nn.Module, owners: Sequence[int], codec: CodecChoice | None) -> None:
         self.codec = codec
-        self._compression = (
-            None if codec is None else PayloadCompression(codec, self._setup.loss_scale, self.mutex)
-        )
+        self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
         self._flush: Callable[[], None] = _nothing
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         if self._setup.rank == 0:

@@ -230,8 +230,7 @@ def plan_buckets(args: argparse.Namespace, device: torch.device, data: _data.Dat
     plan = state.plan_buckets()
     state.close()
     say(
-        f"{plan.buckets} buckets, the largest of {plan.bucket_cap_mb:.2f} MB: a step should take "
-        f"{plan.step_s:.3f} s, and {plan.limit_s:.3f} s at the very least"
+        f"{plan.buckets} buckets, the largest of {plan.bucket_cap_mb:.2f} MB: a step should take {plan.step_s:.3f} s"
     )
     return plan.ddp_options()
 

@@ -1,7 +1,5 @@
 """The bytes that coded steps have sent, beside those of exact ones."""
 
-from typing import Any
-
 from .bucket import CodedBucket
 from .device_bucket import DeviceBucket
 
@@ -17,11 +15,6 @@ class AchievedRate:
         if coded.sent_bytes:
             self._sent_bytes += coded.sent_bytes
             self._exact_bytes += exact_bytes
-
-    def publish(self, mutex: Any) -> None:
-        """Let ``crossover-ddp status`` show the rate of the job of ``mutex``, if there is one; call it once a step."""
-        if mutex is not None and self._exact_bytes:
-            mutex._publish_rate(self._sent_bytes, self._exact_bytes)
 
     def stats(self, steps: int, residual_bytes: int) -> dict[str, float]:
         """Return what a state's ``stats`` tells of its codec."""

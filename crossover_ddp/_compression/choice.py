@@ -23,7 +23,7 @@ class PerPair:
     """Encode what goes to owners by the pair of ranks: near ranks weakly or not at all, far ones more.
 
     It is the first of a pair, ``codec=(PerPair(…), Int8())``, because what owners send back goes to all ranks. Works on
-    gloo. `CompressedState.plan_codec` makes one where measured links differ. Our design.
+    gloo. Our design.
 
     Args:
         codecs: a row for each rank of the group, and in it a codec for each peer, the same in both directions; None:
@@ -114,7 +114,7 @@ def check_size(push: Codec | PerPair, ranks: int) -> None:
     if isinstance(push, PerPair) and len(push.codecs) != ranks:
         raise UnsupportedConfigurationError(
             f"expected a PerPair with a row for each of {ranks} ranks, got {len(push.codecs)} rows; make it anew for "
-            "this group, plan_codec() does"
+            "this group"
         )
 
 

@@ -42,8 +42,7 @@ class Compression:
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
-        state: that the hook is registered with; tells apart models that wrap one module. Its ``mutex``, if it has one,
-            shows others the rate achieved.
+        state: that the hook is registered with; tells apart models that wrap one module.
     """
 
     def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: object) -> None:
@@ -84,8 +83,6 @@ class Compression:
             return None
         coded = self._bucket(bucket, flat, group, on_ring=on_ring)
         self._achieved.count(coded, 2 * flat.nbytes * (group.size() - 1) // group.size())
-        if bucket.is_last():
-            self._achieved.publish(getattr(self._state, "mutex", None))
         # With a version counter of its own: decoded values are no change that somebody has made.
         own = flat.data
         coded.encode(Buffers(own, coded.parts, own, coded.parts))

@@ -10,7 +10,7 @@ step after `drain` travels as messages that hold everything, in both halves.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,9 @@ class PayloadCompression:
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
-        mutex: shows others the rate achieved.
     """
 
-    def __init__(
-        self,
-        codec: CodecChoice,
-        loss_scale: Callable[[], float],
-        mutex: Any = None,
-    ) -> None:
+    def __init__(self, codec: CodecChoice, loss_scale: Callable[[], float]) -> None:
         self.codecs: Codecs = codecs_of(codec)
         self._loss_scale = loss_scale
         self._scale: float | None = None
@@ -51,7 +45,7 @@ class PayloadCompression:
         self._scratch = Scratch()
         self._exact_left = _EXACT_STEPS
         self._is_whole, self._is_new_step = False, True
-        self._achieved, self._mutex = AchievedRate(), mutex
+        self._achieved = AchievedRate()
         self.steps = 0
 
     def messages(
@@ -85,8 +79,6 @@ class PayloadCompression:
         coded = self._bucket(bucket.index(), runs, push, group.rank())
         parts, both = payload.scatter.layout.parts, scatter.nbytes + payload.gather.tensor.nbytes
         self._achieved.count(coded, both * (parts - 1) // parts)
-        if bucket.is_last():
-            self._achieved.publish(self._mutex)
         step = functools.partial(_step, payload, group.rank())
         coded.encode(Buffers(scatter, push, payload.gather.tensor, pull, step), whole=whole)
         return coded

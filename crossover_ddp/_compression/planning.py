@@ -1,7 +1,7 @@
-"""Choose a codec from recorded steps, a measured link, and what codecs cost on this machine."""
+"""Choose a codec from recorded steps, a measured link, and what codecs cost."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,29 +9,39 @@ import torch.distributed as dist
 
 from crossover_ddp._engine.step_records import StepRecord
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.link_probe import measure_link, measure_pairs
+from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._planning import (
+    EXACT,
     BucketTimes,
     CodecCost,
-    Link,
     Predict,
     Workload,
     all_reduce_step_s,
-    pair_codecs,
     weakest_codec,
 )
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
 from .codec import Codec
-from .costs import measure_codec
 from .half import Half
 from .int8 import Int8
 from .sidco import SIDCo
+from .threshold import Threshold
+from .whole import Whole
 
 AnyCodec = CodecChoice | None
 
 CANDIDATES: Final[tuple[AnyCodec, ...]] = (None, Half(), Int8(), SIDCo(0.05), SIDCo(0.01))
+_NUMEL: Final = 1 << 20
+# Of processor time for each byte of float32, encoding and decoding, copies in and out included; of a core that took
+# what docs/measurements.md says ("Codecs").
+_SECONDS: Final[Mapping[type, tuple[float, float]]] = {
+    Whole: (0.2e-9, 0.1e-9),
+    Half: (0.45e-9, 0.15e-9),
+    Int8: (0.69e-9, 0.08e-9),
+    Threshold: (0.9e-9, 0.1e-9),
+    SIDCo: (1.2e-9, 0.1e-9),
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class CodecPlan:
     """Which codec to take, and what steps are expected to take.
 
     Args:
-        codec: the choice; None: none. Where links differ, a `PerPair` that spares fast ones, and the choice for all.
-        step_s: predicted seconds per step with the choice for all pairs.
+        codec: the choice; None: none.
+        step_s: predicted seconds per step with it.
         compute_s: of these the computation, encoding and decoding included.
         options: each candidate with its rate and its predicted seconds per step.
     """
@@ -88,6 +98,18 @@ def plan_from(
 
     **Collective**: all ranks, between two steps.
     """
+    devices = {device.type for device in Exchange.of(group).routes.sides}
+    if devices - {"cpu"}:
+        raise UnsupportedConfigurationError(
+            f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "
+            "begin with codec=Int8()"
+        )
+    if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
+        raise ValueError(
+            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
+            "table by hand where links differ"
+        )
+    bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
     recorded: list[Any] = [None] * group.size()
     dist.all_gather_object(recorded, work is not None, group=group)
     if work is None or not all(recorded):
@@ -97,52 +119,40 @@ def plan_from(
         )
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
-    if any(isinstance(each, tuple) and isinstance(each[0], PerPair) for each in candidates):
-        raise ValueError(
-            "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs: tables are "
-            "made where links differ"
-        )
-    link = measure_link(group)
-    costs = [measure_codec(codec, group.size()) for codec in candidates]
-    bare = _without(work, measure_codec(present, group.size()))
-    place, predicted = weakest_codec(bare, link, costs, predict)
+    bare = _without(work, bare_cost)
+    place, predicted = weakest_codec(bare, measure_link(group), costs, predict)
     total = sum(bucket.size_bytes for bucket in work.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
-    rates = [cost.rate for cost in costs]
-    pushed = [_push_rate(codec, cost, group.size()) for codec, cost in zip(candidates, costs, strict=True)]
-    choice: list[Any] = [(place, predicted, rates, pushed, compute_s, link)]
+    options = tuple(zip(candidates, [cost.rate for cost in costs], predicted, strict=True))
+    choice = [CodecPlan(candidates[place], predicted[place], compute_s, options)]
     dist.broadcast_object_list(choice, group=group, group_src=0)
-    place, predicted, rates, pushed, compute_s, link = choice[0]
-    options = tuple([*zip(candidates, rates, predicted, strict=True)])
-    return CodecPlan(_by_pair(group, link, candidates, pushed, place), predicted[place], compute_s, options)
+    return choice[0]
 
 
-def _by_pair(
-    group: dist.ProcessGroup,
-    link: Link,
-    candidates: Sequence[AnyCodec],
-    rates: Sequence[float],
-    chosen: int,
-) -> AnyCodec:
-    """Return the chosen codec, with weaker ones for the pairs of ranks whose link is faster. **Collective**."""
-    codec, routes = candidates[chosen], Exchange.of(group).routes
-    if codec is None or group.size() == 2 or not all(map(routes.is_on_ring, routes.sides)):
-        return codec
-    pushes = [_push_of(each) for each in candidates]
-    places = pair_codecs(rates, chosen, measure_pairs(group), link)
-    pairs = PerPair(tuple([tuple([pushes[place] for place in row]) for row in places]))
-    return codec if all(each == pushes[chosen] for each in pairs.all()) else (pairs, codecs_of(codec).pull)
+def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:
+    """Return what ``codec`` costs a rank: it encodes what is not its own, and its own part of the mean again."""
+    if codec is None or world_size < 2:
+        return EXACT
+    push, pull = codecs_of(codec)
+    there = [_half_of(each) for each in (push.all() if isinstance(push, PerPair) else [push])]
+    push_rate, push_encode_s, push_decode_s = (statistics.mean(each) for each in zip(*there, strict=True))
+    pull_rate, pull_encode_s, pull_decode_s = _half_of(pull)
+    others = 1 - 1 / world_size
+    return CodecCost(
+        (push_rate + pull_rate) / 2,
+        others * push_encode_s,
+        others * push_decode_s + pull_encode_s / world_size + pull_decode_s,
+    )
 
 
-def _push_rate(codec: AnyCodec, cost: CodecCost, world_size: int) -> float:
-    """Return the bytes of a message to an owner over those of float32."""
-    return measure_codec(_push_of(codec), world_size).rate if isinstance(codec, tuple) else cost.rate
-
-
-def _push_of(codec: AnyCodec) -> Codec | None:
-    push = codec[0] if isinstance(codec, tuple) else codec
-    assert not isinstance(push, PerPair)  # refused before
-    return push
+def _half_of(codec: Codec) -> tuple[float, float, float]:
+    """Return the bytes of a message over those of float32, and the seconds of encoding and decoding a byte of it."""
+    if (seconds := _SECONDS.get(type(codec))) is None:
+        raise UnsupportedConfigurationError(
+            f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor time is not known; "
+            "train some steps with it and with others, and compare them"
+        )
+    return codec.room([_NUMEL]) / (4 * _NUMEL), *seconds
 
 
 def _without(work: Workload, cost: CodecCost) -> Workload:

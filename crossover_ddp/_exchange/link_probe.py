@@ -15,9 +15,6 @@ from .transfer import Payload, Sharded
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
 _SMALL_PROBE_BYTES: Final = 1 << 10
-_PAIR_PROBE_BYTES: Final = 1 << 18
-_MAX_PAIR_PROBE_BYTES: Final = 1 << 24
-_PAIR_PROBE_S: Final = 0.01
 
 
 def measure_link(process_group: dist.ProcessGroup) -> Link:
@@ -45,56 +42,6 @@ def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
 
 def _nothing(*_: object) -> None:
     """Leave it as it has come."""
-
-
-def measure_pairs(process_group: dist.ProcessGroup) -> list[list[float]]:
-    """Return the seconds per byte between each two ranks, the same on all ranks; the diagonal is 0.
-
-    In each of W − 1 rounds (W with an odd number of ranks, one of which rests) ranks meet in pairs, so ranks that share
-    a card mostly share it here as in an exchange. A pair sends messages that take some hundredth of a second each.
-
-    **Collective**: all ranks of the gloo group, with nothing else on the wire.
-    """
-    rank, size = process_group.rank(), process_group.size()
-    found = torch.zeros(size, size, dtype=torch.float64)
-    for peer in _peers(rank, size):
-        if peer is not None:
-            each_s = _seconds_per_byte(peer, rank < peer, process_group)
-            if rank < peer:
-                found[rank, peer] = found[peer, rank] = each_s
-        dist.all_reduce(torch.zeros(1), group=process_group)  # gloo's even in a group with two backends
-    dist.all_reduce(found, group=process_group)
-    rows: list[list[float]] = found.tolist()
-    return rows
-
-
-def _seconds_per_byte(peer: int, leads: bool, process_group: dist.ProcessGroup) -> float:
-    """Time ever larger messages until they take so long that the wire, and not the machine, decides; the fastest."""
-    size = _PAIR_PROBE_BYTES
-    while True:
-        took_s = min(_round_trips_s(peer, leads, process_group, size, _REPEATS))
-        told = torch.tensor(
-            [took_s], dtype=torch.float64
-        )  # the leader's time counts, so that both go on alike
-        _pass(told, peer, leads, process_group)
-        if float(told) >= _PAIR_PROBE_S or size >= _MAX_PAIR_PROBE_BYTES:
-            return max(float(told), 1e-9) / size
-        size *= 4
-
-
-def _peers(rank: int, size: int) -> list[int | None]:
-    """Return whom ``rank`` meets in each round, in which each rank meets at most one other; None: nobody."""
-    seats = size + size % 2
-    peers: list[int | None] = []
-    for turn in range(seats - 1):
-        # All but the last seat go around a circle; two meet whose numbers add up to the round's, modulo the circle.
-        if rank == seats - 1:
-            peer = next(one for one in range(seats - 1) if (2 * one - turn) % (seats - 1) == 0)
-        else:
-            peer = (turn - rank) % (seats - 1)
-            peer = seats - 1 if peer == rank else peer
-        peers.append(peer if peer < size else None)
-    return peers
 
 
 def measure_pair(

@@ -139,10 +139,6 @@ class RankTurns:
             self._counters.turn, self.shared = grant.turn, grant.shared
             self.membership.segment.publish_started(grant.turn)
 
-    def publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        """Let others see what a codec has achieved."""
-        self.membership.segment.publish_rate(sent_bytes, exact_bytes)
-
     # --- giving back ---------------------------------------------------------------------------------------
 
     def release(self, streams: "Sequence[torch.cuda.Stream]") -> None:

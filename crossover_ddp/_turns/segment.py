@@ -206,10 +206,6 @@ class TurnSegment:
         """Ask siblings to publish a turn only after its kernels have finished."""
         self.table.write_fields(self.slot, waits_on_host=1)
 
-    def publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        """Publish what this process's codec has sent, and what an exact exchange would have."""
-        self.table.write_fields(self.slot, sent_bytes=sent_bytes, exact_bytes=exact_bytes)
-
     def publish_phase(self, phase: float | None) -> None:
         """Publish the part of the job's step, from 0 to 1, that ends with the turn drawn; None: outside a step."""
         self.table.write_fields(self.slot, phase=phase_field(phase))

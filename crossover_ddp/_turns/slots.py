@@ -18,7 +18,7 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 5
+LAYOUT = 6
 FREE, JOINED = 0, 1
 _PHASES = 1000
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -48,8 +48,6 @@ class Slot(ctypes.Structure):
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
         ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
-        ("sent_bytes", ctypes.c_uint64),  # in coded steps so far; 0 without a codec
-        ("exact_bytes", ctypes.c_uint64),  # what the same steps would have sent without one
         (
             "phase",
             ctypes.c_uint64,

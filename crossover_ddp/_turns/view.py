@@ -75,10 +75,6 @@ class Place(NamedTuple):
     world_size: int
     pid: int
     liveness: Liveness
-    sent_bytes: int = 0
-    """In coded steps; 0 without a codec."""
-    exact_bytes: int = 0
-    """What the same steps would have sent without a codec."""
 
 
 class LogEnd(NamedTuple):
@@ -321,8 +317,6 @@ def _place(index: int, slot: Slot, liveness: Liveness) -> Place:
         world_size=slot.world_size,
         pid=slot.pid,
         liveness=liveness,
-        sent_bytes=slot.sent_bytes,
-        exact_bytes=slot.exact_bytes,
     )
 
 

@@ -136,12 +136,9 @@ def _device(group: str, device: DeviceReport) -> list[Any]:
     from rich.text import Text
 
     figures = ("turn", "ranks", "PIDs", "turns/s", "share", "lease")
-    coded = any(job.rate is not None for job in device.jobs)  # a column that most would see empty is left out
-    table = new_table(
-        ("job", "state"), (*figures, *(["codec"] if coded else [])), f"group {group} on {device.device}"
-    )
+    table = new_table(("job", "state"), figures, f"group {group} on {device.device}")
     for job in device.jobs:
-        table.add_row(*_cells(job, coded), style=_STYLES.get(job.state))
+        table.add_row(*_cells(job), style=_STYLES.get(job.state))
     idle = "?" if device.idle_share is None else f"{device.idle_share:.0%}"
     summary = (
         f"{_number(device.turns_per_s, '.1f')} turns/s, last hand-over {_number(device.handover_age_s, '.2f')} s ago, "
@@ -150,7 +147,7 @@ def _device(group: str, device: DeviceReport) -> list[Any]:
     return [table, Text(summary), *(Text(f"not known: {what}", style="dim") for what in device.not_known)]
 
 
-def _cells(job: JobReport, coded: bool) -> list[str]:
+def _cells(job: JobReport) -> list[str]:
     return [
         job.job[:8],
         job.state,
@@ -160,7 +157,6 @@ def _cells(job: JobReport, coded: bool) -> list[str]:
         _number(job.turns_per_s, ".1f"),
         "?" if job.share is None else f"{job.share:.0%}",
         "?" if job.lease_s is None else f"{job.lease_s:.3g} s",
-        *(["" if job.rate is None else f"{job.rate:.3f}"] if coded else []),
     ]
 
 

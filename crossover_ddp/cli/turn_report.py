@@ -40,8 +40,6 @@ class JobReport:
     turns_per_s: float | None
     share: float | None
     """Part of the device's turns in the interval."""
-    rate: float | None = None
-    """Bytes that its codec has sent over those of an exact exchange; None without a codec, or before there are any."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +182,7 @@ def _job(job: int, segment: Segment, drawn: int | None, rate: float | None, shar
         lease_s=max(leases, default=None),
         turns_per_s=rate,
         share=share,
-        rate=_rate(living),
     )
-
-
-def _rate(places: Sequence[Place]) -> float | None:
-    sent = sum(place.sent_bytes for place in places)
-    exact = sum(place.exact_bytes for place in places)
-    return sent / exact if sent and exact else None
 
 
 def _state(places: Sequence[Place], drawn: int | None) -> str:

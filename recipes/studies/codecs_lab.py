@@ -7,8 +7,7 @@
 ``steps``: a step with each codec, and with torch's PowerSGD of rank 2, over plain DDP's, in alternating runs. The
 models are of full size, with small batches. ``siblings``: two jobs with Int8 that take turns, against both in float32
 one after the other, beside the bound with Int8's own C, N and M; ``--ratio`` is M/C in float32. ``plan``: the step with
-the codec that is chosen after a run without one, over the best of the fixed ones; with ``--ranks-per-node 2`` links
-differ, and the choice may differ between pairs of ranks. Needs root (see docs/lab.md).
+the codec that is chosen after a run without one, over the best of all. Needs root (see docs/lab.md).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from studies._ranks import (
     study_parser,
 )
 from studies._tables import Cells
-from studies.codecs_worker import CODECS, MODELS, PLANNED
+from studies.codecs_worker import CODECS, MODELS
 
 WORKER = "codecs_worker.py"
 JOBS = ("a", "b")
@@ -227,24 +226,22 @@ def measure_plan(
         choice = planned[0]["plan"]
         if any(answer["plan"] != choice for answer in planned):
             raise RuntimeError("the ranks have different plans")
-        names = [*FIXED, *[PLANNED] * (choice == PLANNED)]
-        ways = [f"compressed {name}" for name in names]
+        ways = [f"compressed {name}" for name in FIXED]
         runs = []
         for repeat in range(args.repeats):
             runs.append(measure_ways(ranks, ways, args.steps, repeat))
             advance()
         step_s = {
-            name: statistics.median(slowest_s(run[f"compressed {name}"]) for run in runs) for name in names
+            name: statistics.median(slowest_s(run[f"compressed {name}"]) for run in runs) for name in FIXED
         }
         yield {
             "preset": preset,
             "rate_mbit": rate_mbit,
             "choice": choice,
-            "codec": planned[0]["codec"],
-            "busy_s": {way: median_of(runs, f"compressed {way}", "core_busy_s") for way in names},
+            "busy_s": {way: median_of(runs, f"compressed {way}", "core_busy_s") for way in FIXED},
             "step_s": step_s,
             "predicted_s": planned[0]["predicted_s"],
-            "over_best": step_s[choice] / min(step_s[name] for name in FIXED),
+            "over_best": step_s[choice] / min(step_s.values()),
         }
     ranks.close()
 
@@ -256,7 +253,6 @@ def plan_cells(row: Row) -> Cells:
         "Mbit/s": row["rate_mbit"],
         "choice": row["choice"],
         **{f"{name} s": row["step_s"][name] for name in FIXED},
-        **({"planned s": row["step_s"][PLANNED]} if PLANNED in row["step_s"] else {}),
         "over the best": row["over_best"],
         "predicted": " ".join(f"{row['predicted_s'][name]:.3f}" for name in FIXED),
     }

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import _models
-from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
+from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from lab.meter import fingerprint
 from studies._worker import Order, WorkerJob, measure, say, serve
@@ -23,7 +23,6 @@ from studies._worker import Order, WorkerJob, measure, say, serve
 WARM_UP_STEPS = 4  # PowerSGD begins in the third
 CLASSES = 10
 BUCKET_CAP_MB = 4.0  # four buckets and more, of which some may travel while others are computed
-PLANNED = "planned"
 CODECS: dict[str, Any] = {
     "split": None,
     "half": Half(),
@@ -31,7 +30,6 @@ CODECS: dict[str, Any] = {
     "sidco5": SIDCo(0.05),
     "sidco": SIDCo(0.01),
 }
-"""By name; and what was planned last under `PLANNED`."""
 
 
 def mlp() -> nn.Module:
@@ -129,14 +127,10 @@ def run(args: argparse.Namespace, order: Order) -> None:
         mutex=lambda: job.state.mutex if is_crossover else None,
     )
     if order.get("plan"):
-        CODECS.pop(PLANNED, None)
         plan = job.state.plan_codec(tuple(CODECS.values()))
         names = {repr(codec): name for name, codec in CODECS.items()}
         answer["predicted_s"] = {names[repr(codec)]: step_s for codec, _, step_s in plan.options}
-        by_pair = isinstance(plan.codec, tuple) and isinstance(plan.codec[0], PerPair)
-        answer["plan"] = PLANNED if by_pair else names[repr(plan.codec)]
-        answer["codec"] = repr(plan.codec)
-        CODECS[PLANNED] = plan.codec
+        answer["plan"] = names[repr(plan.codec)]
     say(event="done", **answer, digest=fingerprint(job.model))
     job.close()
 

@@ -79,7 +79,6 @@ def plan(preset: str, order: Order) -> None:
         cap_bytes=chosen.cap_bytes,
         buckets=chosen.buckets,
         step_s=chosen.step_s,
-        limit_s=chosen.limit_s,
         size_bytes=size_bytes,
     )
     job.close()

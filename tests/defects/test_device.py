@@ -83,7 +83,6 @@ def planned(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.defect("codecs-S4")
-@known("codecs-S4")
 def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on() -> None:
     """Where it measures CPU tensors, which the group has no backend for, the job is over."""
     for told in run_ranks(planned, 2, backend="nccl"):

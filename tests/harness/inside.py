@@ -5,7 +5,7 @@ Each is a context manager for this process, so ranks enter it themselves.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -13,15 +13,13 @@ import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, kfac_hooks
 from crossover_ddp._averaging import shared_centre
-from crossover_ddp._compression import planning as codec_plans
 from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import links
 from crossover_ddp._engine.exchange import Exchange as Engine
-from crossover_ddp._exchange import collectives, link_probe
+from crossover_ddp._exchange import collectives
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.routes import Routes
-from crossover_ddp._planning import Link
 from crossover_ddp._turns.segment import TurnSegment
 
 TRIAL: Final = (WARM_UP, BLOCK, END)
@@ -134,22 +132,6 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
         self._sequence = itertools.count(begun)
 
     with mock.patch.object(Routes, "__init__", begin):
-        yield
-
-
-@contextlib.contextmanager
-def pretend_links(seconds: Sequence[Sequence[float]]) -> Iterator[None]:
-    """Let plans of codecs find so many seconds a byte between each pair of ranks, once all have been measured."""
-    measure = link_probe.measure_pairs
-
-    def measured(group: dist.ProcessGroup) -> Sequence[Sequence[float]]:
-        for one, row in enumerate(found := measure(group)):
-            assert all((each > 0) == (one != other) for other, each in enumerate(row)), found
-            assert all(each == found[other][one] for other, each in enumerate(row)), found
-        return seconds
-
-    link = Link(0.0, max(map(max, seconds)))
-    with mock.patch.multiple(codec_plans, measure_pairs=measured, measure_link=lambda group: link):
         yield
 
 

@@ -31,7 +31,6 @@ class RecordingTurn:
         self.shared = shared
         self.ranks = None  # whatever group's
         self.order: list[str] = [] if log is None else log
-        self.rates: list[float] = []  # bytes sent over an exact exchange's, as a codec tells the mutex
         self.threads: list[threading.Thread] = []
         self._gate, self._window_s, self._at_acquire = gate, window_s, at_acquire
         self._asked = threading.Event()
@@ -58,9 +57,6 @@ class RecordingTurn:
 
     def close(self) -> None:
         """Nothing to leave."""
-
-    def _publish_rate(self, sent_bytes: int, exact_bytes: int) -> None:
-        self.rates.append(sent_bytes / exact_bytes)
 
     @property
     def taken_and_given(self) -> list[str]:

@@ -337,14 +337,14 @@ def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
     if rank:
         training.model.module[1].weight.register_hook(lambda _: time.sleep(0.5))
     training.run(7)
-    limit_s: float = training.state.plan_buckets().limit_s
+    step_s: float = training.state.plan_buckets().step_s
     training.close()
-    return limit_s
+    return step_s
 
 
 def test_waiting_for_a_peer_is_no_compute_in_a_plan() -> None:
-    limit_s, _ = run_ranks(planned_beside_a_slow_peer, 2)
-    assert 0.02 <= limit_s < 0.3
+    step_s, _ = run_ranks(planned_beside_a_slow_peer, 2)
+    assert 0.02 <= step_s < 0.3
 
 
 class Tied(nn.Module):

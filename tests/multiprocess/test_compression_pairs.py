@@ -1,19 +1,17 @@
-"""A codec for each pair of ranks between real ranks: the same bits everywhere, nothing lost, and what is planned."""
+"""A codec for each pair of ranks between real ranks: the same bits everywhere, and nothing lost."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError
 from crossover_ddp.codecs import CompressedState, Half, Int8, PerPair, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import inside, run_ranks
+from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.compressed_training import (
     added_in_order,
@@ -26,8 +24,6 @@ from tests.multiprocess.compressed_training import (
 from tests.multiprocess.identity_codec import Identity
 
 STEPS, KEPT_STEPS = (8, 10) if IN_CAMPAIGN else (5, 6)
-FAR_S, NEAR_S = 8e-8, 1e-9
-"""Seconds per byte at 100 Mbit/s and at 8 Gbit/s."""
 
 
 def on_two_nodes(world_size: int) -> list[int]:
@@ -129,58 +125,3 @@ def of_another_size(rank: int, world_size: int) -> None:
 
 def test_a_table_for_another_number_of_ranks_is_refused() -> None:
     run_ranks(of_another_size, 2)
-
-
-# --- plans ---------------------------------------------------------------------------------------------------
-
-
-def planned(rank: int, world_size: int, tables: list[list[int]]) -> list[tuple[str, str]]:
-    return [planned_for(nodes, rank) for nodes in tables]
-
-
-def planned_for(nodes: list[int], rank: int) -> tuple[str, str]:
-    """Return the plan for a slow network between nodes, and the digest after some steps with it."""
-    # Ranks of one machine have one link, so the table is made up; all else is measured and trained.
-    seconds = [[NEAR_S if one == other else FAR_S for other in nodes] for one in nodes]
-    torch.manual_seed(0)
-    big = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-    state = CompressedState(None)
-    model = DistributedDataParallel(big)
-    model.register_comm_hook(state, compressed_hook)
-    for step in range(4):
-        model(torch.full((4, 512), float(rank + step))).square().mean().backward()
-    with inside.pretend_links(seconds):
-        plan = state.plan_codec((None, Half(), Int8()))
-        with pytest.raises(ValueError, match="got a PerPair among them"):
-            state.plan_codec((None, (PerPair.by_node(nodes, far=Int8()), Int8())))
-    model = wrapped()
-    model.register_comm_hook(CompressedState(plan.codec), compressed_hook)
-    for step in range(4):
-        backward(model, rank, step)
-    return repr(plan.codec), digest(gradients(model))
-
-
-LINKS: list[tuple[list[int], object]] = [
-    ([0, 0, 1], (PerPair.by_node([0, 0, 1], far=Int8()), Int8())),
-    ([0, 1, 2], Int8()),
-    ([0, 1], Int8()),
-]
-if IN_CAMPAIGN:
-    LINKS.append(([0, 0, 1, 1], (PerPair.by_node([0, 0, 1, 1], far=Int8()), Int8())))
-
-
-@functools.cache
-def all_planned(world_size: int) -> list[list[tuple[str, str]]]:
-    return run_ranks(planned, world_size, args=(tables_of(world_size),))
-
-
-def tables_of(world_size: int) -> list[list[int]]:
-    return [nodes for nodes, _ in LINKS if len(nodes) == world_size]
-
-
-@pytest.mark.parametrize(("nodes", "codec"), LINKS)
-def test_links_that_differ_get_codecs_that_differ(nodes: list[int], codec: object) -> None:
-    place = tables_of(len(nodes)).index(nodes)
-    first, *others = [found[place] for found in all_planned(len(nodes))]
-    assert others == [first] * (len(nodes) - 1)
-    assert first[0] == repr(codec)

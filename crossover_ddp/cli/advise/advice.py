@@ -47,7 +47,7 @@ ACCUMULATION: Final = "gradient accumulation, k=2"
 AVERAGING: Final = "averaged replicas"
 POWER_SGD: Final = "PowerSGD"
 CODEC: Final = "a codec, Int8()"
-# Of Int8() with two ranks, by `measure_codec` on one core (docs/measurements.md, "Codecs").
+# Of Int8() with two ranks, on one core (docs/measurements.md, "Codecs").
 _INT8: Final = CodecCost(rate=0.254, hook_s=0.62e-9, worker_s=1.15e-9)
 MUON_OWNERS: Final = "Muon on its owners"
 _MUON_BYTES: Final = 0.75

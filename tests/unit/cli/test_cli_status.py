@@ -85,17 +85,6 @@ def test_the_holder_computes_and_the_next_one_queues(
     assert 0.0 <= device["handover_age_s"] < 60.0
 
 
-def test_a_job_with_a_codec_shows_the_rate_achieved(
-    make: Make, group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with_codec, without = make(), make()
-    with_codec._publish_rate(254, 1000)
-    found = {job["job"]: job["rate"] for job in status_of(group, capsys)["jobs"]}
-    assert found == {f"{with_codec.job:x}": 0.254, f"{without.job:x}": None}
-    assert cli.main(["status", "--group", group]) == FINE
-    assert "0.254" in capsys.readouterr().out
-
-
 def test_rates_and_shares_are_those_of_the_turns_taken(make: Make, group: str) -> None:
     often, rarely = make(), make()
     before = look(group=group)
@@ -160,10 +149,6 @@ def test_tables_show_what_json_tells(make: Make, group: str, capsys: pytest.Capt
     assert f"{holder.job:x}"[:8] in shown
     assert "computes" in shown
     assert "last hand-over" in shown
-    assert "codec" not in shown
-    holder._publish_rate(254, 1000)
-    assert cli.main(["status", "--group", group]) == FINE
-    assert "codec" in capsys.readouterr().out
 
 
 def test_no_jobs_are_said_to_be_none(group: str, capsys: pytest.CaptureFixture[str]) -> None:

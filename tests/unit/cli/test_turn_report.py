@@ -116,12 +116,6 @@ def test_rates_and_shares_are_draws_between_two_looks() -> None:
     }
 
 
-def test_the_rate_of_a_codec_is_that_of_the_job_s_ranks_here() -> None:
-    ranks = [place(slot, job=1, rank=slot, sent_bytes=10 * slot, exact_bytes=40) for slot in (1, 2)]
-    found = jobs(report([looked(segment(*ranks, place(3), place(4, sent_bytes=2**64 - 1)))]))
-    assert [found[job].rate for job in "134"] == [30 / 80, None, None]
-
-
 def test_no_turns_have_no_shares() -> None:
     shown = between(b"\1\2", b"\1\2", place(1), place(2))
     assert device(shown).turns_per_s == 0.0
