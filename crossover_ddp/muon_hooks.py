@@ -24,12 +24,9 @@ from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
-from crossover_ddp._exchange.muon_direction import check_torch
-from crossover_ddp._muon.consolidation import consolidate
-from crossover_ddp._muon.momentum import OwnedMomentum
-from crossover_ddp._muon.ownership import newton_schulz_flop, own
-from crossover_ddp._muon.rounds import MuonRounds, power_of_two
-from crossover_ddp._muon.stepping import Stepping, check_optimizer
+from crossover_ddp._muon.directions import Directions, check_optimizer, power_of_two
+from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.muon import check_torch, newton_schulz_flop
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -107,20 +104,16 @@ class MuonState(Pausable):
             newton_schulz_flop(_shape(matrix), each["ns_steps"]) if matrix.requires_grad else 0
             for matrix, each in pairs
         ]
-        self._ownership = own(costs, group.size())
-        self.owners, self.loads = self._ownership.owners, self._ownership.loads
-        self._stepping: Stepping | None = None
+        self._assignment = assign(costs, group.size())
+        self.owners, self.loads = self._assignment.owners, self._assignment.loads
+        self._directions: Directions | None = None
         if turns_disabled():
             return
-        self._momentum = OwnedMomentum(muon, self._matrices, self.owners, group.rank())
-        self._stepping = Stepping(muon, self._matrices, self._momentum, lambda: self._rounds.take())
-        self._rounds = MuonRounds(
-            self._matrices,
-            self.owners,
+        self._directions = Directions(
+            muon,
+            {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)},
             group.rank(),
             group.size(),
-            self._momentum,
-            settings=self._stepping.settings,
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
             keeps_turn=mutex is not None,
             state=self,
@@ -132,7 +125,7 @@ class MuonState(Pausable):
     @property
     def newton_schulz_calls(self) -> int:
         """Number of directions that this rank has computed so far."""
-        return self._rounds.calls_so_far if self._stepping is not None else 0
+        return 0 if self._directions is None else self._directions.calls
 
     def grad_norm(self) -> torch.Tensor:
         """Return the 2-norm of the matrices' mean gradients in the last backward pass, without the loss's scale.
@@ -142,13 +135,13 @@ class MuonState(Pausable):
 
         Raises ``UnsupportedConfigurationError`` before the first exchange.
         """
-        latest = self._rounds.latest if self._stepping is not None else None
+        latest = None if self._directions is None else self._directions.latest
         if latest is None:
             raise UnsupportedConfigurationError(
                 "expected a backward() with muon_hook before grad_norm(), got none yet; with CROSSOVER_DISABLE=1 the "
                 "gradients are in p.grad"
             )
-        return latest.grad_norm()
+        return latest.grad_norm
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the momentum of all matrices into ``muon.state``, where it stays until the next step.
@@ -166,38 +159,29 @@ class MuonState(Pausable):
             if rank == 0:
                 torch.save(muon.state_dict(), path)
         """
-        if to is not None and not 0 <= to < self._world_size:
-            raise ValueError(
-                f"expected 0 <= to < {self._world_size}, got to={to}; pass a rank of the group, or None"
-            )
-        if self._stepping is not None:
-            consolidate(self._matrices, self.owners, self._momentum, resolve_group(self.process_group), to)
+        if self._directions is not None:
+            self._directions.kept.consolidate(resolve_group(self.process_group), to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""
-        if self._stepping is None:
+        if self._directions is None:
             return {"momentum": 0, "next_momentum": 0, "buffers": 0}
-        return {**self._momentum.memory_usage(), "buffers": self._rounds.nbytes}
+        return self._directions.memory_usage()
 
     def close(self) -> None:
         """Give Muon back as torch made it. Later exchanges fail. Not collective, but after `consolidate` on all ranks.
 
         Raises ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
         """
-        if self._stepping is None:
-            return
-        if not self._momentum.is_whole:
-            raise UnsupportedConfigurationError(
-                "expected state.consolidate() on all ranks before close(), got the momentum of this rank's own "
-                "matrices only; call it after the last step"
-            )
-        self._stepping.close()
+        if self._directions is not None:
+            self._directions.kept.check_whole()
+            self._directions.close()
 
     def __repr__(self) -> str:
         own_count = sum(owner == self._rank for owner in self.owners)
         return (
             f"MuonState({len(self.owners)} matrices, {own_count} of them on rank {self._rank} of {self._world_size}, "
-            f"the busiest rank has {self._ownership.busiest_share:.0%} of the cost)"
+            f"the busiest rank has {self._assignment.busiest_share:.0%} of the cost)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,7 +195,7 @@ class MuonState(Pausable):
     @property
     def is_disabled(self) -> bool:
         """Whether ``CROSSOVER_DISABLE=1`` was set when the state was made."""
-        return self._stepping is None
+        return self._directions is None
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -225,13 +209,13 @@ class MuonState(Pausable):
         self, group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `muon_hook`. Raises what makes it impossible."""
+        directions = cast(Directions, self._directions)
         try:
-            turn = cast(Turn | None, self.mutex)
-            payload = functools.partial(self._rounds.payload, bucket, group)
+            turn, payload = cast(Turn | None, self.mutex), functools.partial(directions.payload, bucket)
             return Exchange.of(group).submit(bucket, turn=turn, payload=payload, state=self)
         finally:
             if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
-                self._rounds.end()
+                directions.end()
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

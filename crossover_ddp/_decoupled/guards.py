@@ -21,10 +21,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from crossover_ddp._ddp.compiled import compiled_call, compiled_modules, uncompiled
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from .compiled import compiled_call, compiled_modules, uncompiled
 
 Entry = nn.Parameter | None
 Pending = TypeVar("Pending")

@@ -1,28 +1,13 @@
 """Which optimizers a state may be made with."""
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 from torch.optim import Optimizer
 
+from crossover_ddp._owners.interception import check_not_intercepted
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .interception import check_not_intercepted
 from .partial_optimizer import check_separable
-
-
-class _Groups:
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for each in self._optimizers for group in each.param_groups]
-
-
-def as_one(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Return what has the groups of all optimizers, and nothing else of one."""
-    return cast(Optimizer, _Groups(optimizers))
 
 
 def checked_optimizers(

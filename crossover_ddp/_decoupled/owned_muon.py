@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Muon, Optimizer
 
-from crossover_ddp._exchange.muon_direction import (
+from crossover_ddp._owners.muon import (
     DirectionSettings,
     check_torch,
+    direction_numel,
     direction_of,
     direction_view,
     momentum_in,
@@ -31,11 +32,11 @@ class OwnedMuon(OwnedOptimizer):
 
     def returning_numel(self, numel: int, itemsize: int) -> int:
         """Return how many elements of a buffer a direction takes; the last one may be used in part."""
-        return -(-numel * torch.bfloat16.itemsize // itemsize)
+        return direction_numel(numel, itemsize)
 
     def piece(self, flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return the direction of a matrix, in the order in memory that torch's has."""
-        return direction_view(flat.view(torch.bfloat16)[: parameter.numel()], parameter.shape)
+        return direction_view(flat, parameter.shape)
 
     def compute(self, plan: StepPlan, own: Sequence[OwnedUpdate]) -> None:
         """Update the momentum of owned matrices, and put their directions where they travel."""

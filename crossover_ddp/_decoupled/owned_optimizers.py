@@ -1,20 +1,18 @@
 """Optimizers of which each rank runs the part of the parameters that it owns, and what they keep."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._engine.endings import let_collectives_go
+from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.kept import Kept
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owner_trial import costs_of
-from .owners import assign
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import view_of
-from .state_tensors import described, filled, in_memory, places_in, tensors_in
 
 
 class OwnedUpdate(NamedTuple):
@@ -81,104 +79,16 @@ class OwnedOptimizers:
     def __init__(self, each: Sequence[OwnedOptimizer], rank: int, world_size: int) -> None:
         self.each = each
         self.parameters = [p for owned in self.each for p in owned.parameters]
-        self._rank = rank
         costs = [cost for owned in self.each for cost in owned.costs]
         self.owners, self.loads = assign(costs, world_size)
         self.owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
         self.number_of = {id(p): number for number, owned in enumerate(self.each) for p in owned.parameters}
         _check_parameters(self.parameters)
-        self._is_whole = True
-        self.drop_foreign()
+        self.kept = Kept([owned.optimizer for owned in self.each], self.owner_of, rank)
 
     def of(self, parameter: torch.Tensor) -> OwnedOptimizer:
         """Return the optimizer that has a parameter."""
         return self.each[self.number_of[id(parameter)]]
-
-    # --- what they keep ------------------------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has the state of all parameters that have one."""
-        return self._is_whole
-
-    def stepped(self) -> None:
-        """Note that owners have updated their state; what was consolidated before is old."""
-        self._is_whole = self._is_whole and all(owner == self._rank for owner in self.owners)
-        self.drop_foreign()
-
-    def check_foreign(self) -> None:
-        """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
-        for parameter, owner in zip(self.parameters, self.owners, strict=True) if not self._is_whole else ():
-            if owner != self._rank and (kept := self._state_of(parameter).get(parameter)):
-                name = type(self.of(parameter).optimizer).__name__
-                raise UnsupportedConfigurationError(
-                    f"expected state of this rank's own parameters in {name}, got {sorted(kept)} of one that rank "
-                    f"{owner} owns, which differs from rank to rank (a Lookahead around it?); use owners=None"
-                )
-
-    def adopt(self) -> None:
-        """Keep the owned part of a state that was loaded."""
-        self._is_whole = True
-        self.drop_foreign()
-
-    def drop_foreign(self) -> None:
-        """Take the state of other ranks' parameters out of the optimizers."""
-        for parameter, owner in zip(self.parameters, self.owners, strict=True):
-            if owner != self._rank and self._state_of(parameter).pop(parameter, None):
-                self._is_whole = False
-
-    def check_whole(self) -> None:
-        """Refuse to hand out a part of the state."""
-        if not self.is_whole:
-            raise UnsupportedConfigurationError(
-                "expected state.consolidate() on all ranks before optimizer.state_dict() and state.close(), got the "
-                "state of this rank's own parameters only; call it after the last step"
-            )
-
-    def memory_usage(self) -> dict[str, int]:
-        """Return "state": the bytes that the optimizers keep on this rank."""
-        kept = [self._state_of(p).get(p, {}) for p in self.parameters]
-        return {"state": sum(tensor.nbytes for tensor in tensors_in(kept))}
-
-    @torch.no_grad()
-    def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
-        """Send each parameter's state from its owner to all; rank ``to`` keeps it, or all for None. **Collective**."""
-        if group.size() == 1:
-            return
-        own = {
-            number: described(self._state_of(parameter)[parameter])
-            for number, parameter in enumerate(self.parameters)
-            if self.owners[number] == self._rank and parameter in self._state_of(parameter)
-        }
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, own, group=group)
-        for owner, owned in enumerate(everyone):
-            for number, description in owned.items():
-                self._exchange(
-                    group, owner, self.parameters[number], description, keep=to in (None, self._rank)
-                )
-        self._is_whole = self._is_whole or to in (None, self._rank)
-        let_collectives_go(group)  # these may be a job's last
-
-    def _exchange(
-        self, group: dist.ProcessGroup, owner: int, parameter: torch.Tensor, description: Any, *, keep: bool
-    ) -> None:
-        states = self._state_of(parameter)
-        own = tensors_in(states[parameter]) if owner == self._rank else None
-        received = []
-        for place in places_in(description):
-            there = place.empty(parameter.device)
-            if own is not None:
-                there.copy_(next(own))
-            if there.numel():
-                dist.broadcast(in_memory(there), group=group, group_src=owner)
-            if own is None and keep:
-                received.append(there.cpu() if place.on_cpu else there)
-        if own is None and keep:
-            states[parameter] = filled(description, iter(received))
-
-    def _state_of(self, parameter: torch.Tensor) -> Any:
-        return self.of(parameter).optimizer.state
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:

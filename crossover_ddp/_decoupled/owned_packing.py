@@ -5,7 +5,6 @@ back has places of its own where it is not as large: a direction of torch's Muon
 buffer of the bucket's type. Without directions the same buffer goes both ways.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.transfer import Deferred, Sharded
+from crossover_ddp._owners.packing import Item, packing
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owned_optimizers import OwnedOptimizers
 from .owned_share import Packed
-from .owners import OwnedLayout, OwnedPart, owned_layout
 from .shares import view_of
 from .withheld import withhold
 
@@ -61,33 +60,28 @@ class Packing:
                 "in their place: use owners=None"
             )
         parameters = [each.parameter for each in contents]
-        numels = [each.span.numel for each in contents]
-        returning = [
-            self._owned.of(parameter).returning_numel(numel, buffer.itemsize)
-            for parameter, numel in zip(parameters, numels, strict=True)
+        items = [
+            Item(
+                self._owned.owner_of[id(parameter)],
+                span.numel,
+                self._owned.of(parameter).returning_numel(span.numel, buffer.itemsize),
+            )
+            for parameter, _, span in contents
         ]
-        layout, places = self._layout(parameters, numels)
-        back_layout, back_places = self._layout(parameters, returning)
+        plan = packing(self._world_size, tuple(items))
         key = (bucket.index(), buffer.dtype, buffer.device)
-        there, back = self._lend(key, buffer, layout.numel, back_layout.numel)
-        for each, place in zip(contents, places, strict=True):
-            _part(there, place).copy_(_part(buffer, each.span))
+        there, back = self._lend(key, buffer, plan.there.numel, plan.back.numel)
+        for each, place in zip(contents, plan.items, strict=True):
+            _part(there, place.there).copy_(_part(buffer, each.span))
         withhold(buffer)
-        gradients = [view_of(there, p, place.start) for p, place in zip(parameters, places, strict=True)]
-        pieces = [
-            self._owned.of(p).piece(_part(back, place), p)
-            for p, place in zip(parameters, back_places, strict=True)
-        ]
-        return Packed(Sharded(there, layout), Sharded(back, back_layout), gradients, pieces), key
+        placed = [*zip(parameters, plan.items, strict=True)]
+        gradients = [view_of(there, p, place.there.start) for p, place in placed]
+        pieces = [self._owned.of(p).piece(_part(back, place.back), p) for p, place in placed]
+        return Packed(Sharded(there, plan.there), Sharded(back, plan.back), gradients, pieces), key
 
     def travels(self, packed: Packed, key: Key, deferred: Deferred) -> None:
         """Note which exchange has the buffers of a bucket."""
         self._lent[key] = _Lent(packed.there.tensor, packed.back.tensor, deferred)
-
-    def _layout(self, parameters: Sequence[torch.Tensor], numels: Sequence[int]) -> OwnedLayout:
-        owners = [self._owned.owner_of[id(parameter)] for parameter in parameters]
-        parts = tuple([OwnedPart(owner, numel) for owner, numel in zip(owners, numels, strict=True)])
-        return owned_layout(self._world_size, parts)
 
     def _lend(
         self, key: Key, like: torch.Tensor, numel: int, back_numel: int

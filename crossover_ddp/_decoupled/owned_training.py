@@ -13,7 +13,6 @@ threads, and forward needs first what was reduced last, so that little could run
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -30,8 +29,6 @@ from crossover_ddp._exchange.transfer import MakeMessages
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .coded import Coding
-from .interception import guard_groups, intercept
-from .optimizers import as_one
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
 from .owned_packing import Packing
@@ -98,33 +95,24 @@ class OwnedTraining(DecoupledTraining):
         self._is_checked = False
         self._skipped = 0
         self._failure: Exception | None = None
-        super().__init__(
-            optimizers[0], turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates
-        )
-        self.optimizer = as_one(optimizers)
-        for number, optimizer in enumerate(optimizers):
-            if number:
-                self._hooks.enter_context(intercept(optimizer, _FurtherOptimizer(self, number)))
-            before = optimizer.register_state_dict_pre_hook(lambda *_: self.owned.check_whole())
-            after = optimizer.register_load_state_dict_post_hook(lambda *_: self.owned.adopt())
-            self._hooks.callback(before.remove)
-            self._hooks.callback(after.remove)
+        super().__init__(optimizers, turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates)
+        self._hooks.enter_context(self.owned.kept.hooks)
 
     # --- the state's methods ---------------------------------------------------------------------------------
 
     def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
         """See `DecoupledState.consolidate`. **Collective**."""
         self.flush()
-        self.owned.consolidate(group, to)
+        self.owned.kept.consolidate(group, to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "state" of the optimizers, "buffers" that travel."""
-        return {**self.owned.memory_usage(), "buffers": self._packing.nbytes}
+        return {"state": self.owned.kept.nbytes, "buffers": self._packing.nbytes}
 
     def close(self) -> None:
         """See `DecoupledState.close`."""
         if not self._closed:
-            self.owned.check_whole()
+            self.owned.kept.check_whole()
         super().close()
 
     # --- the hook --------------------------------------------------------------------------------------------
@@ -230,46 +218,34 @@ class OwnedTraining(DecoupledTraining):
 
     # --- the optimizers --------------------------------------------------------------------------------------
 
-    def on_zero_grad(self) -> None:
-        """Note that the first optimizer has no gradients any more."""
-        self.zeroed(0)
-
-    def zeroed(self, number: int) -> None:
+    def _zeroed(self, number: int) -> None:
         """Note that an optimizer has no gradients any more."""
         self._dropped.add(number)
         self._forget_dropped()
 
-    def on_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The user calls ``step()`` of the first optimizer."""
-        return self.stepped(0, closure)
-
-    def stepped(self, number: int, closure: Callable[[], Any] | None) -> Any:
+    def _stepped(self, number: int, original: Callable[[], Any]) -> Any:
         """The user calls ``step()`` of an optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():  # as torch's optimizers do
-                loss = closure()
         try:
             with self.updates.lock:
-                result = self._step_of(number)
+                result = self._step_of(number, original)
         except Exception as error:
             self._failure = error
             raise
         self._failure = None
-        return result if closure is None else loss
+        return result
 
-    def _step_of(self, number: int) -> Any:
+    def _step_of(self, number: int, original: Callable[[], Any]) -> Any:
         updates, round_, owned = self.updates, self.updates.round, self.owned.each[number]
         updates.update_all()
-        guard_groups(self.optimizer, self.on_look)
+        self._guard_groups()
         if self._closed:
-            return owned.partial.step()
+            return original()
         if not self._plans:
-            self.owned.check_foreign()
-            round_.collect(self.optimizer, self._known)
+            self.owned.kept.check_foreign()
+            round_.collect(self.optimizers, self._known)
         if not round_.shares:
             _check_without_gradients(owned)
-            return owned.partial.step()
+            return original()
         _check_plain(owned)
         owned.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
         if number in self._plans:
@@ -277,7 +253,7 @@ class OwnedTraining(DecoupledTraining):
                 f"expected step() of all optimizers once after each backward(), got a second one of "
                 f"{type(owned.optimizer).__name__} before all had stepped; call each once, one after the other"
             )
-        with self.unwatched():
+        with updates.watch.unwatched():
             self._plans[number] = owned.partial.plan()
         needed = {
             self.owned.number_of[id(each.parameter)] for share in round_.shares for each in share.updates
@@ -294,7 +270,7 @@ class OwnedTraining(DecoupledTraining):
         if not self._held_turn.is_held:
             shares[0].deferred.own_part()  # there is something to compute
             self._take_turn()
-        with as_in_step(shares[0].buffer.device.type), self.unwatched():
+        with as_in_step(shares[0].buffer.device.type), self.updates.watch.unwatched():
             for share in shares:
                 share.receive()
                 for number, plan in plans.items():
@@ -302,7 +278,7 @@ class OwnedTraining(DecoupledTraining):
                     self.owned.each[number].compute(plan, own)
                 share.clear()
                 share.steps = [(self.owned.each[number], plan) for number, plan in plans.items()]
-        self.owned.stepped()
+        self.owned.kept.stepped()
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
@@ -311,29 +287,6 @@ class OwnedTraining(DecoupledTraining):
         self.updates.defer(next(iter(plans.values())))
         if not is_settled:  # DDP may still rebuild its buckets
             self.updates.update_all()
-
-
-class _FurtherOptimizer:
-    """What happens to another optimizer than the first; see `Watcher`."""
-
-    def __init__(self, training: OwnedTraining, number: int) -> None:
-        self._training = training
-        self._number = number
-
-    def on_step(self, closure: Callable[[], Any] | None) -> Any:
-        return self._training.stepped(self._number, closure)
-
-    def on_zero_grad(self) -> None:
-        self._training.zeroed(self._number)
-
-    def on_look(self) -> None:
-        self._training.on_look()
-
-    def flush(self) -> None:
-        self._training.flush()
-
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        return self._training.unwatched()
 
 
 def _check_without_gradients(owned: OwnedOptimizer) -> None:

@@ -10,7 +10,7 @@ Our design.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ class PayloadTraining(DecoupledTraining):
     """One model and one optimizer, and what makes the payloads; see `DecoupledTraining`.
 
     Args:
-        optimizer: the user's.
+        optimizers: the user's.
         turn: taken before forward, if there is one.
         coding: of no codec.
         kfac: the state whose payloads travel.
@@ -38,19 +38,24 @@ class PayloadTraining(DecoupledTraining):
     """
 
     def __init__(
-        self, optimizer: Optimizer, turn: Turn | None, coding: Coding, kfac: Deferrable, state: object
+        self,
+        optimizers: Sequence[Optimizer],
+        turn: Turn | None,
+        coding: Coding,
+        kfac: Deferrable,
+        state: object,
     ) -> None:
         self._payloads = kfac.defer(state, self.flush)
-        super().__init__(optimizer, turn, coding, always=True)
+        super().__init__(optimizers, turn, coding, always=True)
 
     def clip(
         self, group: dist.ProcessGroup, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """Clip whole gradients: no rank has its own part of them before the KL clip is known."""
-        self.updates.round.collect(self.optimizer, self._known)
+        self.updates.round.collect(self.optimizers, self._known)
         self.updates.make_round_whole()
         return nn.utils.clip_grad_norm_(
-            parameters_of(self.optimizer), max_norm, norm_type, error_if_nonfinite
+            parameters_of(self.optimizers), max_norm, norm_type, error_if_nonfinite
         )
 
     def _take(

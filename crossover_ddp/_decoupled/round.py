@@ -1,5 +1,7 @@
 """The buckets of one backward pass, from the hook until ``step()`` or `flush` takes them."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -56,11 +58,11 @@ class Round:
         self.is_settled = same and self.number > rebuilt_after
         return same
 
-    def collect(self, optimizer: Optimizer, known: set[int]) -> None:
+    def collect(self, optimizers: Sequence[Optimizer], known: set[int]) -> None:
         """Collect the step's gradients; refuse what would not give the result of plain DDP.
 
         Args:
-            optimizer: whose step it is.
+            optimizers: whose step it is.
             known: ids of the model's parameters.
         """
         if self.is_open or self.is_broken:
@@ -72,7 +74,7 @@ class Round:
             return
         for share in self.shares:
             share.collect()
-        strangers = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) not in known]
+        strangers = [p for p in parameters_of(optimizers) if p.grad is not None and id(p) not in known]
         if strangers:
             raise UnsupportedConfigurationError(
                 f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
@@ -80,6 +82,6 @@ class Round:
             )
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of ``optimizer``, past the guards of its groups."""
-    return [p for group in optimizer.param_groups for p in list.__iter__(group["params"])]
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return all parameters of ``optimizers``, past the guards of their groups."""
+    return [p for each in optimizers for group in each.param_groups for p in list.__iter__(group["params"])]

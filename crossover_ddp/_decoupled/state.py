@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._ddp.compiled import compiled_modules
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._planning import BucketPlan
@@ -24,8 +25,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
-from .compiled import compiled_modules
-from .optimizers import as_one, checked_optimizers
+from .optimizers import checked_optimizers
 from .owned_training import OwnedTraining
 from .payload_training import PayloadTraining
 from .payloads import Deferrable, check_deferrable, check_group
@@ -124,12 +124,10 @@ class DecoupledState(Pausable):
         if owners is None or turns_disabled():
             coding = Coding(codec, loss_scale, self)
             if kfac is None or turns_disabled():
-                self._training = DecoupledTraining(optimizers[0], mutex, coding, always=defer == "always")
+                self._training = DecoupledTraining(optimizers, mutex, coding, always=defer == "always")
             else:
                 check_group(kfac, resolve_group(process_group))
-                self._training = PayloadTraining(optimizers[0], mutex, coding, kfac, self)
-            if len(optimizers) > 1:
-                self._training.optimizer = as_one(optimizers)
+                self._training = PayloadTraining(optimizers, mutex, coding, kfac, self)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
 
@@ -271,13 +269,8 @@ class DecoupledState(Pausable):
             if rank == 0:
                 torch.save(optimizer.state_dict(), path)
         """
-        group = resolve_group(self.process_group)
-        if to is not None and not 0 <= to < group.size():
-            raise ValueError(
-                f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
-            )
         if isinstance(self._training, OwnedTraining):
-            self._training.consolidate(group, to)
+            self._training.consolidate(resolve_group(self.process_group), to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""

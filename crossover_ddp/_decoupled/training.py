@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,20 @@ from crossover_ddp._ddp.checks import (
     model_of,
     names_of,
 )
+from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
 from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
 from crossover_ddp._exchange.transfer import MakeMessages, Payload
+from crossover_ddp._owners.interception import guard_groups, intercept
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .clipping import check_finite, clip_whole, gradient_norm
 from .coded import Coding
-from .compiled import called_by_compiled_code, uncompiled
 from .guards import Guards
 from .held_turn import HeldTurn
-from .interception import guard_groups, intercept
 from .partial_optimizer import PartialOptimizer
 from .round import Round, parameters_of
 from .shares import CHANGED, Share, views_of
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 
 class DecoupledTraining:
-    """One model and one optimizer, with what is under way between them.
+    """One model and its optimizer, with what is under way between them.
 
     Args:
-        optimizer: the user's.
+        optimizers: the user's; one but with owners.
         turn: taken before forward, if there is one.
         coding: how buckets become messages.
         always: defer every step, without trying whether that is worth it.
@@ -62,20 +62,20 @@ class DecoupledTraining:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         turn: Turn | None,
         coding: Coding,
         *,
         always: bool = False,
         updates: Updates | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.coding = coding
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
         self.exchange: Exchange | None = None
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
         self._turn = turn
-        self._partial = PartialOptimizer(optimizer)
+        self._partial = PartialOptimizer(optimizers[0])
         self.updates = updates or Updates(self._partial)
         self.trial = None if always else Trial()
         self._known: set[int] = set()
@@ -84,7 +84,16 @@ class DecoupledTraining:
         self._buffers: BufferCopy | None = None
         self._held_turn = HeldTurn(turn)
         self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(intercept(optimizer, self))
+        for number, each in enumerate(optimizers):
+            methods = intercept(
+                each,
+                on_step=functools.partial(self._stepped, number),
+                on_zero_grad=functools.partial(self._zeroed, number),
+                on_look=self._look,
+                flush=self.flush,
+                unwatched=self.updates.watch.unwatched,
+            )
+            self._hooks.enter_context(methods)
 
     # --- the state's methods ---------------------------------------------------------------------------------
 
@@ -98,8 +107,8 @@ class DecoupledTraining:
     ) -> torch.Tensor:
         """See `DecoupledState.clip_grad_norm_`. **Collective**."""
         round_, norm_type = self.updates.round, float(norm_type)
-        round_.collect(self.optimizer, self._known)
-        parameters = parameters_of(self.optimizer)
+        round_.collect(self.optimizers, self._known)
+        parameters = parameters_of(self.optimizers)
         norm = gradient_norm(round_.shares, norm_type, group, parameters[0].device)
         if norm is None:
             self.updates.make_round_whole()
@@ -247,7 +256,7 @@ class DecoupledTraining:
             )
         if known is None:
             self._adopt(model)
-        _check_in_optimizer(new, self.optimizer, model)
+        _check_in_optimizer(new, self.optimizers, model)
         self._known.update(id(p) for p in new)
         return parameters
 
@@ -263,7 +272,11 @@ class DecoupledTraining:
         self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
         self.take_order(self._loaded_order)
-        logger.info("decoupled: %s with %s", type(model.module).__name__, type(self.optimizer).__name__)
+        logger.info(
+            "decoupled: %s with %s",
+            type(model.module).__name__,
+            ", ".join([type(each).__name__ for each in self.optimizers]),
+        )
 
     # --- around forward --------------------------------------------------------------------------------------
 
@@ -307,45 +320,39 @@ class DecoupledTraining:
 
     # --- the optimizer ---------------------------------------------------------------------------------------
 
-    def on_look(self) -> None:
+    def _look(self) -> None:
         """Somebody is about to go through the optimizer's parameters."""
         self.updates.watch.reads(())
         if self.updates.stale:
-            self.updates.watch.reads(parameters_of(self.optimizer))
+            self.updates.watch.reads(parameters_of(self.optimizers))
 
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Let this thread go through parameters without reading values."""
-        return self.updates.watch.unwatched()
+    def _zeroed(self, number: int) -> None:
+        """The user has called ``zero_grad()`` of an optimizer."""
 
-    def on_zero_grad(self) -> None:
-        """The user has called ``optimizer.zero_grad()``."""
-
-    def on_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The user calls ``optimizer.step()``."""
-        if closure is None:
-            return self._step()
-        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
-            loss = closure()
-        self._step()
-        return loss
-
-    def _step(self) -> Any:
+    def _stepped(self, number: int, original: Callable[[], Any]) -> Any:
+        """The user calls ``step()`` of an optimizer."""
         self.updates.update_all()
-        guard_groups(self.optimizer, self.on_look)
+        self._guard_groups()
         with self.updates.lock:  # a thread that saves may be making gradients whole
-            return self._step_on(self.updates, self.updates.round)
+            return self._step_on(self.updates, self.updates.round, self.optimizers[number], original)
 
-    def _step_on(self, updates: Updates, round_: Round) -> Any:
-        round_.collect(self.optimizer, self._known)
+    def _guard_groups(self) -> None:
+        for each in self.optimizers:
+            guard_groups(each, self._look)
+
+    def _step_on(
+        self, updates: Updates, round_: Round, optimizer: Optimizer, original: Callable[[], Any]
+    ) -> Any:
+        round_.collect(self.optimizers, self._known)
         if not round_.shares:
-            return self._partial.step()
-        _check_not_scaled(self.optimizer)
+            return original()
+        _check_not_scaled(optimizer)
         if not round_.is_settled or self._partial.is_watched():
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
             updates.make_round_whole()
-            return self._partial.step()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
-        with self.unwatched():
+            return original()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        with self.updates.watch.unwatched():
             updates.defer(self._partial.plan())
         return None
 
@@ -374,9 +381,9 @@ def copies_gradients(model: DistributedDataParallel | None) -> bool:
 
 
 def _check_in_optimizer(
-    parameters: list[torch.Tensor], optimizer: Optimizer, model: DistributedDataParallel
+    parameters: list[torch.Tensor], optimizers: Sequence[Optimizer], model: DistributedDataParallel
 ) -> None:
-    known = {id(p) for p in parameters_of(optimizer)}
+    known = {id(p) for p in parameters_of(optimizers)}
     foreign = [p for p in parameters if id(p) not in known]
     if foreign:
         raise UnsupportedConfigurationError(

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from crossover_ddp._exchange.filling import PassingSpan, cut_up, fill_up
 from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._owners.packing import Item, packing
+
+
+class PassingSpan(NamedTuple):
+    """A run of elements that pass through: where they are in the bucket, and in the part of ``owner``."""
+
+    bucket: Span
+    owner: int
+    offset: int
 
 
 class LayerSizes(NamedTuple):
@@ -67,33 +75,26 @@ def payload_layout(
         passing: spans of the bucket that pass through; they are cut so that the parts become as equal as they can.
         number_numel: elements at the end of each part for the rank's own number; may be 0.
     """
-    filled = [0] * world_size
-    gradients: list[tuple[int, ...]] = []
-    for layer in layers:
-        if layer.rows_numel:
-            gradients.append(tuple(filled))
-            filled = [before + rows for before, rows in zip(filled, layer.rows_numel, strict=True)]
-        else:
-            gradients.append((filled[layer.owner],))
-            filled[layer.owner] += layer.gradient_numel
-    shares = fill_up(filled, sum(span.numel for span in passing))
-    cut = tuple(cut_up(passing, shares, filled))
-    number_offsets = tuple([before + share for before, share in zip(filled, shares, strict=True)])
-    there = [offset + number_numel for offset in number_offsets]
-    back = list(there)
-    factors, solvers = [], []
-    for layer in layers:
-        factors.append(there[layer.owner])
-        there[layer.owner] += layer.factor_numel
-        solvers.append(back[layer.owner])
-        back[layer.owner] += layer.solver_numel
+    rows = [[*enumerate(each.rows_numel)] or [(each.owner, each.gradient_numel)] for each in layers]
+    items = tuple([Item(owner, numel, numel) for each in rows for owner, numel in each])
+    behind = [Item(rank, number_numel, number_numel) for rank in range(world_size)]
+    behind += [Item(each.owner, each.factor_numel, each.solver_numel) for each in layers]
+    made = packing(world_size, items, passing, tuple(behind))
+    starts = [(made.there.part(rank).start, made.back.part(rank).start) for rank in range(world_size)]
+    offsets = iter([place.there.start - starts[place.owner][0] for place in made.items])
+    appendices = made.behind[world_size:]
     return PayloadLayout(
-        Layout.of_lengths(there),
-        Layout.of_lengths(back),
-        tuple(gradients),
-        tuple(factors),
-        tuple(solvers),
-        cut,
-        number_offsets,
+        made.there,
+        made.back,
+        tuple([tuple([next(offsets) for _ in each]) for each in rows]),
+        tuple([place.there.start - starts[place.owner][0] for place in appendices]),
+        tuple([place.back.start - starts[place.owner][1] for place in appendices]),
+        tuple(
+            [
+                PassingSpan(span, place.owner, place.there.start - starts[place.owner][0])
+                for span, place in made.passing
+            ]
+        ),
+        tuple([place.there.start - starts[place.owner][0] for place in made.behind[:world_size]]),
         in_place=not any(layer.factor_numel or layer.solver_numel for layer in layers),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+from crossover_ddp._owners.assignment import assign
 from crossover_ddp._planning import Link
 
 Groups = tuple[tuple[int, ...], ...]
@@ -70,31 +71,19 @@ def loads_s(
 
 
 def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
-    """Give each layer an owner: the costliest first, each to the rank that has the least so far.
-
-    What a rank has counts in the layer's own bucket, and, divided by the number of buckets, in all, since each bucket
-    waits for the rank that has most of it. Of equal layers the first by name (then by place) goes first, of equal ranks
-    the lowest takes it. With one bucket no rank's load exceeds 4/3 − 1/(3·W) times the least possible maximum
-    (Graham's bound for this order, 1969).
+    """Give each layer an owner by its seconds, see `assign`; of equal ones the first by name, then place, comes first.
 
     Args:
         layers: all that have an owner, in the same order on all ranks.
         world_size: W.
         inverse_steps: steps between two inversions. The rarer they are, the more counts what every step costs.
     """
-    weights_s = [layer.step_s(inverse_steps) for layer in layers]
-    order = sorted(range(len(layers)), key=lambda each: (-weights_s[each], layers[each].name, each))
-    everywhere_s = [0.0] * world_size
-    in_buckets_s = {layer.bucket: [0.0] * world_size for layer in layers}
-    owners = [0] * len(layers)
-    for number in order:
-        here_s = in_buckets_s[layers[number].bucket]
-        has_s = [own_s + all_s / len(in_buckets_s) for own_s, all_s in zip(here_s, everywhere_s, strict=True)]
-        owner = min(range(world_size), key=lambda rank: (has_s[rank], rank))
-        owners[number] = owner
-        everywhere_s[owner] += weights_s[number]
-        here_s[owner] += weights_s[number]
-    return tuple(owners)
+    return assign(
+        [layer.step_s(inverse_steps) for layer in layers],
+        world_size,
+        buckets=[layer.bucket for layer in layers],
+        ties=[(layer.name, number) for number, layer in enumerate(layers)],
+    ).owners
 
 
 def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:

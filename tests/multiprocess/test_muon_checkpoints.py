@@ -106,7 +106,7 @@ def consolidated(rank: int, world_size: int) -> tuple[int, str]:
     steps(training, rank, 0, 2)
     with pytest.raises(UnsupportedConfigurationError, match=r"expected state\.consolidate"):
         training.muon.state_dict()
-    with pytest.raises(UnsupportedConfigurationError, match=r"before close\(\)"):
+    with pytest.raises(UnsupportedConfigurationError, match=r"state\.close\(\), got the state of"):
         training.state.close()
     with pytest.raises(ValueError, match="expected 0 <= to < 2"):
         training.state.consolidate(to=2)

@@ -34,7 +34,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a direction takes the place of a matrix in float32",
-        "crossover_ddp/_decoupled/owned_muon.py",
+        "crossover_ddp/_owners/muon.py",
         "return -(-numel * torch.bfloat16.itemsize // itemsize)",
         "return numel",
         (
@@ -95,7 +95,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "what a Lookahead keeps for other ranks' parameters is dropped",
         "crossover_ddp/_decoupled/owned_training.py",
-        "            self.owned.check_foreign()\n",
+        "            self.owned.kept.check_foreign()\n",
         "",
         (_DEFECTS, "-k", "lookahead"),
     ),
@@ -136,7 +136,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "rank 0 sends what it has as the state of all owners",
-        "crossover_ddp/_decoupled/owned_optimizers.py",
+        "crossover_ddp/_owners/kept.py",
         "group=group, group_src=owner)",
         "group=group, group_src=0)",
         (
@@ -162,8 +162,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "Muon's momentum is that of gradients as large as the loss's scale",
-        "crossover_ddp/_muon/payload.py",
-        "gradient.mul_(1.0 / plan.scale)",
+        "crossover_ddp/_muon/directions.py",
+        "gradient.mul_(1.0 / round_.scale)",
         "pass",
         (
             _MUON,
@@ -173,9 +173,9 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "all matrices have the first group's momentum",
-        "crossover_ddp/_muon/stepping.py",
-        '(DirectionSettings.of(group), group["params"])',
-        '(DirectionSettings.of(self._muon.param_groups[0]), group["params"])',
+        "crossover_ddp/_muon/directions.py",
+        "DirectionSettings.of(g)",
+        "DirectionSettings.of(self._muon.param_groups[0])",
         (
             _MUON,
             "-k",
@@ -184,11 +184,11 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a step that is skipped has changed the momentum",
-        "crossover_ddp/_muon/momentum.py",
-        "            put_momentum(state, self._next.pop(index))\n"
-        "            if old is not None:\n"
-        "                self._next[index] = old\n",
-        "            put_momentum(state, self._next[index])\n",
+        "crossover_ddp/_muon/directions.py",
+        "                put_momentum(state, self._next.pop(number))\n"
+        "                if old is not None:\n"
+        "                    self._next[number] = old\n",
+        "                put_momentum(state, self._next[number])\n",
         (
             _MUON,
             "-k",

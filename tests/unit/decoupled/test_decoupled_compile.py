@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
-from crossover_ddp._decoupled.compiled import called_by_compiled_code, uncompiled
+from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
 from crossover_ddp._decoupled.trial import END
 from tests.unit.decoupled.decoupled_training import inputs, network, sgd
 

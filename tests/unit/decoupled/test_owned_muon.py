@@ -2,7 +2,6 @@
 
 import types
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from crossover_ddp._decoupled.owned_muon import OwnedMuon, owned_optimizer
 from crossover_ddp._decoupled.owned_optimizers import OwnedOptimizer
-from crossover_ddp._exchange import muon_direction
-from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = pytest.mark.torch_version
 
@@ -61,15 +58,3 @@ def test_a_direction_takes_two_bytes_a_number_in_a_buffer_of_any_type(
     owned.piece(buffer[1:-1], matrix).copy_(direction)
     assert torch.equal(owned.piece(buffer[1:-1], matrix), direction)
     assert not buffer[0] and not buffer[-1], "nothing is written beside its place"
-
-
-def test_a_torch_with_another_muon_is_refused() -> None:
-    muon_direction.check_torch.cache_clear()
-    try:
-        with (
-            mock.patch.object(muon_direction, "take_step", lambda parameter, *_: parameter.mul_(0.9)),
-            pytest.raises(UnsupportedConfigurationError, match="computes another step than its parts do"),
-        ):
-            owned_optimizer(muon())
-    finally:
-        muon_direction.check_torch.cache_clear()

@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._exchange.filling import fill_up
 from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp._kfac.payload_layout import LayerSizes, PayloadLayout, payload_layout
 
@@ -52,16 +51,6 @@ def test_everything_has_a_place_of_its_own(
 
 
 @given(payloads())
-def test_what_passes_through_is_all_that_shall(
-    payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
-) -> None:
-    made = payload_layout(*payload)
-    passed = [element for share in made.passing for element in range(*share.bucket)]
-    # Spans of a bucket follow each other; they may touch.
-    assert passed == [element for span in payload[2] for element in range(*span)]
-
-
-@given(payloads())
 def test_both_ways_are_the_same_up_to_their_appendices(
     payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
 ) -> None:
@@ -79,22 +68,10 @@ def test_both_ways_are_the_same_up_to_their_appendices(
     assert made.in_place == (not any(layer.factor_numel or layer.solver_numel for layer in layers))
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
-def test_the_emptiest_parts_are_filled_first(filled: list[int], numel: int) -> None:
-    shares = fill_up(filled, numel)
-    after = [before + share for before, share in zip(filled, shares, strict=True)]
-    assert sum(shares) == numel
-    assert min(shares) >= 0
-    raised = [level for level, share in zip(after, shares, strict=True) if share]
-    # Nobody who got something is more than one element above anybody.
-    assert not raised or max(raised) <= min(after) + 1
-
-
 @given(st.integers(0, 100), st.integers(1, 5))
 def test_with_nothing_but_bucket_layers_the_parts_are_those_of_an_equal_layout(
     numel: int, world_size: int
 ) -> None:
     made = payload_layout(world_size, (), (Span(0, numel),))
-    assert sorted(made.there.lengths) == sorted(fill_up([0] * world_size, numel))
     assert max(made.there.lengths) - min(made.there.lengths) <= 1
     assert made.there.numel == Layout.equal(numel, world_size).numel

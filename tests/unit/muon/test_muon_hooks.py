@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 import pickle
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 
-from crossover_ddp._exchange import muon_direction as direction
+from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState
 from crossover_ddp.muon_hooks import MuonState, muon_hook
@@ -120,19 +119,6 @@ def test_a_state_stays_in_its_process(process_group: dist.ProcessGroup) -> None:
             attempt()
 
 
-def test_a_torch_with_another_muon_is_refused() -> None:
-    direction.check_torch()
-    direction.check_torch.cache_clear()
-    try:
-        with (
-            mock.patch.object(direction, "take_step", lambda parameter, *_: parameter.mul_(0.9)),
-            pytest.raises(UnsupportedConfigurationError, match="computes another step than its parts do"),
-        ):
-            direction.check_torch()
-    finally:
-        direction.check_torch.cache_clear()
-
-
 def test_what_is_not_finite_shows_in_the_gradients(process_group: dist.ProcessGroup) -> None:
     module = network()
     model, state = hooked(module, muon_of(module))
@@ -180,3 +166,14 @@ def test_a_state_describes_itself(process_group: dist.ProcessGroup) -> None:
     backward(model)
     assert state.newton_schulz_calls == 2
     assert state.memory_usage()["buffers"] > 0
+
+
+def test_nothing_is_exchanged_after_close(process_group: dist.ProcessGroup) -> None:
+    module = network()
+    model, state = hooked(module, muon_of(module))
+    state.close()
+    with pytest.raises(UnsupportedConfigurationError, match=r"got a backward\(\) after close"):
+        backward(model)
+    MuonState(state.muon)
+    with pytest.raises(UnsupportedConfigurationError, match="has another already"):
+        DecoupledState(state.muon, owners="layers")

@@ -9,35 +9,15 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, SupportsIndex, overload
+from typing import Any, Final, SupportsIndex, overload
 
 import torch
 from torch.optim import Optimizer
 
+from crossover_ddp._ddp.compiled import uncompiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .compiled import uncompiled
-
-_MARK: Final = "_crossover_ddp_decoupled"
-
-
-class Watcher(Protocol):
-    """Who wants to know of the optimizer's users."""
-
-    def on_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The user calls ``step``."""
-
-    def on_zero_grad(self) -> None:
-        """The user has called ``zero_grad``."""
-
-    def on_look(self) -> None:
-        """Somebody is about to go through the optimizer's parameters."""
-
-    def flush(self) -> None:
-        """Somebody needs all that is pending."""
-
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """What this thread does meanwhile reads no values."""
+_MARK: Final = "_crossover_ddp_state"
 
 
 class GuardedList(list[torch.Tensor]):
@@ -45,7 +25,7 @@ class GuardedList(list[torch.Tensor]):
 
     def __init__(self, parameters: list[torch.Tensor], look: Callable[[], None]) -> None:
         super().__init__(parameters)
-        self._look = look
+        self._look = uncompiled(look)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._look()
@@ -79,31 +59,60 @@ def check_not_intercepted(optimizer: Optimizer) -> None:
     """Refuse an optimizer that has a state already."""
     if getattr(optimizer, _MARK, None) is not None:
         raise UnsupportedConfigurationError(
-            "expected an optimizer without a DecoupledState, got one that has another already; "
-            "make one optimizer for each model, or close() the other state"
+            "expected an optimizer without a DecoupledState or MuonState, got one that has another already; make one "
+            "optimizer for each model, or close() the other state"
         )
 
 
-def intercept(optimizer: Optimizer, watcher: Watcher) -> contextlib.ExitStack:
-    """Tell ``watcher`` what is done with ``optimizer``; close what is returned to end it."""
+def _nothing() -> None:
+    pass
+
+
+def intercept(
+    optimizer: Optimizer,
+    *,
+    on_step: Callable[[Callable[[], Any]], Any],
+    on_zero_grad: Callable[[], None],
+    on_look: Callable[[], None] | None = None,
+    flush: Callable[[], None] = _nothing,
+    unwatched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> contextlib.ExitStack:
+    """Have ours called in the place of the optimizer's own methods; close what is returned to end it.
+
+    Args:
+        optimizer: without a state of ours.
+        on_step: called in the place of ``step`` with the original one, after a closure.
+        on_zero_grad: called after ``zero_grad``.
+        on_look: called before somebody goes through the parameters in the groups.
+        flush: called before somebody needs everything up to date.
+        unwatched: entered where this thread goes through parameters without reading values.
+    """
     stack = contextlib.ExitStack()
     own = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
-    original_zero_grad = optimizer.zero_grad
-    on_step, on_look = uncompiled(watcher.on_step), uncompiled(watcher.on_look)
+    original_step, original_zero_grad = optimizer.step, optimizer.zero_grad
 
-    @functools.wraps(optimizer.step)
+    @uncompiled
+    def stepped(closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return on_step(original_step)
+        with torch.enable_grad():  # as torch's optimizers do: once, before they look at gradients
+            loss = closure()
+        on_step(original_step)
+        return loss
+
+    @functools.wraps(original_step)
     def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return on_step(closure)
+        return stepped(closure)
 
     @uncompiled
     def zero(set_to_none: bool) -> None:
         if not set_to_none:
-            watcher.flush()
-        with watcher.unwatched():
+            flush()
+        with unwatched():
             original_zero_grad(set_to_none)
-        watcher.on_zero_grad()
+        on_zero_grad()
 
-    @functools.wraps(optimizer.zero_grad)
+    @functools.wraps(original_zero_grad)
     def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
         zero(set_to_none)
 
@@ -112,9 +121,10 @@ def intercept(optimizer: Optimizer, watcher: Watcher) -> contextlib.ExitStack:
     vars(optimizer).update(ours)
     setattr(optimizer, _MARK, True)
     stack.callback(_restore, optimizer, ours, own)
-    guard_groups(optimizer, on_look)
+    if on_look is not None:
+        guard_groups(optimizer, on_look)
     for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
-        stack.callback(register(lambda *_: watcher.flush()).remove)
+        stack.callback(register(lambda *_: flush()).remove)
     return stack
 
 

@@ -4,11 +4,12 @@
 that results are equal to the last bit whatever torch does in them. They are private to torch: `check_torch` compares
 both halves with a whole step, once a process, and refuses a torch in which they are not the same.
 
-It stands here since two wings let directions travel: `_muon` in backward, `_decoupled` in the next forward.
+Directions travel in backward with `muon_hook`, in the next forward with decoupled training's owners.
 """
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -71,14 +72,34 @@ def take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> No
     parameter.add_(direction, alpha=-adjusted_lr)
 
 
+def newton_schulz_flop(shape: Sequence[int], steps: int = 5) -> int:
+    """Return the floating-point operations of one Newton-Schulz of a matrix.
+
+    With m <= n its sides, a step multiplies X·Xᵀ (2·m²·n), G·G (2·m³) and G·X (2·m²·n); five steps cost
+    20·m²·n + 10·m³.
+
+    Args:
+        shape: rows and columns.
+        steps: ``ns_steps`` of the parameter group.
+    """
+    small, large = sorted(shape)
+    return steps * (4 * small**2 * large + 2 * small**3)
+
+
+def direction_numel(numel: int, itemsize: int) -> int:
+    """Return how many elements, of ``itemsize`` bytes, a direction of ``numel`` numbers takes; the last one in part."""
+    return -(-numel * torch.bfloat16.itemsize // itemsize)
+
+
 def direction_view(flat: Tensor, shape: torch.Size) -> Tensor:
     """Return the direction in ``flat`` in the order in memory that torch's has, so that sums take the same way.
 
     Args:
-        flat: bfloat16, one number for each of the matrix.
+        flat: as many elements as `direction_numel` says.
         shape: of the matrix.
     """
     rows, columns = shape
+    flat = flat.view(torch.bfloat16)[: rows * columns]
     return flat.view(columns, rows).T if rows > columns else flat.view(rows, columns)
 
 

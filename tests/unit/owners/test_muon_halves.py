@@ -1,10 +1,14 @@
 """Both halves of torch's Muon, against its whole step."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.optim import Muon
 
-from crossover_ddp._exchange.muon_direction import DirectionSettings, direction_of, direction_view, take_step
+from crossover_ddp._owners import muon
+from crossover_ddp._owners.muon import DirectionSettings, direction_of, direction_view, take_step
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = pytest.mark.torch_version
 
@@ -24,8 +28,8 @@ def test_both_halves_are_torchs_step_to_the_last_bit(
     """The momentum is updated in place; a learning rate that is a tensor rounds in its own type."""
     torch.manual_seed(0)
     whole = torch.randn(shape).requires_grad_()
-    muon = Muon([whole], lr=rate(0.02), **settings)  # type: ignore[arg-type]
-    group, parts = muon.param_groups[0], whole.detach().clone()
+    optimizer = Muon([whole], lr=rate(0.02), **settings)  # type: ignore[arg-type]
+    group, parts = optimizer.param_groups[0], whole.detach().clone()
     momentum, flat = torch.zeros(shape), torch.empty(whole.numel(), dtype=torch.bfloat16)
     for step in range(STEPS):
         group["lr"] = rate(0.02 * 0.9**step)
@@ -35,6 +39,19 @@ def test_both_halves_are_torchs_step_to_the_last_bit(
         received.copy_(direction)
         assert received.stride() == direction.stride()
         take_step(parts, received, group)
-        muon.step()
+        optimizer.step()
         assert torch.equal(parts, whole), step
-    assert torch.equal(momentum, muon.state[whole]["momentum_buffer"])
+    assert torch.equal(momentum, optimizer.state[whole]["momentum_buffer"])
+
+
+def test_a_torch_with_another_muon_is_refused() -> None:
+    muon.check_torch()
+    muon.check_torch.cache_clear()
+    try:
+        with (
+            mock.patch.object(muon, "take_step", lambda parameter, *_: parameter.mul_(0.9)),
+            pytest.raises(UnsupportedConfigurationError, match="computes another step than its parts do"),
+        ):
+            muon.check_torch()
+    finally:
+        muon.check_torch.cache_clear()

@@ -1,0 +1,139 @@
+"""State of optimizers that only owners keep: taken out elsewhere, never saved in part, brought together to be saved."""
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.serialization import default_restore_location
+
+from crossover_ddp._engine.endings import let_collectives_go
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+
+class Kept:
+    """What some optimizers keep of parameters that have owners: each rank has that of its own ones.
+
+    Args:
+        optimizers: in the same order on all ranks.
+        owner_of: rank by the id of each parameter that has an owner.
+        rank: this one.
+        loaded: called when a state was loaded into one of the optimizers.
+
+    ``hooks``: on the optimizers' state dicts; close it to end them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        owner_of: Mapping[int, int],
+        rank: int,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._places = [
+            (optimizer, parameter, owner_of[id(parameter)])
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in owner_of
+        ]
+        self._rank = rank
+        self._loaded = loaded
+        self.is_whole = True
+        """Whether this rank has the state of all parameters that have one."""
+        self._take_out()
+        self.hooks = ExitStack()
+        for each in optimizers:
+            self.hooks.callback(each.register_state_dict_pre_hook(lambda _: self.check_whole()).remove)
+            self.hooks.callback(each.register_load_state_dict_post_hook(lambda _: self._adopt()).remove)
+
+    def stepped(self) -> None:
+        """Note that owners have updated their state; what was consolidated before is old."""
+        self.is_whole = self.is_whole and all(owner == self._rank for _, _, owner in self._places)
+        self._take_out()
+
+    def _adopt(self) -> None:
+        self.is_whole = True
+        self._take_out()
+        self._loaded()
+
+    def _take_out(self) -> None:
+        for optimizer, parameter, owner in self._places:
+            if owner != self._rank and optimizer.state.pop(parameter, None):
+                self.is_whole = False
+
+    def check_whole(self) -> None:
+        """Refuse to hand out a part of the state."""
+        if not self.is_whole:
+            raise UnsupportedConfigurationError(
+                "expected state.consolidate() on all ranks before the optimizer's state_dict() and state.close(), got "
+                "the state of this rank's own parameters only; call it after the last step, and state_dict() where it "
+                "was consolidated to"
+            )
+
+    def check_foreign(self) -> None:
+        """Refuse what somebody else keeps in the optimizers for parameters of other ranks, as a Lookahead does."""
+        for optimizer, parameter, owner in self._places if not self.is_whole else ():
+            if owner != self._rank and (kept := optimizer.state.get(parameter)):
+                raise UnsupportedConfigurationError(
+                    f"expected state of this rank's own parameters in {type(optimizer).__name__}, got {sorted(kept)} "
+                    f"of one that rank {owner} owns, which differs from rank to rank (a Lookahead around it?); use "
+                    "owners=None"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the optimizers keep on this rank."""
+        kept = [optimizer.state.get(parameter, {}) for optimizer, parameter, _ in self._places]
+        return sum(tensor.nbytes for tensor in tensors_in(kept))
+
+    @torch.no_grad()
+    def consolidate(self, group: dist.ProcessGroup, to: int | None) -> None:
+        """Send each parameter's state from its owner to all; rank ``to`` keeps it, or all for None.
+
+        **Collective**: all ranks, between two steps.
+        """
+        if to is not None and not 0 <= to < group.size():
+            raise ValueError(
+                f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
+            )
+        if group.size() == 1 or not self._places:
+            return
+        keeps = to in (None, self._rank)
+        for optimizer, parameter, owner in self._places:
+            own = _saved(optimizer.state.get(parameter)) if owner == self._rank else None
+            travelling = [own]
+            dist.broadcast_object_list(travelling, group=group, group_src=owner)
+            if owner != self._rank and keeps and travelling[0] is not None:
+                optimizer.state[parameter] = _loaded(travelling[0], parameter.device)
+        self.is_whole = self.is_whole or keeps
+        let_collectives_go(group)  # these may be a job's last
+
+
+def _saved(state: dict[str, Any] | None) -> bytes | None:
+    if not state:
+        return None
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _loaded(saved: bytes, device: torch.device) -> Any:
+    """Return what was saved; what was on another rank's device comes to ``device``."""
+    return torch.load(
+        io.BytesIO(saved),
+        lambda storage, place: default_restore_location(storage, place if place == "cpu" else str(device)),
+        weights_only=False,  # an optimizer may keep anything; it comes from a rank of this job
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in what an optimizer keeps: dictionaries, lists and tuples of whatever it likes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)

@@ -1,0 +1,140 @@
+"""Where owned things lie in the buffers that travel for one bucket. Pure: no tensors, no processes.
+
+[Note: packing] A rank's part holds, both ways, what it owns. Behind that lies so much of what passes through that the
+parts, both ways together, become as equal as they can be; and behind that what need not be counted for it, such as what
+travels one way only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from crossover_ddp._exchange.layout import Layout, Span
+
+
+class Item(NamedTuple):
+    """Something with an owner: how many elements of it go there, and how many come back."""
+
+    owner: int
+    there: int
+    back: int
+
+
+class Place(NamedTuple):
+    """Where something of ``owner`` lies in both buffers."""
+
+    owner: int
+    there: Span
+    back: Span
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The contents of both buffers, see [Note: packing].
+
+    Args:
+        there: parts of the buffer that is summed.
+        back: parts of the buffer that returns.
+        items: places, in the order of the items.
+        passing: what passes through: where it is in the bucket, and its place.
+        behind: places, in the order of the items behind.
+    """
+
+    there: Layout
+    back: Layout
+    items: tuple[Place, ...]
+    passing: tuple[tuple[Span, Place], ...]
+    behind: tuple[Place, ...]
+
+
+@lru_cache(maxsize=1024)
+def packing(
+    world_size: int, items: tuple[Item, ...], passing: tuple[Span, ...] = (), behind: tuple[Item, ...] = ()
+) -> Packing:
+    """Lay both buffers out; the same on all ranks, since it depends on the arguments only.
+
+    Args:
+        world_size: number of parts.
+        items: what has an owner.
+        passing: spans of the bucket that pass through, in order; they are cut where parts end.
+        behind: what else has an owner, behind what passes through.
+    """
+    there, back = [0] * world_size, [0] * world_size
+    offsets = _stack(items, there, back)
+    both = [(out + home) // 2 for out, home in zip(there, back, strict=True)]
+    cut = list(cut_up(passing, fill_up(both, sum(span.numel for span in passing))))
+    all_items = (*items, *(Item(owner, span.numel, span.numel) for span, owner in cut), *behind)
+    offsets += _stack(all_items[len(items) :], there, back)
+    layouts = Layout.of_lengths(there), Layout.of_lengths(back)
+    starts = [(layouts[0].part(each.owner).start, layouts[1].part(each.owner).start) for each in all_items]
+    places = [
+        Place(owner, Span(out + a, out + a + numel_there), Span(home + b, home + b + numel_back))
+        for (owner, numel_there, numel_back), (out, home), (a, b) in zip(
+            all_items, starts, offsets, strict=True
+        )
+    ]
+    owned, passed = len(items), len(items) + len(cut)
+    spans = [span for span, _ in cut]
+    return Packing(
+        *layouts,
+        tuple(places[:owned]),
+        tuple(zip(spans, places[owned:passed], strict=True)),
+        tuple(places[passed:]),
+    )
+
+
+def _stack(items: Sequence[Item], there: list[int], back: list[int]) -> list[tuple[int, int]]:
+    """Put each item behind what its owner's parts hold, which grow by it; return where it begins in them."""
+    offsets = []
+    for owner, numel_there, numel_back in items:
+        offsets.append((there[owner], back[owner]))
+        there[owner] += numel_there
+        back[owner] += numel_back
+    return offsets
+
+
+def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Share ``numel`` elements out so that the fullest part is as small as it can be; the emptiest gets most."""
+    order = sorted(range(len(filled)), key=lambda rank: (filled[rank], rank))
+    for count in range(1, len(order) + 1):
+        lowest = order[:count]
+        level, over = divmod(sum(filled[rank] for rank in lowest) + numel, count)
+        if count == len(order) or level + (over > 0) <= filled[order[count]]:
+            break
+    shares = [0] * len(filled)
+    for place, rank in enumerate(sorted(lowest)):
+        # The last ones get the odd elements, as in Layout.equal.
+        shares[rank] = level - filled[rank] + (place >= count - over)
+    return tuple(shares)
+
+
+def cut_up(passing: Sequence[Span], shares: Sequence[int]) -> Iterator[tuple[Span, int]]:
+    """Hand out the spans, each to a rank, in their order: rank 0's share first.
+
+    Args:
+        passing: spans of the bucket, in order.
+        shares: elements that each rank gets.
+    """
+    borders = list(accumulate(shares))
+    done, rank = 0, 0
+    for span in _merged(passing):
+        start = span.start
+        while start < span.stop:
+            while borders[rank] <= done:
+                rank += 1
+            stop = min(span.stop, start + borders[rank] - done)
+            yield Span(start, stop), rank
+            done += stop - start
+            start = stop
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].stop == span.start:
+            merged[-1] = Span(merged[-1].start, span.stop)
+        elif span.numel:
+            merged.append(span)
+    return merged

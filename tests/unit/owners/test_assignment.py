@@ -1,0 +1,48 @@
+"""Who owns what, by its cost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.muon import newton_schulz_flop
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 9))
+def test_no_rank_has_more_than_the_mean_and_a_part_of_one(costs: list[int], world_size: int) -> None:
+    made = assign(costs, world_size)
+    for rank in range(world_size):
+        assert made.loads[rank] == sum(
+            cost for cost, owner in zip(costs, made.owners, strict=True) if owner == rank
+        )
+    assert max(made.loads) <= sum(costs) / world_size + max(costs, default=0) * (1 - 1 / world_size)
+
+
+def test_equal_ones_of_a_bucket_spread_over_the_ranks() -> None:
+    assert assign([5] * 6, 3).owners == (2, 1, 0, 2, 1, 0)
+    assert assign([1, 1, 2, 3], 2).owners == (0, 1, 1, 0)
+    assert assign([], 2).busiest_share == 0
+    with pytest.raises(ValueError, match="expected at least one rank"):
+        assign([1], 0)
+
+
+# Twelve blocks of width 768, and two of width 96, the GPT of the recipes.
+@pytest.mark.parametrize(
+    ("shapes", "world_size", "most"),
+    [
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, 2, 0.5),
+        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, 8, 0.14),
+        ([(288, 96), (96, 96), (384, 96), (96, 384)] * 2, 2, 0.5),
+        ([(288, 96), (96, 96), (384, 96), (96, 384)] * 2, 4, 0.30),
+    ],
+)
+def test_matrices_of_a_transformer_are_shared_out_evenly(
+    shapes: list[tuple[int, int]], world_size: int, most: float
+) -> None:
+    made = assign([newton_schulz_flop(shape) for shape in shapes], world_size)
+    assert 1 / world_size <= made.busiest_share <= most
+
+
+def test_the_cost_is_that_of_the_products() -> None:
+    assert newton_schulz_flop((3, 7)) == newton_schulz_flop((7, 3)) == 20 * 9 * 7 + 10 * 27
+    assert newton_schulz_flop((3, 7), steps=1) * 5 == newton_schulz_flop((3, 7))

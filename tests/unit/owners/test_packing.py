@@ -1,0 +1,56 @@
+"""Where owned things lie in what travels: everything once both ways, in its owner's part, parts filled up."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._owners.packing import Item, Place, fill_up, packing
+
+Arguments = tuple[int, tuple[Item, ...], tuple[Span, ...], tuple[Item, ...]]
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> Arguments:
+    world_size = draw(st.integers(1, 5))
+    item = st.builds(Item, st.integers(0, world_size - 1), st.integers(0, 40), st.integers(0, 40))
+    borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
+    spans = tuple(Span(start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=False))
+    items, behind = (tuple(draw(st.lists(item, max_size=6))) for _ in range(2))
+    return world_size, items, spans, behind
+
+
+@given(arguments())
+def test_everything_travels_once_both_ways_in_its_owners_part(given: Arguments) -> None:
+    _, items, spans, behind = given
+    made = packing(*given)
+    for place, (owner, there, back) in zip((*made.items, *made.behind), (*items, *behind), strict=True):
+        assert (place.owner, place.there.numel, place.back.numel) == (owner, there, back)
+    for span, place in made.passing:
+        assert span.numel == place.there.numel == place.back.numel
+    # Spans of a bucket follow each other; they may touch.
+    assert [n for span, _ in made.passing for n in range(*span)] == [
+        n for span in spans for n in range(*span)
+    ]
+    places: list[Place] = [*made.items, *(place for _, place in made.passing), *made.behind]
+    for layout, both in ((made.there, [p.there for p in places]), (made.back, [p.back for p in places])):
+        assert sorted(n for span in both for n in range(*span)) == [*range(layout.numel)]
+        for span, place in zip(both, places, strict=True):
+            part = layout.part(place.owner)
+            assert part.start <= span.start and span.stop <= part.stop
+
+
+def test_what_passes_through_fills_the_parts_up() -> None:
+    made = packing(2, (Item(1, 100, 50),), (Span(0, 300),), (Item(1, 0, 2),))
+    first, second = (there + back for there, back in zip(made.there.lengths, made.back.lengths, strict=True))
+    assert abs(first - second) <= 4, "what lies behind, and what halves cannot share out"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 200))
+def test_the_emptiest_parts_are_filled_first(filled: list[int], numel: int) -> None:
+    shares = fill_up(filled, numel)
+    after = [before + share for before, share in zip(filled, shares, strict=True)]
+    assert sum(shares) == numel
+    assert min(shares) >= 0
+    raised = [level for level, share in zip(after, shares, strict=True) if share]
+    # Nobody who got something is more than one element above anybody.
+    assert not raised or max(raised) <= min(after) + 1
