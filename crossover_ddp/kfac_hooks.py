@@ -9,8 +9,11 @@ gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factor
 
 import functools
 import logging
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -31,7 +34,7 @@ from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.curvature import Curvature, Start
 from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
 from crossover_ddp._kfac.layers import Layer, find_layers, group_of
-from crossover_ddp._kfac.placement import FactorPlan, LayerCost, place
+from crossover_ddp._kfac.placement import LayerCost, place
 from crossover_ddp._kfac.preconditioner import Preconditioner
 from crossover_ddp._kfac.rounds import Rounds
 from crossover_ddp._kfac.settings import (
@@ -60,6 +63,25 @@ __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 logger = logging.getLogger(__name__)
 
 _SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
+
+
+@dataclass(frozen=True)
+class FactorPlan:
+    """When input factors travel.
+
+    Args:
+        early: groups that leave during forward, by the layers' numbers; none: all ride in the gradients' buckets.
+    """
+
+    early: tuple[tuple[int, ...], ...]
+
+    def __getattr__(self, name: str) -> float:
+        if name not in ("predicted_s", "in_buckets_s", "early_s"):
+            raise AttributeError(name)
+        warnings.warn(
+            f"FactorPlan.{name} has gone: nothing is predicted any more", FutureWarning, stacklevel=2
+        )
+        return math.nan
 
 
 class KFACState(Pausable):
@@ -237,27 +259,26 @@ class KFACState(Pausable):
         return "\n  ".join([repr(self), *self._preconditioner.rows(), *passing])
 
     def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
-        """Choose whether input factors leave during forward, on a wire that is idle then, or ride in the buckets.
+        """Let input factors leave during forward, on a wire that is idle then, instead of riding in the buckets.
 
-        That is, in steps that make solvers; in others they follow behind the gradients. By the times of the factor
-        steps so far, a few probes of the link, and the cost model in ``_kfac/placement.py``; early factors of layers
-        that are close together leave in one message. Call it again when the buckets or the link have changed.
+        That is, in steps that make solvers; in others they follow behind the gradients. They leave in groups of about
+        equal size, in the order of the last forward; a layer that is called several times is not among them.
 
         Args:
-            early: True or False decides instead of the model; the groups are the model's all the same.
+            early: False lets them ride again. Default: they leave early.
 
         Returns:
-            Rank 0's plan, the same on all ranks, with the predicted seconds of a factor step both ways.
+            Rank 0's plan, the same on all ranks.
 
         On failure: ``UnsupportedConfigurationError``, on all ranks, with local factors, which do not travel, on a GPU,
-        where the host's clock does not tell when kernels run, and before rank 0 has recorded a factor step.
+        and before a step has taken factors.
 
         As part of a `DecoupledState`, too: there the wire is busy in forward.
 
         **Collective**: all ranks of the job, between two steps.
         """
         check_on_its_own(deferred=self._rounds.is_deferred)
-        plan = self._preconditioner.traffic.plan(early)
+        plan = FactorPlan(self._preconditioner.traffic.plan(early=early is not False))
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
 
@@ -346,7 +367,7 @@ class KFACState(Pausable):
 
     def defer(self, state: object, flush: Callable[[], None]) -> Rounds:
         """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way; return its payloads."""
-        is_planned = bool(self._preconditioner.traffic.early.groups)
+        is_planned = bool(self._preconditioner.traffic.early)
         check_new(deferred=self._rounds.is_deferred, codec=self.codec, planned=is_planned)
         self._flush = flush
         self._rounds.defer(state)

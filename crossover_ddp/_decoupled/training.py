@@ -234,7 +234,7 @@ class DecoupledTraining:
             if share.views is not None:
                 after_backward(share.note_separate)
         same = self.updates.round.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
-        self.updates.times.end(if_all_reached=True)
+        self.updates.times.end()
         if not same:
             self.updates.times.forget()
         if self.updates.checks.on:

@@ -19,7 +19,7 @@ def workload_of(times: StepTimes) -> Workload | None:
                 statistics.median(step.reached_s[place] for step in steps),
                 statistics.median(step.update_s[place] for step in steps),
             )
-            for place, (size_bytes, _) in enumerate(steps[-1].buckets)
+            for place, size_bytes in enumerate(steps[-1].buckets)
         ]
     )
     forward_s = statistics.median(step.forward_end_s - step.lost_s for step in steps)

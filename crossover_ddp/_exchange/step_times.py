@@ -1,7 +1,7 @@
-"""When parts of a step are ready, by the host's clock: a recorder that decoupled training and K-FAC share."""
+"""When parts of a step are ready, by the host's clock: a recorder for decoupled training."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,13 +15,10 @@ class RecordedStep:
     begin_s: float
     forward_end_s: float = 0.0
     lost_s: float = 0.0
-    # By what the caller numbers: buckets that forward needs, or layers whose inputs came.
-    reached_s: dict[int, float] = field(default_factory=dict)
-    reached: Counter[int] = field(default_factory=Counter)
+    reached_s: dict[int, float] = field(default_factory=dict)  # by bucket: when forward needs it
     update_s: dict[int, float] = field(default_factory=dict)
-    # By bucket: when backward completed it, its bytes, and the layers that it completes.
-    ready_s: list[float] = field(default_factory=list)
-    buckets: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    ready_s: list[float] = field(default_factory=list)  # by bucket: when backward completed it
+    buckets: list[int] = field(default_factory=list)  # their bytes
     cpu_s: float = 0.0
     """Processor time of other threads."""
 
@@ -41,13 +38,6 @@ class StepTimes:
         """A forward of the model begins to compute; of several per step the last one counts."""
         self._current = RecordedStep(time.monotonic(), cpu_s=-_other_threads_s())
 
-    def reach(self, number: int) -> None:
-        """Forward has come to what has this number."""
-        step = self._current
-        if step is not None:
-            step.reached_s[number] = time.monotonic() - step.begin_s - step.lost_s
-            step.reached[number] += 1
-
     def updated(self, number: int, begin_s: float, waited_s: float) -> None:
         """A bucket was asked for at ``begin_s``, had come at ``waited_s``, and has been updated now."""
         step = self._current
@@ -62,17 +52,17 @@ class StepTimes:
         if self._current is not None:
             self._current.forward_end_s = time.monotonic() - self._current.begin_s
 
-    def bucket_ready(self, size_bytes: int, layers: tuple[int, ...] = ()) -> None:
-        """The next bucket of backward is complete, with all of ``layers``."""
+    def bucket_ready(self, size_bytes: int) -> None:
+        """The next bucket of backward is complete."""
         step = self._current
         if step is not None:
             step.ready_s.append(time.monotonic() - step.begin_s)
-            step.buckets.append((size_bytes, layers))
+            step.buckets.append(size_bytes)
 
-    def end(self, *, if_all_reached: bool = False) -> None:
-        """Backward has computed its last bucket; ``if_all_reached``: keep only steps that reached every bucket."""
+    def end(self) -> None:
+        """Backward has computed its last bucket; keep the step only if forward reached every bucket."""
         step, self._current = self._current, None
-        if step is None or (if_all_reached and not len(step.reached_s) == len(step.buckets) > 0):
+        if step is None or not len(step.reached_s) == len(step.buckets) > 0:
             return
         step.cpu_s += _other_threads_s()
         # Other buckets: what was recorded before says nothing of them.

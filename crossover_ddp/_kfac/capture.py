@@ -181,7 +181,11 @@ class FactorCapture:
         found = sums.take_output(room, self._output_scale)
         if not sums.spoiled:
             return found
-        self._warn_of_spoiled(index)
+        self._warn_of_spoiled(
+            index,
+            "was taken from a forward whose backward was not the step's",
+            "call plan_factors(early=False)",
+        )
         shape = self._layers[index].shape
         return self._not_a_number(index, shape.groups, shape.g_dim, 1 if room else shape.g_dim)
 
@@ -257,7 +261,11 @@ class FactorCapture:
     ) -> Tensor | None:
         if input._version == version:
             return self._part_of_input(index, module, input, count)
-        self._warn_of_spoiled(index)
+        self._warn_of_spoiled(
+            index,
+            "was changed in place before activation checkpointing had computed it again",
+            "do not change it in place, or name the layer in skip=",
+        )
         shape = self._layers[index].shape
         return self._not_a_number(index, shape.groups, shape.a_dim, 1 if self.room(index).a else shape.a_dim)
 
@@ -343,13 +351,15 @@ class FactorCapture:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return torch.full(size, math.nan, dtype=dtype, device=weight.device)
 
-    def _warn_of_spoiled(self, index: int) -> None:
+    def _warn_of_spoiled(self, index: int, how: str, remedy: str) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the input factor of layer %s was taken from a forward whose backward was not the step's; the factors "
-                "of such layers are dropped in such steps. If this goes on, call plan_factors(early=False)",
+                "the input factor of layer %s %s; the factors of such layers are dropped in such steps. If this goes "
+                "on, %s",
                 self._layers[index].name,
+                how,
+                remedy,
             )
 
 

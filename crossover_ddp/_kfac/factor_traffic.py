@@ -1,10 +1,25 @@
-"""How K-FAC's factors travel: as triangles or columns, in the gradients' buckets, ahead of them or behind them."""
+"""How K-FAC's factors travel: as triangles or columns; in the gradients' buckets, ahead of them or behind them.
 
-import functools
+[Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
+steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients
+of each following step, while the ranks compute. All of them have left before the next step that takes factors or makes
+solvers begins its exchange, so the running means are the same as if they had come at once. kfac-pytorch lets factors
+trail, too; the groups are our design.
+
+[Note: early factors] Input factors of steps that make solvers may leave during forward, as in SPD-KFAC (arXiv
+2107.06533): a group when its last layer has been called and all groups before it have left. What has not left when
+backward hands out its first bucket leaves then.
+
+All ranks send the same groups in the same order; a rank that does not have a factor, since its forward takes another
+path or it has run out of inputs, sends zeros for it.
+"""
+
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,31 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._exchange.step import GradientFuture
-from crossover_ddp._exchange.step_times import StepTimes
-from crossover_ddp._exchange.transfer import Payload
-from crossover_ddp._planning import Link
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
 from .curvature import Curvature
-from .early import EarlyFactors
-from .factor_step import factor_step_of
 from .factor_sums import ColumnRoom
-from .late import LateFactors
 from .layers import Layer
-from .packing import FactorPacking, TravellingFactors
+from .packing import FactorPacking, TravellingFactors, factors_payload
 from .payload import KFACRound
-from .placement import (
-    FactorPlan,
-    LayerCost,
-    choose_early,
-    columns_that_travel,
-    decided,
-)
+from .placement import columns_that_travel
 
 Groups = tuple[tuple[int, ...], ...]
+_EARLY_GROUPS: Final = 8  # each costs a message
 
 
 class FactorTraffic:
@@ -46,8 +49,7 @@ class FactorTraffic:
     Args:
         layers: of the model.
         owners: of each layer.
-        costs: of the layers, in the same order.
-        curvatures: of the layers that this rank owns.
+        curvatures: of the layers that this rank owns; they take late factors, on a thread of the engine.
         capture: where the factors are; its callbacks are taken.
         process_group: the ranks of the job, None for the default group.
         local: whether factors do not travel at all.
@@ -55,13 +57,14 @@ class FactorTraffic:
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
         steps_apart: whether owners' steps run on a thread of their own, as those of deferred buckets do.
+        early: by index of layer, the groups whose input factors leave during forward; see [Note: early factors].
+        arrived: the input factors that came ahead of their buckets, summed over the ranks: a packing, and its contents.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         owners: Sequence[int],
-        costs: Sequence[LayerCost],
         *,
         curvatures: Mapping[int, Curvature],
         capture: FactorCapture,
@@ -70,14 +73,15 @@ class FactorTraffic:
     ) -> None:
         self._layers = layers
         self._owners = owners
-        self._costs = costs
+        self._curvatures = curvatures
         self._capture = capture
         self._process_group = process_group
         self._local = local
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
-        self.times = StepTimes()
-        capture.on_begin = self.times.begin
+        self._called: Counter[int] = Counter()  # layers, in the order of this forward
+        self._in_order: list[int] = []  # those of the last step that were called once
+        capture.on_begin = self._called.clear
         capture.on_input = self._input_came
         capture.room = self.room
         self._counts = [0] * (2 * len(layers))
@@ -88,14 +92,12 @@ class FactorTraffic:
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self.trails = False
-        self.early = self._early_factors(())
-        self.late = LateFactors(
-            curvatures=curvatures,
-            like=layers[0].weight if layers else torch.empty(0),
-            rank=self._rank,
-            world_size=self._world_size,
-            reduce=functools.partial(self._reduce, behind=True),
-        )
+        self.early: Groups = ()
+        self._early_left = 0
+        self.arrived: dict[int, tuple[FactorPacking, Tensor]] = {}
+        self._late: list[list[TravellingFactors]] = []
+        self._late_decay = 0.0
+        self._newest: GradientFuture | None = None
 
     @property
     def can_trail(self) -> bool:
@@ -109,6 +111,18 @@ class FactorTraffic:
     def adopt(self, model: DistributedDataParallel | None) -> None:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
         self._model = _no_model if model is None else weakref.ref(model)
+
+    def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
+        """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
+        self._ended, self._await_ended, self._rooms = round, wait, None
+        self._early_left = 0
+        self.arrived = {}
+        if self._called:
+            # Of a layer that is called several times the last call cannot be recognised.
+            self._in_order = [index for index, calls in self._called.items() if calls == 1]
+        self._called.clear()
+
+    # --- how many columns ------------------------------------------------------------------------------------
 
     def room(self, index: int) -> ColumnRoom:
         """Return how many columns a layer's factors may have in this step: what the ranks needed in the last one."""
@@ -141,11 +155,6 @@ class FactorTraffic:
             ]
         return self._counts
 
-    def travelling(self, index: int, g: Tensor | None, a: Tensor | None) -> TravellingFactors:
-        """Return a layer's factors of this step as they travel behind the gradients; None: this rank has none."""
-        a_packing, g_packing = self._packings(index)
-        return TravellingFactors(index, self._owners[index], (g_packing, a_packing), (g, a))
-
     def load_counts(self, counts: Sequence[int]) -> None:
         """Go on with the counts of a checkpoint."""
         self._counts, self._rooms, self._ended = list(counts), None, None
@@ -160,47 +169,123 @@ class FactorTraffic:
         sent = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
         return sent.to(device, non_blocking=True)
 
-    def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
-        """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
-        self._ended, self._await_ended, self._rooms = round, wait, None
-        self.early.begin_step()
+    # --- ahead of the gradients ------------------------------------------------------------------------------
 
-    # --- what leaves early -----------------------------------------------------------------------------------
-
-    def plan(self, early: bool | None) -> FactorPlan:
+    def plan(self, *, early: bool) -> Groups:
         """See ``KFACState.plan_factors``."""
-        group = resolve_group(self._process_group)
         if self._local or any(layer.weight.device.type != "cpu" for layer in self._layers):
             raise UnsupportedConfigurationError(
                 "expected factors that travel between CPU devices, got "
                 + ("factors='local'" if self._local else "a model on a GPU")
                 + "; leave the plan out: factors then ride in the gradients' buckets, or do not travel"
             )
-        link = measure_link(group)
-        answer: list[Any] = [None]
-        if self._rank == 0 and self.times.steps:
-            answer[0] = self._planned(link, early)
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-        if answer[0] is None:
+        sizes = [self._packings(index)[0].numel for index in range(len(self._layers))]
+        order = self._in_order
+        groups = in_equal_groups([sizes[index] for index in order], _EARLY_GROUPS)
+        answer: list[Any] = [tuple(tuple(order[place] for place in group) for group in groups)]
+        dist.broadcast_object_list(answer, group=resolve_group(self._process_group), group_src=0)
+        if early and not answer[0]:
             raise UnsupportedConfigurationError(
-                "expected recorded factor steps to plan by, got none on rank 0; train some steps first, the first "
-                "two have other buckets"
+                "expected layers that are called once in a forward, got none on rank 0 so far; train some steps that "
+                "take factors first, or leave the plan out"
             )
-        plan, groups = cast(tuple[FactorPlan, Groups], answer[0])
-        self.early = self._early_factors(groups)
-        return plan
+        self.early = answer[0] if early else ()
+        return self.early
 
-    def _planned(self, link: Link, early: bool | None) -> tuple[FactorPlan, Groups]:
-        """Return the plan, and its groups by the layers' indices."""
-        packings = [self._packings(index) for index in range(len(self._layers))]
-        order, step = factor_step_of(
-            self.times,
-            [4 * a.numel for a, _ in packings],
-            [4 * g.numel for _, g in packings],
-            self._busiest_owner_s,
+    def _input_came(self, index: int) -> None:
+        self._called[index] += 1
+        model = self._model()
+        # A sum over micro-batches is complete with the last one only.
+        if self.trails or (model is not None and not model.require_backward_grad_sync):
+            return
+        while self._early_left < len(self.early) and all(
+            self._called[each] for each in self.early[self._early_left]
+        ):
+            self._send_early()
+
+    def goes_early(self, index: int) -> bool:
+        """Whether a layer's input factor leaves during forward."""
+        return any(index in group for group in self.early)
+
+    def send_rest(self) -> None:
+        """Send all groups of early factors that have not left yet."""
+        while self._early_left < len(self.early):
+            self._send_early()
+
+    def _send_early(self) -> None:
+        group = self.early[self._early_left]
+        self._early_left += 1
+        packings = {index: self._packings(index)[0] for index in group}
+        arrived = self.arrived
+
+        def keep(index: int, parts: list[Tensor]) -> None:
+            arrived[index] = packings[index], parts[0]
+
+        self._send(
+            [
+                TravellingFactors(
+                    index, self._owners[index], (packing,), (self._capture.take_input_ahead(index),)
+                )
+                for index, packing in packings.items()
+            ],
+            keep,
+            behind=False,
         )
-        plan = choose_early(step, link) if early is None else decided(step, link, early=early)
-        return plan, tuple([tuple([order[place] for place in group]) for group in plan.early])
+
+    # --- behind the gradients --------------------------------------------------------------------------------
+
+    def travelling(self, index: int, g: Tensor | None, a: Tensor | None) -> TravellingFactors:
+        """Return a layer's factors of this step as they travel behind the gradients; None: this rank has none."""
+        a_packing, g_packing = self._packings(index)
+        return TravellingFactors(index, self._owners[index], (g_packing, a_packing), (g, a))
+
+    def hold(self, factors: Sequence[TravellingFactors], groups: int, decay: float) -> None:
+        """Take the factors of a step, see [Note: late factors].
+
+        Args:
+            factors: G and A of the layers whose gradients were exchanged, in the same order on all ranks.
+            groups: in how many groups they leave at most.
+            decay: weight of the running factors that they are added to.
+        """
+        sizes = [each.numel for each in factors]
+        self._late = [[factors[place] for place in group] for group in in_equal_groups(sizes, groups)]
+        self._late_decay = decay
+
+    def leave(self, *, all_groups: bool = False) -> None:
+        """Send the next group of late factors, or all that are left."""
+        while self._late:
+            self._newest = self._send_late(self._late.pop(0))
+            if not all_groups:
+                return
+
+    def settle(self) -> None:
+        """Send what is left, and wait until all has arrived. Collective. Raises what made it impossible."""
+        self.leave(all_groups=True)
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Wait until all late factors that have left have arrived. Not collective. Raises what made it impossible."""
+        # They arrive in their order, and after a failure no later one does.
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the late factors that are held."""
+        return sum(each.nbytes for group in self._late for each in group)
+
+    def _send_late(self, group: Sequence[TravellingFactors]) -> GradientFuture:
+        packings = {each.layer: each.packings for each in group}
+        decay = self._late_decay
+
+        def add(layer: int, parts: list[Tensor]) -> None:
+            g, a = (packing.unpack(part) for packing, part in zip(packings[layer], parts, strict=True))
+            self._curvatures[layer].add(a, g, decay)
+
+        return self._send(group, add, behind=True)
+
+    # --- both ------------------------------------------------------------------------------------------------
 
     def _packings(self, index: int) -> tuple[FactorPacking, FactorPacking]:
         shape, room = self._layers[index].shape, self.room(index)
@@ -209,38 +294,32 @@ class FactorTraffic:
             FactorPacking(shape.groups, shape.g_dim, room.g, self._world_size),
         )
 
-    def _busiest_owner_s(self, layers: Sequence[int]) -> float:
-        loads_s = [0.0] * self._world_size
-        for index in layers:
-            loads_s[self._owners[index]] += self._costs[index].inverse_s
-        return max(loads_s)
-
-    def _early_factors(self, groups: Groups) -> EarlyFactors:
-        return EarlyFactors(
-            groups,
-            layers=self._layers,
-            owners=self._owners,
-            rank=self._rank,
-            world_size=self._world_size,
-            capture=self._capture,
-            reduce=functools.partial(self._reduce, behind=False),
-        )
-
-    def _reduce(self, payload: Payload, *, behind: bool) -> GradientFuture:
+    def _send(
+        self,
+        factors: Sequence[TravellingFactors],
+        take: Callable[[int, list[Tensor]], None],
+        *,
+        behind: bool,
+    ) -> GradientFuture:
         if self._engine is None:
             self._engine = Exchange.of(resolve_group(self._process_group))
+        payload = factors_payload(
+            factors, like=self._layers[0].weight, rank=self._rank, world_size=self._world_size, take=take
+        )
         return self._engine.reduce(replace(payload, is_long=self.steps_apart), behind=behind)
 
-    def _input_came(self, index: int) -> None:
-        self.times.reach(index)
-        model = self._model()
-        # A sum over micro-batches is complete with the last one only.
-        if (
-            not self.trails
-            and index in self.early.layers
-            and (model is None or model.require_backward_grad_sync)
-        ):
-            self.early.input_came(index)
+
+def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Cut into at most ``count`` consecutive groups of about the same sum; none is empty."""
+    total = max(1, sum(sizes))
+    ends = list(itertools.accumulate(sizes))
+
+    def group(place: int) -> int:
+        """Return in which ``count``-th of the whole the middle of this one lies."""
+        return min(count - 1, int((ends[place] - sizes[place] / 2) * count / total))
+
+    for _, places in itertools.groupby(range(len(sizes)), key=group):
+        yield list(places)
 
 
 def _no_model() -> None:

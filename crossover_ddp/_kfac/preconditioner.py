@@ -43,7 +43,6 @@ class Preconditioner:
         self.traffic = FactorTraffic(
             setup.layers,
             self.owners,
-            setup.costs,
             curvatures=self.curvatures,
             capture=self.capture,
             process_group=setup.process_group,
@@ -81,7 +80,7 @@ class Preconditioner:
             "factors": sum(curvature.factor_bytes() for curvature in curvatures),
             "solvers": sum(curvature.solver_bytes() for curvature in curvatures)
             + sum(solver.nbytes for solver in others),
-            "buffers": self.traffic.late.nbytes,
+            "buffers": self.traffic.nbytes,
         }
 
     def stats(self) -> dict[str, int]:
@@ -96,7 +95,7 @@ class Preconditioner:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks' layers. Collective; raises ``ExchangeError`` if late factors are lost."""
         setup = self._setup
-        self.traffic.late.settle()
+        self.traffic.settle()
         own = {
             setup.layers[index].name: curvature.state_dict() for index, curvature in self.curvatures.items()
         }

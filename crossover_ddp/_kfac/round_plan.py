@@ -23,7 +23,8 @@ class RoundPlan:
         damping, decay, kl_clip: see ``KFACState``; kl_clip None scales nothing.
         scale: of the loss in this backward pass, undone in the KL clip.
         takes_factors: whether the running factors are updated by what is in the buckets.
-        late_groups: in how many groups they follow later at most, see [Note: late factors] in ``late``; 0: they do not.
+        late_groups: in how many groups they follow at most, see [Note: late factors] in ``factor_traffic``; 0: they
+            do not.
         inverts: whether new solvers are made.
         factors_travel: whether factors are averaged over the ranks; otherwise the owner takes its own.
         keeps_turn: whether making solvers is compute inside the job's turn.

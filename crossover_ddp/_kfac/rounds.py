@@ -94,7 +94,7 @@ class Rounds:
         now, traffic = self._now(), self._traffic
         self._preconditioner.capture.active = now.takes_factors and not turns_disabled()
         traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
-        traffic.late.leave(all_groups=now.takes_factors or now.inverts)
+        traffic.leave(all_groups=now.takes_factors or now.inverts)
 
     def _now(self) -> HyperNow:
         now = self._setup.hypers.at(self.steps)
@@ -116,7 +116,7 @@ class Rounds:
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
             self._traffic.end_step(ended, wait)
             if ended.plan.late_groups:
-                self._traffic.late.hold(self._late, ended.plan.late_groups, ended.plan.decay)
+                self._traffic.hold(self._late, ended.plan.late_groups, ended.plan.decay)
         self._late = []
         self.steps += 1
         self._preconditioner.capture.begin_step()
@@ -145,13 +145,13 @@ class Rounds:
             solver=setup.solver,
         )
         if plan.takes_factors:
-            self._traffic.early.send_rest()
+            self._traffic.send_rest()
         lacks_solver = any(each.solver is None for each in preconditioner.curvatures.values())
         if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
             # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
-            self._traffic.late.arrive()
+            self._traffic.arrive()
         return KFACRound(
-            plan, preconditioner.curvatures, self._traffic.early.arrived, preconditioner.spread.solvers
+            plan, preconditioner.curvatures, self._traffic.arrived, preconditioner.spread.solvers
         )
 
     # --- a bucket --------------------------------------------------------------------------------------------
@@ -171,13 +171,8 @@ class Rounds:
         layers, passing = self._completed(self._round, contents, bucket.index())
         if bucket.is_last() and len(self._round.payloads) == bucket.index():  # and no bucket was refused
             self._check_whole(self._round)
-        if self._round.plan.takes_factors or self._round.plan.late_groups:
-            if bucket.is_last():
-                self._round.counts = self._traffic.own_counts()
-            indices = tuple([layer.index for layer in layers])
-            self._traffic.times.bucket_ready(buffer.nbytes, indices)
-            if bucket.is_last():
-                self._traffic.times.end()
+        if bucket.is_last() and (self._round.plan.takes_factors or self._round.plan.late_groups):
+            self._round.counts = self._traffic.own_counts()
         take = functools.partial(self._buffer, buffer, bucket.index())
         made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
         for earlier in range(bucket.index()) if made.has_message else ():
@@ -217,7 +212,7 @@ class Rounds:
     def _bucket_layer(self, round: KFACRound, index: int, layer: Layer) -> BucketLayer:
         plan = round.plan
         weight = round.waiting[id(layer.weight)]
-        goes_early = not plan.late_groups and index in self._traffic.early.layers
+        goes_early = not plan.late_groups and self._traffic.goes_early(index)
         a, g = self._factors(plan, index, with_a=not goes_early)
         if plan.late_groups:
             self._late.append(self._traffic.travelling(index, g, a))

@@ -68,7 +68,7 @@ def timed(run: Run) -> dict[str, float]:
     run.step()
     time_s = time.perf_counter() - begin_s
     if run.state is not None:  # the step's own factors, which would follow behind later steps
-        run.state._preconditioner.traffic.late.settle()
+        run.state._preconditioner.traffic.settle()
     # A rank may be done while its last bytes still wait for the link; the barrier's few follow them.
     dist.barrier()
     return {"time_s": time_s, "wire_bytes": sent_bytes() - wire_bytes}

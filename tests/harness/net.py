@@ -13,8 +13,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
 _OF_KFAC: Final = (
-    *("early", "factor_step", "factor_traffic", "late", "matrices", "message", "packing", "payload"),
-    *("payload_layout", "preconditioner", "round_plan", "rounds", "spread_payload"),
+    *("factor_traffic", "matrices", "message", "packing", "payload", "payload_layout", "preconditioner"),
+    *("round_plan", "rounds", "spread_payload"),
 )
 ENGINE: Final = (
     *("_ddp", "_engine", "_exchange", "_decoupled", "_compression", "_averaging", "_muon"),

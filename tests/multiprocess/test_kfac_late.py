@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp._kfac.factor_traffic import FactorTraffic
-from crossover_ddp._kfac.late import LateFactors
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import LR, OUTPUTS, WIDTH, Training, batch, mlp
 
@@ -22,15 +21,15 @@ SAVED_AFTER = 6  # the factors of step 4 are on their way
 def train_both_ways(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Return how many layers' factors left in each step, late and in the buckets; compare the gradients."""
     counts: list[int] = []
-    leave = LateFactors.leave
+    leave = FactorTraffic.leave
 
-    def count(late: LateFactors, *, all_groups: bool = False) -> None:
-        before = sum(map(len, late._groups))
-        leave(late, all_groups=all_groups)
-        counts.append(before - sum(map(len, late._groups)))
+    def count(traffic: FactorTraffic, *, all_groups: bool = False) -> None:
+        before = sum(map(len, traffic._late))
+        leave(traffic, all_groups=all_groups)
+        counts.append(before - sum(map(len, traffic._late)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateFactors, "leave", count)
+        patch.setattr(FactorTraffic, "leave", count)
         late = Training(rank, **OPTIONS).trained(STEPS)
         in_late, counts = counts, []
         patch.setattr(FactorTraffic, "can_trail", False)

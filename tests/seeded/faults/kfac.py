@@ -38,7 +38,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "factors that trail are weighed as the old mean is",
-        "crossover_ddp/_kfac/late.py",
+        "crossover_ddp/_kfac/factor_traffic.py",
         "self._curvatures[layer].add(a, g, decay)",
         "self._curvatures[layer].add(a, g, 1 - decay)",
         (_KFAC, "-k", "independent and seldom"),

@@ -47,7 +47,7 @@ def one_step(times: StepTimes, after: Clock, wait_s: float = 0.5) -> None:
     for _ in range(2):
         after(2.0)
         times.bucket_ready(1000)
-    times.end(if_all_reached=True)
+    times.end()
 
 
 def test_waiting_and_updating_are_no_compute(after: Clock) -> None:
@@ -77,7 +77,7 @@ def test_steps_that_were_not_deferred_tell_nothing(after: Clock) -> None:
     after(1.0)
     times.forward_ends()
     times.bucket_ready(1000)
-    times.end(if_all_reached=True)
+    times.end()
     assert workload_of(times) is None
     one_step(times, after)
     assert workload_of(times) is not None
@@ -90,5 +90,5 @@ def test_what_happens_outside_of_a_step_is_no_error(after: Clock) -> None:
     times.updated(0, 1.0, 1.0)
     times.forward_ends()
     times.bucket_ready(10)
-    times.end(if_all_reached=True)
+    times.end()
     assert workload_of(times) is None

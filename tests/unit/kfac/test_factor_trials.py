@@ -333,9 +333,7 @@ def trained(
     gradients = []
     for step in range(3):
         if early and step == 1:
-            state._preconditioner.traffic.early = state._preconditioner.traffic._early_factors(
-                ((0,), (1,), (2,))
-            )
+            state._preconditioner.traffic.early = ((0,), (1,), (2,))
         optimizer.zero_grad()
         inputs = batch(8, seed=step).chunk(parts)
         for number, part in enumerate(inputs):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from crossover_ddp.kfac_hooks import FactorPlan, KFACState, kfac_hook
 from tests.harness import networks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.turn import RecordingTurn
@@ -86,6 +86,18 @@ def test_words_that_have_gone_are_accepted_with_a_warning(gone: dict[str, Any], 
     for step in range(3):
         expected, got = usual.step(step), given.step(step)
         assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_input_factors_leave_early_if_that_is_planned_after_a_step() -> None:
+    training = Training()
+    with pytest.raises(UnsupportedConfigurationError, match="train some steps that take factors first"):
+        training.state.plan_factors()
+    training.step()
+    plan = training.state.plan_factors()
+    assert [layer for group in plan.early for layer in group] == [0, 1]
+    with pytest.warns(FutureWarning, match=r"FactorPlan\.early_s has gone"):
+        assert math.isnan(plan.early_s)
+    assert training.state.plan_factors(early=False) == FactorPlan(())
 
 
 def test_the_clip_needs_an_optimizer() -> None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from crossover_ddp._exchange.transfer import Payload
-from crossover_ddp._kfac.late import LateFactors, in_equal_groups
-from crossover_ddp._kfac.packing import FactorPacking, TravellingFactors
+from crossover_ddp._kfac.factor_traffic import in_equal_groups
+from crossover_ddp.kfac_hooks import KFACState
+from tests.harness.groups import single_process_group
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=30), count=st.integers(1, 20))
@@ -29,18 +31,24 @@ def test_equal_sizes_make_equal_groups() -> None:
     assert [len(group) for group in in_equal_groups([7], 4)] == [1]
 
 
-def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
+def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = nn.Linear(2, 2)
+    with single_process_group():
+        state = KFACState(network, kl_clip=None)
+    traffic = state._preconditioner.traffic
     sent: list[torch.futures.Future[torch.Tensor]] = []
 
-    def reduce(payload: Payload) -> torch.futures.Future[torch.Tensor]:
-        sent.append(torch.futures.Future())
-        return sent[-1]
+    class Engine:
+        def reduce(self, payload: Payload, *, behind: bool) -> torch.futures.Future[torch.Tensor]:
+            sent.append(torch.futures.Future())
+            return sent[-1]
 
-    late = LateFactors(curvatures={}, like=torch.empty(0), rank=0, world_size=1, reduce=reduce)
-    packing = FactorPacking(groups=1, dim=2, room=0, world_size=1)
-    late.hold([TravellingFactors(0, 0, (packing, packing), (None, None))], groups=1, decay=0.9)
-    late.leave()
+    monkeypatch.setattr(traffic, "_engine", Engine())
+    traffic.hold([traffic.travelling(0, None, None)], groups=1, decay=0.9)
+    traffic.leave()
     sent[0].set_exception(RuntimeError("a peer has gone"))  # type: ignore[arg-type]
-    late.leave()  # as in each later step
+    traffic.leave()  # as in each later step
     with pytest.raises(RuntimeError, match="a peer has gone"):
-        late.settle()
+        traffic.settle()
