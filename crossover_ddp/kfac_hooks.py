@@ -1,6 +1,6 @@
 """K-FAC on the gradient's own buckets: register `kfac_hook` with ``ddp_model.register_comm_hook``.
 
-Our design: the bucket is cut by layer owner, the factors of its layers ride in the same reduce-scatter, the owner
+Our design: the bucket is cut by layer owner, the factors of its layers go to the same owner just before it, the owner
 inverts them and preconditions its layers, and the all-gather that the gradient needs anyway brings the preconditioned
 gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-KFAC (arXiv 2206.15143).
 """
@@ -70,7 +70,7 @@ class FactorPlan:
     """When input factors travel.
 
     Args:
-        early: groups that leave during forward, by the layers' numbers; none: all ride in the gradients' buckets.
+        early: groups that leave during forward, by the layers' numbers; none: all leave with the gradients' buckets.
     """
 
     early: tuple[tuple[int, ...], ...]
@@ -259,13 +259,13 @@ class KFACState(Pausable):
         return "\n  ".join([repr(self), *self._preconditioner.rows(), *passing])
 
     def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
-        """Let input factors leave during forward, on a wire that is idle then, instead of riding in the buckets.
+        """Let input factors leave during forward, on a wire that is idle then, instead of with the buckets.
 
         That is, in steps that make solvers; in others they follow behind the gradients. They leave in groups of about
         equal size, in the order of the last forward; a layer that is called several times is not among them.
 
         Args:
-            early: False lets them ride again. Default: they leave early.
+            early: False lets them leave with the buckets again. Default: they leave early.
 
         Returns:
             Rank 0's plan, the same on all ranks.

@@ -1,4 +1,7 @@
-"""How K-FAC's factors travel: as triangles or columns; in the gradients' buckets, ahead of them or behind them.
+"""How K-FAC's factors travel: as triangles or columns; beside the gradients' buckets, ahead of them or behind them.
+
+Always in messages of their own, which are summed into the layers' owners; only the moment differs. In steps that make
+solvers the factors of a bucket's layers leave with it, just before its gradients.
 
 [Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
 steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients
@@ -34,6 +37,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .capture import FactorCapture
 from .curvature import Curvature
 from .factor_sums import ColumnRoom
+from .factors import BatchFactor
 from .layers import Layer
 from .packing import FactorPacking, TravellingFactors, factors_payload
 from .payload import KFACRound
@@ -58,7 +62,6 @@ class FactorTraffic:
         trails: whether the factors of the step that is under way leave behind its gradients.
         steps_apart: whether owners' steps run on a thread of their own, as those of deferred buckets do.
         early: by index of layer, the groups whose input factors leave during forward; see [Note: early factors].
-        arrived: the input factors that came ahead of their buckets, summed over the ranks: a packing, and its contents.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class FactorTraffic:
         self.trails = False
         self.early: Groups = ()
         self._early_left = 0
-        self.arrived: dict[int, tuple[FactorPacking, Tensor]] = {}
+        self._arrived: dict[int, BatchFactor] = {}  # means of the input factors that came early
         self._late: list[list[TravellingFactors]] = []
         self._late_decay = 0.0
         self._newest: GradientFuture | None = None
@@ -114,9 +117,10 @@ class FactorTraffic:
 
     def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
         """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
-        self._ended, self._await_ended, self._rooms = round, wait, None
+        if round.counts is not None:
+            self._ended, self._await_ended, self._rooms = round, wait, None
         self._early_left = 0
-        self.arrived = {}
+        self._arrived = {}
         if self._called:
             # Of a layer that is called several times the last call cannot be recognised.
             self._in_order = [index for index, calls in self._called.items() if calls == 1]
@@ -177,7 +181,7 @@ class FactorTraffic:
             raise UnsupportedConfigurationError(
                 "expected factors that travel between CPU devices, got "
                 + ("factors='local'" if self._local else "a model on a GPU")
-                + "; leave the plan out: factors then ride in the gradients' buckets, or do not travel"
+                + "; leave the plan out: factors then leave with the gradients' buckets, or do not travel"
             )
         sizes = [self._packings(index)[0].numel for index in range(len(self._layers))]
         order = self._in_order
@@ -203,10 +207,6 @@ class FactorTraffic:
         ):
             self._send_early()
 
-    def goes_early(self, index: int) -> bool:
-        """Whether a layer's input factor leaves during forward."""
-        return any(index in group for group in self.early)
-
     def send_rest(self) -> None:
         """Send all groups of early factors that have not left yet."""
         while self._early_left < len(self.early):
@@ -215,29 +215,35 @@ class FactorTraffic:
     def _send_early(self) -> None:
         group = self.early[self._early_left]
         self._early_left += 1
-        packings = {index: self._packings(index)[0] for index in group}
-        arrived = self.arrived
+        arrived = self._arrived
 
-        def keep(index: int, parts: list[Tensor]) -> None:
-            arrived[index] = packings[index], parts[0]
+        def keep(index: int, factors: list[BatchFactor]) -> None:
+            (arrived[index],) = factors
 
         self._send(
-            [
-                TravellingFactors(
-                    index, self._owners[index], (packing,), (self._capture.take_input_ahead(index),)
-                )
-                for index, packing in packings.items()
-            ],
-            keep,
-            behind=False,
+            [self._travelling(index, a=self._capture.take_input_ahead(index)) for index in group], keep
         )
 
-    # --- behind the gradients --------------------------------------------------------------------------------
+    # --- beside the gradients, or behind them ----------------------------------------------------------------
 
-    def travelling(self, index: int, g: Tensor | None, a: Tensor | None) -> TravellingFactors:
-        """Return a layer's factors of this step as they travel behind the gradients; None: this rank has none."""
-        a_packing, g_packing = self._packings(index)
-        return TravellingFactors(index, self._owners[index], (g_packing, a_packing), (g, a))
+    def taken(self, index: int) -> TravellingFactors:
+        """Take a layer's factors of this step, without what has left early."""
+        if not self.trails and any(index in group for group in self.early):
+            return self._travelling(index, g=self._capture.take_output(index))
+        a = self._capture.take_input(index)
+        return self._travelling(index, g=self._capture.take_output(index), a=a)
+
+    def add(
+        self, factors: Sequence[TravellingFactors], decay: float, *, behind: bool = False
+    ) -> GradientFuture:
+        """Begin to add factors to the running means of their owners, of which ``decay`` remains."""
+        arrived = self._arrived
+
+        def add(index: int, means: list[BatchFactor]) -> None:
+            g, a = means if len(means) > 1 else (*means, arrived.pop(index))
+            self._curvatures[index].add(a, g, decay)
+
+        return self._send(factors, add, behind=behind)
 
     def hold(self, factors: Sequence[TravellingFactors], groups: int, decay: float) -> None:
         """Take the factors of a step, see [Note: late factors].
@@ -254,7 +260,7 @@ class FactorTraffic:
     def leave(self, *, all_groups: bool = False) -> None:
         """Send the next group of late factors, or all that are left."""
         while self._late:
-            self._newest = self._send_late(self._late.pop(0))
+            self._newest = self.add(self._late.pop(0), self._late_decay, behind=True)
             if not all_groups:
                 return
 
@@ -275,17 +281,14 @@ class FactorTraffic:
         """Memory of the late factors that are held."""
         return sum(each.nbytes for group in self._late for each in group)
 
-    def _send_late(self, group: Sequence[TravellingFactors]) -> GradientFuture:
-        packings = {each.layer: each.packings for each in group}
-        decay = self._late_decay
+    # --- all -------------------------------------------------------------------------------------------------
 
-        def add(layer: int, parts: list[Tensor]) -> None:
-            g, a = (packing.unpack(part) for packing, part in zip(packings[layer], parts, strict=True))
-            self._curvatures[layer].add(a, g, decay)
-
-        return self._send(group, add, behind=True)
-
-    # --- both ------------------------------------------------------------------------------------------------
+    def _travelling(self, index: int, **own: Tensor | None) -> TravellingFactors:
+        """Return "g" and "a" of a layer, or one of them, as they travel; None: this rank has none."""
+        packings = dict(zip("ag", self._packings(index), strict=True))
+        return TravellingFactors(
+            index, self._owners[index], tuple(packings[name] for name in own), tuple(own.values())
+        )
 
     def _packings(self, index: int) -> tuple[FactorPacking, FactorPacking]:
         shape, room = self._layers[index].shape, self.room(index)
@@ -297,9 +300,9 @@ class FactorTraffic:
     def _send(
         self,
         factors: Sequence[TravellingFactors],
-        take: Callable[[int, list[Tensor]], None],
+        take: Callable[[int, list[BatchFactor]], None],
         *,
-        behind: bool,
+        behind: bool = False,
     ) -> GradientFuture:
         if self._engine is None:
             self._engine = Exchange.of(resolve_group(self._process_group))

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Payload, Sharded
 
 from .columns import triangle_numel
 from .factors import BatchFactor, Gram, pack_triangle, unpack_triangle
-from .payload_layout import LayerSizes, payload_layout
 
 
 class FactorPacking(NamedTuple):
@@ -86,7 +86,7 @@ def factors_payload(
     like: Tensor,
     rank: int,
     world_size: int,
-    take: Callable[[int, list[Tensor]], None],
+    take: Callable[[int, list[BatchFactor]], None],
 ) -> Payload:
     """Return a payload that sums factors into their layers' owners; nothing comes back.
 
@@ -95,27 +95,31 @@ def factors_payload(
         like: a parameter on their device; sums are at least float32.
         rank: of this process.
         world_size: number of ranks.
-        take: called on the owner with a layer and its summed factors, each as `FactorPacking.unpack` takes it.
+        take: called on the owner with a layer and the means of its factors.
     """
-    sizes = tuple([LayerSizes(each.owner, 0, each.numel) for each in travelling])
-    layout = payload_layout(world_size, sizes, ())
-    there = like.new_empty(layout.there.numel, dtype=torch.promote_types(like.dtype, torch.float32))
-    for each, offset in zip(travelling, layout.factors, strict=True):
-        places = in_turn(each.packings, layout.there.part(each.owner).start + offset)
+    lengths, offsets = [0] * world_size, []
+    for each in travelling:
+        offsets.append(lengths[each.owner])
+        lengths[each.owner] += each.numel
+    layout = Layout.of_lengths(lengths)
+    there = like.new_empty(layout.numel, dtype=torch.promote_types(like.dtype, torch.float32))
+    owned = []  # without the factors themselves, which are packed now
+    for each, offset in zip(travelling, offsets, strict=True):
+        places = in_turn(each.packings, layout.part(each.owner).start + offset)
         for packing, factor, place in zip(each.packings, each.own, places, strict=True):
             packing.pack(factor, there[place], rank)
-    owned = [  # without the factors themselves, which are packed now
-        (each.layer, list(in_turn(each.packings, offset)))
-        for each, offset in zip(travelling, layout.factors, strict=True)
-        if each.owner == rank
-    ]
+        if each.owner == rank:
+            owned.append((each.layer, each.packings, list(in_turn(each.packings, offset))))
 
     def step(part: Tensor) -> None:
+        if part.is_cuda:  # the host lets go of it before the device has read it
+            part.record_stream(torch.cuda.current_stream(part.device))
         with torch.autocast(part.device.type, enabled=False):
-            for layer, places in owned:
-                take(layer, [part[place] for place in places])
+            for layer, packings, places in owned:
+                pairs = zip(packings, places, strict=True)
+                take(layer, [packing.unpack(part[place]) for packing, place in pairs])
 
-    return Payload(Sharded(there, layout.there), None, step, _nothing)
+    return Payload(Sharded(there, layout), None, step, _nothing)
 
 
 def _nothing() -> None:

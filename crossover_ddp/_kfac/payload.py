@@ -28,7 +28,6 @@ from crossover_ddp._exchange.transfer import Payload, Sharded
 from .curvature import Curvature
 from .factors import gradient_matrix, split_gradient
 from .message import Message
-from .packing import FactorPacking
 from .payload_layout import LayerSizes, PayloadLayout, payload_layout
 from .round_plan import BucketLayer, RoundPlan
 from .spread import SpreadSolver, spread_numel
@@ -42,7 +41,6 @@ class KFACRound:
     Args:
         plan: the same on all ranks.
         curvatures: by layer, of those that this rank owns.
-        early: the input factors that came ahead of their buckets, summed over the ranks: a packing, and its contents.
         spread: by layer, the solvers that all ranks have, which go on to the next round.
 
     Attributes:
@@ -53,7 +51,6 @@ class KFACRound:
 
     plan: RoundPlan
     curvatures: Mapping[int, Curvature]
-    early: dict[int, tuple[FactorPacking, Tensor]] = field(default_factory=dict)
     spread: dict[int, SpreadSolver] = field(default_factory=dict)
     waiting: dict[int, Tensor] = field(default_factory=dict)
     payloads: list["BucketPayload"] = field(default_factory=list)
@@ -121,7 +118,6 @@ class BucketPayload:
         self._buffer = buffer
         plan = round.plan
         self._spread = SpreadPayload(plan, round.curvatures, round.spread)
-        self._with_factors = plan.takes_factors and plan.factors_travel
         sizes = tuple([self._sizes(each) for each in layers])
         has_message = last and (plan.kl_clip is not None or round.counts is not None)
         self._count_numel = 0 if round.counts is None else round.counts.numel()
@@ -130,12 +126,7 @@ class BucketPayload:
         self.has_arrived = False
         self.layout: PayloadLayout = payload_layout(plan.world_size, sizes, passing, self._message_numel)
         self._back = take(self.layout.back.numel)
-        if self.layout.in_place:
-            self._there = self._back
-        else:
-            # Sums of squares: 16-bit numbers would be too coarse for them.
-            dtype = torch.promote_types(buffer.dtype, torch.float32)
-            self._there = buffer.new_empty(self.layout.there.numel, dtype=dtype)
+        self._there = self._back if self.layout.in_place else buffer.new_empty(self.layout.there.numel)
         self._pack()
         round.payloads.append(self)
 
@@ -148,7 +139,7 @@ class BucketPayload:
     # On the hook's thread.
 
     def _pack(self) -> None:
-        for layer, offsets, factor_offset in self._places():
+        for layer, offsets in self._places():
             start = self.layout.there.part(self._round.plan.owners[layer.index]).start
             if layer.spread is not None:
                 self._spread.pack(layer, layer.spread, self._there, self._starts(self.layout.there, offsets))
@@ -157,8 +148,6 @@ class BucketPayload:
                 weight.copy_(layer.weight)
                 if bias is not None and layer.bias is not None:
                     bias.copy_(layer.bias)
-            if self._with_factors:
-                self._pack_factors(layer, start + factor_offset)
         for bucket, owner, offset in self.layout.passing:
             start = self.layout.there.part(owner).start + offset
             self._there[start : start + bucket.numel].copy_(self._buffer[bucket.start : bucket.stop])
@@ -167,30 +156,22 @@ class BucketPayload:
 
     def _sizes(self, layer: BucketLayer) -> LayerSizes:
         plan, shape = self._round.plan, layer.shape
-        packings = layer.packings(plan.world_size) if self._with_factors else ()
         rows = () if layer.spread is None else self._spread.rows_numel(shape)
         return LayerSizes(
             plan.owners[layer.index],
             layer.gradient_numel,
-            sum(packing.numel for packing in packings),
             spread_numel(shape, solver=plan.solver) if layer.sends_solver else 0,
             rows,
         )
-
-    def _pack_factors(self, layer: BucketLayer, start: int) -> None:
-        plan = self._round.plan
-        for packing, factor in zip(layer.packings(plan.world_size), (layer.g, layer.a), strict=False):
-            packing.pack(factor, self._there[start : start + packing.numel], plan.rank)
-            start += packing.numel
 
     @staticmethod
     def _starts(layout: Layout, offsets: Sequence[int]) -> list[int]:
         """Return where something begins in the buffer that has ``offsets`` in the ranks' parts."""
         return [layout.part(rank).start + offset for rank, offset in enumerate(offsets)]
 
-    def _places(self) -> list[tuple[BucketLayer, tuple[int, ...], int]]:
-        """Return each layer with the offsets of its gradients in the parts and of its factors in its owner's."""
-        return list(zip(self._layers, self.layout.gradients, self.layout.factors, strict=True))
+    def _places(self) -> list[tuple[BucketLayer, tuple[int, ...]]]:
+        """Return each layer with the offsets of its gradients in the parts."""
+        return list(zip(self._layers, self.layout.gradients, strict=True))
 
     # On the owner, between the halves.
 
@@ -202,10 +183,10 @@ class BucketPayload:
     def _own_step(self, part: Tensor) -> None:
         plan, rank = self._round.plan, self._round.plan.rank
         back = self._back[slice(*self.layout.back.part(rank))]
-        for layer, offsets, factor_offset in self._places():
+        for layer, offsets in self._places():
             owned = plan.owners[layer.index] == rank
-            if owned and plan.takes_factors:
-                self._take_factors(self._round.curvatures[layer.index], layer, part[factor_offset:])
+            if layer.local is not None:
+                self._round.curvatures[layer.index].add(*layer.local, plan.decay)
             if layer.spread is not None:
                 term = self._spread.multiply(layer, layer.spread, part, back, offsets[rank])
                 if term is not None:
@@ -228,21 +209,6 @@ class BucketPayload:
             total = back.new_zeros(1, dtype=torch.float64) if total is None else total
             counts = back.new_zeros(0, dtype=torch.int32) if counts is None else counts
             Message(total, counts).pack(self._message(rank, self._back))
-
-    def _take_factors(self, curvature: Curvature, layer: BucketLayer, factors: Tensor) -> None:
-        decay = self._round.plan.decay
-        if not self._with_factors:
-            if layer.a is not None and layer.g is not None:
-                curvature.add(layer.a, layer.g, decay)
-            return
-        packings = layer.packings(self._round.plan.world_size)
-        g = packings[0].unpack(factors[: packings[0].numel])
-        if layer.sends_a:
-            a = packings[1].unpack(factors[packings[0].numel : packings[0].numel + packings[1].numel])
-        else:
-            packing, mean = self._round.early[layer.index]
-            a = packing.unpack(mean)
-        curvature.add(a, g, decay)
 
     def _precondition(self, layer: BucketLayer, part: Tensor, back: Tensor, offset: int) -> None:
         weight, bias = _views(layer, part, offset)
@@ -277,7 +243,7 @@ class BucketPayload:
 
     def bring_back(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets; ``scale`` for the preconditioned gradients, None for 1."""
-        for layer, offsets, _ in self._places():
+        for layer, offsets in self._places():
             if layer.spread is not None:
                 starts = self._starts(self.layout.back, offsets)
                 self._spread.bring_back(layer, layer.spread, self._back, starts, scale)

@@ -2,8 +2,7 @@
 
 [Note: the payload] A rank's part begins with what comes back: the gradients of the layers that it owns, its rows of the
 layers that are spread, its share of the parameters that pass through, a few bytes for the rank's own number. Behind it
-lie, only on the way there, the factors of its layers, and, only on the way back, the solvers that all ranks get. So
-both ways are the same up to the appendices.
+lie, only on the way back, the solvers that all ranks get.
 """
 
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ class PassingSpan(NamedTuple):
 class LayerSizes(NamedTuple):
     """One layer of a payload.
 
-    ``owner``: who has its factors. ``gradient_numel``: elements of its gradients. ``factor_numel``: of its factors, on
-    the way there; 0: they do not travel. ``solver_numel``: of its solver, on the way back. ``rows_numel``: of each
-    rank's rows of its gradient, which then does not go to the owner; empty: it does.
+    ``owner``: who has its factors. ``gradient_numel``: elements of its gradients. ``solver_numel``: of its solver, on
+    the way back. ``rows_numel``: of each rank's rows of its gradient, which then does not go to the owner; empty: it
+    does.
     """
 
     owner: int
     gradient_numel: int
-    factor_numel: int = 0
     solver_numel: int = 0
     rows_numel: tuple[int, ...] = ()
 
@@ -46,7 +44,6 @@ class PayloadLayout:
         back: parts of the buffer that returns.
         gradients: offsets of each layer's gradients in the parts, in the order of the layers: in that of its owner, or,
             of a layer that is spread, in those of all ranks.
-        factors: offset of each layer's factors in its owner's part of ``there``.
         solvers: offset of each layer's solver in its owner's part of ``back``.
         passing: what goes through untouched.
         number_offsets: of each rank's own number, at the end of its part of ``back``.
@@ -55,7 +52,6 @@ class PayloadLayout:
     there: Layout
     back: Layout
     gradients: tuple[tuple[int, ...], ...]
-    factors: tuple[int, ...]
     solvers: tuple[int, ...]
     passing: tuple[PassingSpan, ...]
     number_offsets: tuple[int, ...]
@@ -78,7 +74,7 @@ def payload_layout(
     rows = [[*enumerate(each.rows_numel)] or [(each.owner, each.gradient_numel)] for each in layers]
     items = tuple([Item(owner, numel, numel) for each in rows for owner, numel in each])
     behind = [Item(rank, number_numel, number_numel) for rank in range(world_size)]
-    behind += [Item(each.owner, each.factor_numel, each.solver_numel) for each in layers]
+    behind += [Item(each.owner, 0, each.solver_numel) for each in layers]
     made = packing(world_size, items, passing, tuple(behind))
     starts = [(made.there.part(rank).start, made.back.part(rank).start) for rank in range(world_size)]
     offsets = iter([place.there.start - starts[place.owner][0] for place in made.items])
@@ -87,7 +83,6 @@ def payload_layout(
         made.there,
         made.back,
         tuple([tuple([next(offsets) for _ in each]) for each in rows]),
-        tuple([place.there.start - starts[place.owner][0] for place in appendices]),
         tuple([place.back.start - starts[place.owner][1] for place in appendices]),
         tuple(
             [
@@ -96,5 +91,5 @@ def payload_layout(
             ]
         ),
         tuple([place.there.start - starts[place.owner][0] for place in made.behind[:world_size]]),
-        in_place=not any(layer.factor_numel or layer.solver_numel for layer in layers),
+        in_place=not any(layer.solver_numel for layer in layers),
     )

@@ -1,16 +1,12 @@
 """What all ranks do in one step of K-FAC, and one layer of it in a bucket."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from .columns import LayerShape
-from .factor_sums import ColumnRoom
-from .packing import FactorPacking
 from .spread import SpreadSolver
-
-_NO_ROOM: Final = ColumnRoom()
 
 
 @dataclass(frozen=True)
@@ -22,11 +18,10 @@ class RoundPlan:
         owners: of each layer.
         damping, decay, kl_clip: see ``KFACState``; kl_clip None scales nothing.
         scale: of the loss in this backward pass, undone in the KL clip.
-        takes_factors: whether the running factors are updated by what is in the buckets.
+        takes_factors: whether the running factors are updated by what arrives in this step.
         late_groups: in how many groups they follow at most, see [Note: late factors] in ``factor_traffic``; 0: they
             do not.
         inverts: whether new solvers are made.
-        factors_travel: whether factors are averaged over the ranks; otherwise the owner takes its own.
         keeps_turn: whether making solvers is compute inside the job's turn.
         solver: which kind, as in ``KFACState``.
     """
@@ -41,17 +36,17 @@ class RoundPlan:
     takes_factors: bool = True
     late_groups: int = 0
     inverts: bool = True
-    factors_travel: bool = True
     keeps_turn: bool = False
     solver: Literal["inverse", "eigen"] = "inverse"
 
 
 @dataclass(eq=False)
 class BucketLayer:
-    """One complete layer in a payload: its gradients in DDP's buckets, and this rank's factors of the step.
+    """One complete layer in a payload: its gradients in DDP's buckets.
 
-    ``lr``, ``bias_lr``: of its weight and its bias. ``spread``: its solver, if all ranks have it and the layer is
-    spread in this step. ``sends_solver``: whether its owner sends it to all ranks in this step.
+    ``lr``, ``bias_lr``: of its weight and its bias. ``local``: this rank's A and G, if it takes its own. ``spread``:
+    its solver, if all ranks have it and the layer is spread in this step. ``sends_solver``: whether its owner sends it
+    to all ranks in this step.
     """
 
     index: int
@@ -60,10 +55,7 @@ class BucketLayer:
     bias: Tensor | None
     lr: float
     bias_lr: float
-    a: Tensor | None = None
-    g: Tensor | None = None
-    sends_a: bool = True
-    room: ColumnRoom = _NO_ROOM
+    local: tuple[Tensor, Tensor] | None = None
     spread: SpreadSolver | None = None
     sends_solver: bool = False
 
@@ -71,9 +63,3 @@ class BucketLayer:
     def gradient_numel(self) -> int:
         """Elements of weight and bias."""
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
-
-    def packings(self, world_size: int) -> tuple[FactorPacking, ...]:
-        """Return what travels of the factors in the bucket: G, then A unless it went early."""
-        g = FactorPacking(self.shape.groups, self.shape.g_dim, self.room.g, world_size)
-        a = FactorPacking(self.shape.groups, self.shape.a_dim, self.room.a, world_size)
-        return (g, a) if self.sends_a else (g,)

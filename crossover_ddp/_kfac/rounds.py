@@ -66,7 +66,7 @@ class Rounds:
         self._traffic = preconditioner.traffic
         self._traffic.steps_apart = self.is_deferred
         self._round: KFACRound | None = None
-        self._late: list[TravellingFactors] = []
+        self._taken: list[TravellingFactors] = []
         self._lrs: dict[int, float] = {}
         self._model_seen = False
         self._closed = False
@@ -116,8 +116,8 @@ class Rounds:
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
             self._traffic.end_step(ended, wait)
             if ended.plan.late_groups:
-                self._traffic.hold(self._late, ended.plan.late_groups, ended.plan.decay)
-        self._late = []
+                self._traffic.hold(self._taken, ended.plan.late_groups, ended.plan.decay)
+        self._taken = []
         self.steps += 1
         self._preconditioner.capture.begin_step()
         self.prepare_step()
@@ -127,7 +127,7 @@ class Rounds:
         now, setup, preconditioner = self._now(), self._setup, self._preconditioner
         preconditioner.capture.begin_exchange()
         self._lrs = self._learning_rates(now.kl_clip is not None)
-        self._late = []
+        self._taken = []
         trails = now.takes_factors and self._traffic.trails
         plan = RoundPlan(
             rank=setup.rank,
@@ -140,7 +140,6 @@ class Rounds:
             takes_factors=now.takes_factors and not trails,
             late_groups=min(now.factor_steps, _MOST_GROUPS) if trails else 0,
             inverts=now.inverts,
-            factors_travel=not setup.local,
             keeps_turn=now.inverts and setup.keeps_turn,
             solver=setup.solver,
         )
@@ -150,9 +149,7 @@ class Rounds:
         if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
             # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
             self._traffic.arrive()
-        return KFACRound(
-            plan, preconditioner.curvatures, self._traffic.arrived, preconditioner.spread.solvers
-        )
+        return KFACRound(plan, preconditioner.curvatures, preconditioner.spread.solvers)
 
     # --- a bucket --------------------------------------------------------------------------------------------
 
@@ -165,6 +162,8 @@ class Rounds:
             if self._round is not None:  # a backward that did not end: its buckets may still travel
                 self._buffers.clear()
             self._round = self._begin()
+        if not self._round.plan.late_groups:
+            self._taken = []  # of a bucket that was refused
         contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)
         self._waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
@@ -177,6 +176,9 @@ class Rounds:
         made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
         for earlier in range(bucket.index()) if made.has_message else ():
             self._round.brought_by.setdefault(earlier, set()).add(bucket.index())
+        if self._taken and not self._round.plan.late_groups:
+            self._traffic.add(self._taken, self._round.plan.decay)
+            self._taken = []
         weights = [self._setup.layers[layer.index].weight for layer in layers]
         where = functools.partial(matrices, made.layout, layers, weights, self._round.plan.owners, contents)
         return replace(made.payload(), matrices=where)
@@ -212,11 +214,11 @@ class Rounds:
     def _bucket_layer(self, round: KFACRound, index: int, layer: Layer) -> BucketLayer:
         plan = round.plan
         weight = round.waiting[id(layer.weight)]
-        goes_early = not plan.late_groups and self._traffic.goes_early(index)
-        a, g = self._factors(plan, index, with_a=not goes_early)
-        if plan.late_groups:
-            self._late.append(self._traffic.travelling(index, g, a))
-            a = g = None
+        local = None
+        if self._setup.local and plan.takes_factors and index in self._preconditioner.curvatures:
+            local = self._local(index)
+        elif plan.late_groups or (plan.takes_factors and not self._setup.local):
+            self._taken.append(self._traffic.taken(index))
         lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
         bias_lr = lr if layer.bias is None else self._lrs.get(id(layer.bias), 0.0)
         spread, sends_solver = self._preconditioner.spread.of(index, renewed=plan.inverts)
@@ -229,21 +231,16 @@ class Rounds:
             None if layer.bias is None else round.waiting[id(layer.bias)],
             lr=lr,
             bias_lr=bias_lr,
-            a=a,
-            g=g,
-            sends_a=not goes_early,
-            room=self._traffic.room(index),
+            local=local,
             spread=spread,
             sends_solver=sends_solver,
         )
 
-    def _factors(self, plan: RoundPlan, index: int, *, with_a: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return this rank's A and G of a layer, None for what it has not, or what is not wanted."""
-        is_wanted = plan.factors_travel or index in self._preconditioner.curvatures
-        if not (plan.late_groups or (plan.takes_factors and is_wanted)):
-            return None, None
+    def _local(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's own A and G of a layer that it owns; None if it has not both."""
         capture = self._preconditioner.capture
-        return capture.take_input(index) if with_a else None, capture.take_output(index)
+        a, g = capture.take_input(index), capture.take_output(index)
+        return None if a is None or g is None else (a, g)
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
         network = self._network()

@@ -247,5 +247,5 @@ def check_on_its_own(*, deferred: bool) -> None:
     if deferred:
         raise UnsupportedConfigurationError(
             "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where gradients "
-            "travel during forward; leave the plan out: factors ride in the buckets, or behind them"
+            "travel during forward; leave the plan out: factors leave with the buckets, or behind them"
         )

@@ -172,7 +172,7 @@ def test_the_package_offers_public_names_and_nothing_else() -> None:
         ("_exchange.engine", "from crossover_ddp._turns.rules import y", "_exchange.engine imports _turns"),
         ("_exchange.engine", "import crossover_ddp._timeline.files", "_exchange.engine imports _timeline"),
         ("comm_hooks", "def f():\n    import crossover_ddp.kfac_hooks", "comm_hooks imports kfac_hooks"),
-        ("_kfac.late", "from .._decoupled import trial", "_kfac.late imports _decoupled"),
+        ("_kfac.rounds", "from .._decoupled import trial", "_kfac.rounds imports _decoupled"),
         ("cli.run.command", "from ..._exchange.engine import x", "cli.run.command imports _exchange"),
         ("_turns.rules", "import time", "_turns.rules is pure and imports time"),
         ("minimal_kfac", "from crossover_ddp._kfac import x", "minimal_kfac imports _kfac"),

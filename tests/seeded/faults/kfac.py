@@ -37,10 +37,10 @@ KFAC: Final[tuple[Fault, ...]] = (
         (_KFAC, "-k", "independent and spread"),
     ),
     Fault(
-        "factors that trail are weighed as the old mean is",
+        "factors are weighed as the old mean is",
         "crossover_ddp/_kfac/factor_traffic.py",
-        "self._curvatures[layer].add(a, g, decay)",
-        "self._curvatures[layer].add(a, g, 1 - decay)",
+        "self._curvatures[index].add(a, g, decay)",
+        "self._curvatures[index].add(a, g, 1 - decay)",
         (_KFAC, "-k", "independent and seldom"),
     ),
     Fault(
@@ -51,10 +51,10 @@ KFAC: Final[tuple[Fault, ...]] = (
         ("tests/multiprocess/test_kfac_situations.py", "-k", "scheduler"),
     ),
     Fault(
-        "the room for factors travels in steps that take none, too",
-        "crossover_ddp/_kfac/payload.py",
-        "self._with_factors = plan.takes_factors and plan.factors_travel",
-        "self._with_factors = plan.factors_travel",
+        "factors travel in steps that take none, too",
+        "crossover_ddp/_kfac/rounds.py",
+        "elif plan.late_groups or (plan.takes_factors and not self._setup.local):",
+        "elif not self._setup.local:",
         ("tests/journeys/test_bits_and_buffers.py", "-k", "bytes_on and seldom"),
     ),
     Fault(

@@ -46,7 +46,7 @@ def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same(
             return sent[-1]
 
     monkeypatch.setattr(traffic, "_engine", Engine())
-    traffic.hold([traffic.travelling(0, None, None)], groups=1, decay=0.9)
+    traffic.hold([traffic._travelling(0, g=None, a=None)], groups=1, decay=0.9)
     traffic.leave()
     sent[0].set_exception(RuntimeError("a peer has gone"))  # type: ignore[arg-type]
     traffic.leave()  # as in each later step

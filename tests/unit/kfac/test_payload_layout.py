@@ -1,4 +1,4 @@
-"""The contents of K-FAC's payload: everything travels once, factors only one way, parts as equal as they can be."""
+"""The contents of K-FAC's payload: everything travels once, solvers only back, parts as equal as they can be."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from crossover_ddp._kfac.payload_layout import LayerSizes, PayloadLayout, payloa
 def payloads(draw: st.DrawFn) -> tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int]:
     world_size = draw(st.integers(1, 5))
     rows = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size).map(tuple)
-    sizes = st.integers(0, world_size - 1), st.integers(0, 30), st.integers(0, 40), st.integers(0, 20)
+    sizes = st.integers(0, world_size - 1), st.integers(0, 30), st.integers(0, 20)
     layers = st.builds(LayerSizes, *sizes, st.just(()) | rows)
     borders = sorted(draw(st.lists(st.integers(0, 100), max_size=8)))
     spans = tuple(Span(start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=False))
@@ -23,14 +23,14 @@ def spans_of(
 ) -> list[Span]:
     """Return where everything lies, one way or the other."""
     found = []
-    appendices = made.solvers if back else made.factors
-    for layer, gradients, appendix in zip(layers, made.gradients, appendices, strict=True):
+    for layer, gradients, solver in zip(layers, made.gradients, made.solvers, strict=True):
         if layer.rows_numel:
             found += list(zip(range(made.there.parts), gradients, layer.rows_numel, strict=True))
         else:
             (gradient,) = gradients
             found.append((layer.owner, gradient, layer.gradient_numel))
-        found.append((layer.owner, appendix, layer.solver_numel if back else layer.factor_numel))
+        if back:
+            found.append((layer.owner, solver, layer.solver_numel))
     found += [(share.owner, share.offset, share.bucket.numel) for share in made.passing]
     found += [(rank, offset, number_numel) for rank, offset in enumerate(made.number_offsets)]
     layout = made.back if back else made.there
@@ -51,12 +51,12 @@ def test_everything_has_a_place_of_its_own(
 
 
 @given(payloads())
-def test_both_ways_are_the_same_up_to_their_appendices(
+def test_both_ways_are_the_same_up_to_the_solvers(
     payload: tuple[int, tuple[LayerSizes, ...], tuple[Span, ...], int],
 ) -> None:
     world_size, layers, passing, number_numel = payload
     made = payload_layout(*payload)
-    bare = tuple(layer._replace(factor_numel=0, solver_numel=0) for layer in layers)
+    bare = tuple(layer._replace(solver_numel=0) for layer in layers)
     without = payload_layout(world_size, bare, passing, number_numel)
     assert without.in_place
     assert without.there == without.back
@@ -65,7 +65,7 @@ def test_both_ways_are_the_same_up_to_their_appendices(
         without.passing,
         without.number_offsets,
     )
-    assert made.in_place == (not any(layer.factor_numel or layer.solver_numel for layer in layers))
+    assert made.in_place == (not any(layer.solver_numel for layer in layers))
 
 
 @given(st.integers(0, 100), st.integers(1, 5))
