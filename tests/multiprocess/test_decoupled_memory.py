@@ -11,9 +11,6 @@ from tests.harness import spawn_script
 
 WORKER = Path(__file__).with_name("memory_worker.py")
 BUCKET_BYTES = 4 * 1600 * 1600
-# The package's code and the stacks of its threads, 2.4 MB, and what torch keeps of the object collective by which ranks
-# compare arguments, 1 to 3 MB: measured.
-OWN_BYTES = 6 * 2**20
 
 
 def peaks_bytes(way: str) -> list[int]:
@@ -26,7 +23,7 @@ def test_peak_of_four_ranks_is_that_of_plain_ddp_and_one_bucket_at_most() -> Non
     plain, decoupled = peaks_bytes("plain"), peaks_bytes("decoupled")
     assert min(plain) > 24 * BUCKET_BYTES, "parameters, gradients, momentum"
     # On a busy machine a single rank may peak higher: what it receives early waits for it.
-    assert median(decoupled) <= median(plain) + BUCKET_BYTES + OWN_BYTES
+    assert median(decoupled) <= median(plain) + BUCKET_BYTES
 
 
 @pytest.mark.skipif(
@@ -36,7 +33,7 @@ def test_peak_of_four_ranks_is_that_of_plain_ddp_and_one_bucket_at_most() -> Non
     ("optimizer", "more_buckets"),
     [
         # Four ranks save as much as directions take, which are computed while backward's memory is in use.
-        ("muon", 3),
+        ("muon", 2),
         ("adamw", 0),
     ],
 )
