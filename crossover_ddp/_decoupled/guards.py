@@ -82,13 +82,6 @@ class Watch(Generic[Pending]):
         names = {id(p): name for name, p in named_entries(network)}
         return [names[key] for key in sorted(self.order, key=lambda key: self.order[key]) if key in names]
 
-    def take_order(self, names: Iterable[str], network: nn.Module) -> None:
-        """Take over what `names_in_order` returned."""
-        parameters = dict(named_entries(network))
-        self.order.update(
-            (id(parameters[name]), place) for place, name in enumerate(names) if name in parameters
-        )
-
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Let this thread read what it likes: it does not look at values."""

@@ -56,6 +56,13 @@ class OwnedShare(Share):
     steps: Sequence[tuple[OwnedOptimizer, StepPlan]] = ()
     gathered: GradientFuture | None = None
 
+    @property
+    def travelling_bytes(self) -> int:
+        """Memory of what travels."""
+        assert self.packed is not None
+        buffers = {id(each.tensor): each.tensor for each in (self.packed.there, self.packed.back)}
+        return sum(buffer.nbytes for buffer in buffers.values())
+
     def travelling(self) -> Sharded:
         """Return what owners have filled, for the gather."""
         assert self.packed is not None

@@ -14,7 +14,6 @@ threads, and forward needs first what was reduced last, so that little could run
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -31,7 +30,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .coded import Coding
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
-from .owned_packing import Packing
+from .owned_packing import pack
 from .owned_share import TOUCHED, OwnedShare
 from .partial_optimizer import PartialOptimizer, StepPlan
 from .shares import Share
@@ -87,16 +86,28 @@ class OwnedTraining(DecoupledTraining):
     def __init__(self, optimizers: Sequence[Optimizer], turn: Turn | None, group: dist.ProcessGroup) -> None:
         each = [owned_optimizer(optimizer) for optimizer in optimizers]
         self.owned = OwnedOptimizers(each, group.rank(), group.size())
-        self._packing = Packing(self.owned, group.size())
         self._rank, self._world_size = group.rank(), group.size()
         self._owned_updates = OwnedUpdates(self.owned.each[0].partial)
         self._plans: dict[int, StepPlan] = {}
         self._dropped: set[int] = set()
-        self._is_checked = False
         self._skipped = 0
         self._failure: Exception | None = None
         super().__init__(optimizers, turn, Coding(None, 1.0, None), always=True, updates=self._owned_updates)
         self._hooks.enter_context(self.owned.kept.hooks)
+
+    def said(self) -> dict[str, object]:
+        """Return what all ranks must have in common."""
+        return {
+            "parameters in the optimizers": [
+                (
+                    type(each.optimizer).__name__,
+                    type(each).__name__,
+                    [tuple(p.shape) for p in each.parameters],
+                )
+                for each in self.owned.each
+            ],
+            "owners of the parameters": self.owned.owners,
+        }
 
     # --- the state's methods ---------------------------------------------------------------------------------
 
@@ -106,8 +117,12 @@ class OwnedTraining(DecoupledTraining):
         self.owned.kept.consolidate(group, to)
 
     def memory_usage(self) -> dict[str, int]:
-        """Return bytes: "state" of the optimizers, "buffers" that travel."""
-        return {"state": self.owned.kept.nbytes, "buffers": self._packing.nbytes}
+        """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
+        under_way = [*self.updates.round.shares, *dict.fromkeys(self.updates.stale.values())]
+        return {
+            "state": self.owned.kept.nbytes,
+            "buffers": sum(cast(OwnedShare, share).travelling_bytes for share in under_way),
+        }
 
     def close(self) -> None:
         """See `DecoupledState.close`."""
@@ -131,9 +146,6 @@ class OwnedTraining(DecoupledTraining):
                 "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
                 "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
             )
-        if not self._is_checked and isinstance(bucket, dist.GradBucket):
-            self._check_ranks(Exchange.of(process_group), bucket.buffer().device)
-            self._is_checked = True
         if not round_.is_open:
             self._dropped.clear()
         return super()._take(state, process_group, bucket)
@@ -158,28 +170,17 @@ class OwnedTraining(DecoupledTraining):
         state: object,
     ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
         urgency = self.updates.urgency(bucket.index(), parameters)
-        packed, key = self._packing.pack(bucket)
+        packed = pack(bucket, self.owned, self._world_size)
         future, deferred = exchange.defer(
             bucket, turn=self._turn, urgency=urgency, scatter=lambda: packed.there, state=state
         )
         if deferred is None:
             return future, None
-        self._packing.travels(packed, key, deferred)
         place = len(self.updates.round.shares)
         views = packed.gradients if copies_gradients(self.model()) else None
         share = OwnedShare(deferred, parameters, bucket.buffer(), urgency, place, views, packed=packed)
         share.owner_of, share.rank = self.owned.owner_of, self._rank
         return future, share
-
-    def _check_ranks(self, exchange: Exchange, device: torch.device) -> None:
-        shapes = [tuple(parameter.shape) for parameter in self.owned.parameters]
-        kinds = [(type(each).__name__, len(each.parameters)) for each in self.owned.each]
-        number = zlib.crc32(repr((shapes, self.owned.owners, kinds)).encode())
-        if exchange.gather_numbers([number], device) != [[float(number)]] * self._world_size:
-            raise UnsupportedConfigurationError(
-                f"expected the same parameters in the optimizers on all ranks, got {len(shapes)} on rank {self._rank} "
-                "that differ from another rank's in shape, order, state or kind; build optimizers alike on all ranks"
-            )
 
     # --- around forward --------------------------------------------------------------------------------------
 
@@ -206,8 +207,10 @@ class OwnedTraining(DecoupledTraining):
         if numbers <= self._dropped or all(p.grad is None for p in parameters):
             shares, round_.shares = cast(list[OwnedShare], round_.shares), []
             self.updates.lower_guards()
-            for share in shares if not round_.is_broken else ():  # else a refused backward has added to them
-                share.check_dropped()
+            for share in shares:
+                share.deferred.own_part()  # its memory goes
+                if not round_.is_broken:  # else a refused backward has added to it
+                    share.check_dropped()
             self._skipped += 1
             if self._skipped == _SKIPPED_STEPS_TO_WARN:
                 logger.warning(

@@ -155,8 +155,10 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer with param_groups of its own, got {_name(optimizer)}, which wraps another; "
             f"pass the optimizer that it wraps{wrapped}, and go on to call the wrapper's step()"
         )
+    if _is_known(optimizer):
+        return
     try:
-        whole, parts = _tried_both_ways(optimizer)
+        whole, parts = _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
     except Exception as error:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that treats each parameter by itself and needs no closure, got {_name(optimizer)}, "
@@ -176,6 +178,13 @@ def check_separable(optimizer: Optimizer) -> None:
             f"expected an optimizer that treats each parameter by itself, got {_name(optimizer)}, whose update of one "
             "parameter depends on the others (a global norm, randomness); switch that off or use another hook"
         )
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Tell whether it is one of torch's own, all of which treat each parameter by itself but two."""
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim.") and PartialOptimizer(optimizer).runs(kind.step)
+    return is_torchs and kind not in (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def _take_over(after: dict[str, Any], before: dict[str, Any], target: dict[str, Any]) -> None:
@@ -199,38 +208,14 @@ def _is_wrapper(function: Any, modules: Sequence[str]) -> bool:
     return code is not None and code.co_name == "wrapper" and module in modules
 
 
-def _tried_both_ways(optimizer: Optimizer) -> tuple[Optimizer, Optimizer]:
-    """Return copies that have taken whole steps with tiny parameters, and steps in parts.
-
-    Most optimizers make their state in the first step. Some make it in the constructor, as Adagrad does before torch
-    2.14: their copy begins with the likes of what they have.
-    """
-    try:
-        return _tried(optimizer, in_parts=False), _tried(optimizer, in_parts=True)
-    except Exception:
-        if not optimizer.state:
-            raise
-    return (
-        _tried(optimizer, in_parts=False, with_state=True),
-        _tried(optimizer, in_parts=True, with_state=True),
-    )
-
-
-def _tried(optimizer: Optimizer, *, in_parts: bool, with_state: bool = False) -> Optimizer:
+def _tried(optimizer: Optimizer, *, in_parts: bool) -> Optimizer:
     """Take some steps with a copy of ``optimizer`` on tiny parameters; return it.
 
     Parts come in the order opposite to that of a step: what is drawn for each parameter then shows.
     """
-    groups = optimizer.param_groups[:_PROBE_GROUPS]
-    copy = copy_on(optimizer, [(group, tiny_like(group["params"])) for group in groups])
+    groups = [(group, tiny_like(group["params"])) for group in optimizer.param_groups[:_PROBE_GROUPS]]
+    copy = copy_on(optimizer, groups)
     tiny = _parameters(copy)
-    if with_state:
-        originals = [p for group in groups for p in _chosen(group["params"])]
-        for original, stand_in in zip(originals, tiny, strict=True):
-            entries = optimizer.state.get(original, {})
-            copy.state[stand_in] = {
-                key: _tiny_entry(value, original, stand_in) for key, value in entries.items()
-            }
     partial = PartialOptimizer(copy)
     with torch.random.fork_rng():
         for step in range(_PROBE_STEPS):
@@ -272,15 +257,6 @@ def tiny_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return [trained[0], trained[-1]] if trained else []
-
-
-def _tiny_entry(value: Any, original: torch.Tensor, stand_in: torch.Tensor) -> Any:
-    """Make the like of what an optimizer keeps for ``original``, for its stand-in."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != original.shape or not value.numel():
-        return value.clone()
-    return torch.full(stand_in.shape, value.flatten()[0].item(), dtype=value.dtype, device=value.device)
 
 
 def ramp(like: torch.Tensor, start: float) -> torch.Tensor:

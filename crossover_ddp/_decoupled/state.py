@@ -119,7 +119,7 @@ class DecoupledState(Pausable):
             check_deferrable(kfac, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
         self.agreement = Agreement()
-        self._said = lambda: {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
+        self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._training: DecoupledTraining
         if owners is None or turns_disabled():
             coding = Coding(codec, loss_scale, self)
@@ -130,6 +130,11 @@ class DecoupledState(Pausable):
                 self._training = PayloadTraining(optimizers, mutex, coding, kfac, self)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
+
+    def _said(self) -> dict[str, object]:
+        """Return what all ranks must have in common."""
+        owned = self._training.said() if isinstance(self._training, OwnedTraining) else {}
+        return {**self._settings, **owned}
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -277,7 +282,7 @@ class DecoupledState(Pausable):
         return self._training.memory_usage() if isinstance(self._training, OwnedTraining) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed job may take over: the order in which forward needs the parameters.
+        """Return the order in which forward needs the parameters, which the next job finds out by itself.
 
         Updates under way are applied first, so that model and optimizer may be saved right after. With a codec also
         this rank's residuals, under "codec": different on each rank; after `drain` and a step there are none.
@@ -286,14 +291,13 @@ class DecoupledState(Pausable):
         return {"forward_order": self._training.forward_order(), **self._training.coding.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; optional, since the first forward shows the same."""
+        """Take over what `state_dict` returned: the residuals of a codec."""
         unknown = set(state) - {"forward_order", "codec"}
         if unknown or not isinstance(state.get("forward_order"), list):
             raise ValueError(
                 f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
                 "pass what state_dict() returned"
             )
-        self._training.take_order(list(state["forward_order"]))
         self._training.coding.load_state_dict(state)
 
     def close(self) -> None:

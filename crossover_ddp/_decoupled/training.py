@@ -79,7 +79,6 @@ class DecoupledTraining:
         self.updates = updates or Updates(self._partial)
         self.trial = None if always else Trial()
         self._known: set[int] = set()
-        self._loaded_order: list[str] = []
         self._closed = False
         self._buffers: BufferCopy | None = None
         self._held_turn = HeldTurn(turn)
@@ -125,13 +124,6 @@ class DecoupledTraining:
         model = self.model()
         return [] if model is None else self.updates.watch.names_in_order(model.module)
 
-    def take_order(self, names: list[str]) -> None:
-        """Take over an order, now or when the model is known."""
-        self._loaded_order = names
-        if (model := self.model()) is not None:
-            self.updates.watch.take_order(names, model.module)
-            self._loaded_order = []
-
     def close(self) -> None:
         """See `DecoupledState.close`."""
         if self._closed:
@@ -158,6 +150,8 @@ class DecoupledTraining:
         round_, times = self.updates.round, self.updates.times
         if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
             self.coding.await_former(round_.shares)
+            if round_.shares:
+                _settle(bucket.buffer().device)  # nobody has waited for them, and their memory goes
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
@@ -271,7 +265,6 @@ class DecoupledTraining:
         after = model.register_forward_hook(OwnHook(uncompiled(self._after_forward)))
         self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
-        self.take_order(self._loaded_order)
         logger.info(
             "decoupled: %s with %s",
             type(model.module).__name__,

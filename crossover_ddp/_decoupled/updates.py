@@ -142,18 +142,12 @@ class Updates:
         self._warned_of_unseen = True
         unseen = {id(update.parameter) for share in shares for update in share.updates} - self.watch.seen
         names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
-        waiting, everything = (
-            sum([share.buffer.numel() * share.buffer.element_size() for share in each])
-            for each in (shares, self.round.shares)
-        )
         logger.warning(
             "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
-            "CUDA graph, a module not called in every step): correct, but their buckets, %d of %d bytes, arrive before "
-            "forward instead of during it",
+            "CUDA graph, a module not called in every step): correct, but their buckets arrive before forward, not "
+            "during it",
             len(names),
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
-            waiting,
-            everything,
         )
 
     def _update(self, share: Share) -> None:

@@ -53,8 +53,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "gradients that only owners have look like gradients of zero",
         "crossover_ddp/_decoupled/owned_packing.py",
-        "        withhold(buffer)\n",
-        "        buffer.data.zero_()\n",
+        "    withhold(buffer)\n",
+        "    buffer.data.zero_()\n",
         (_DEFECTS, "-k", "scaler or through_data or no_number"),
     ),
     Fault(
