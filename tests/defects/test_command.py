@@ -1,6 +1,7 @@
 """Known defects of the command, by their numbers (redesign: turns; strangers); see `tests.defects`."""
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.scripts import ROOT
+from tests.harness.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "crossover_ddp.cli"]
 TIMEOUT_S = 60.0
@@ -52,6 +54,7 @@ def test_a_terminal_made_non_blocking_by_others_gets_every_line(unbuffered: str)
     words = [*COMMAND, "run", "--", "bash", "-c", f"seq {LINES}"]
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(words, cwd=ROOT, env=variables, stdout=ours, stderr=subprocess.DEVNULL) as runner:
+        assert eventually(lambda: not select.select([], [ours], [], 0)[1])  # the pipe is full
         os.close(ours)
         with os.fdopen(theirs, "rb") as reader:
             shown = reader.read()
