@@ -185,9 +185,8 @@ class Ring:
         """
         group = self.group()
         if group is not None and self.size > 1:
-            tag = ring_tag(-1, -1, gather=True, part=MAX_RING_RANKS - 1)
             with contextlib.suppress(RuntimeError, ValueError):
-                work = group.recv([torch.empty(1)], (self.rank - 1) % self.size, tag)
+                work = group.recv([torch.empty(1)], (self.rank - 1) % self.size, _PRIVATE_TAG - 1)
                 work.wait(timedelta(milliseconds=1))
 
     def _group(self) -> dist.ProcessGroup:

@@ -1,19 +1,38 @@
 """Leave by one of Python's ways while this process's threads wait in gloo for a peer that never answers."""
 
-import contextlib
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from tests.harness.training import Training, waited_for_by_nobody
 
+
+class Last:
+    """Ends the peer when the interpreter is torn down: gloo lets go then whoever still waits for it."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def __del__(
+        self, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        kill(self._peer, signal.SIGKILL)
+        sleep(0.3)
+
+
 way, how = sys.argv[1:]
 dist.init_process_group("gloo")
 training = Training(way, dist.get_rank(), around=waited_for_by_nobody).run(5)
+numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+dist.all_gather(numbers, torch.tensor([os.getpid()]))
 if dist.get_rank() == 0:
+    if way != "decoupled":
+        last = Last(int(numbers[1]))
     training.step()
     time.sleep(0.3)  # the threads are inside of gloo by then
     print("leaving", flush=True)
@@ -25,6 +44,4 @@ elif way == "decoupled":
     time.sleep(1)  # rank 0 waits for who may still need its parts, while that one lives
     os._exit(0)
 else:
-    with contextlib.suppress(RuntimeError):
-        dist.recv(torch.ones(1), 0)  # outlives rank 0, and hears of its end at once
-    time.sleep(1)
+    time.sleep(60)

@@ -30,7 +30,7 @@ def test_a_process_ends_while_its_threads_wait_for_others(way: str, how: str) ->
     with spawn_script(WORKER, 2, args=[way, how], forked=[1]) as ranks:
         ranks.wait_for_output(0, "leaving", 120)
         begin_s = time.monotonic()
-        output, _ = ranks.wait(60)
+        output, _ = ranks.wait(60, deaths={} if way == "decoupled" else {1: signal.SIGKILL})
     assert time.monotonic() - begin_s < IMPATIENT_S
     for word in ("Traceback", "terminate", "Fatal"):
         assert word not in output

@@ -113,6 +113,20 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_ENDS, "-k", "fork_that_uses"),
     ),
     Fault(
+        "risk 8: at exit threads are left inside of gloo",
+        _EXCHANGE,
+        "        ring.interrupt()\n",
+        "",
+        (_ENDS, "-k", "process_ends and split"),
+    ),
+    Fault(
+        "risk 8: what is to close the connections has a tag that gloo refuses",
+        "crossover_ddp/_exchange/collectives.py",
+        "self.size, _PRIVATE_TAG - 1)",
+        "self.size, -1)",
+        (_ENDS, "-k", "process_ends and split"),
+    ),
+    Fault(
         "risk 9: an idle thread keeps its last bucket, and with it the model",
         _WORKER,
         "        del job\n",
