@@ -65,7 +65,7 @@ class FactorCapture:
     Attributes:
         active: whether anything is captured.
         on_begin: called when a micro-batch begins.
-        on_input: called with the layer's index when it was called.
+        on_input: called with the layer's index when it was called in forward.
         room: by the layer's index, the same during a step: whether columns are kept.
     """
 
@@ -221,7 +221,8 @@ class FactorCapture:
             return
         # The layers' only argument: torch's call it input, transformers' Conv1D x.
         sums, (input,) = self._sums[index], args or kwargs.values()
-        if not _in_backward():
+        in_forward = not _in_backward()
+        if in_forward:
             sums.trials.clear()  # of passes that added to no gradient
         call = Call(
             number=next(self._numbers),
@@ -229,9 +230,8 @@ class FactorCapture:
             micro_batch=self._micro_batch,
             count=input_count(module, input, output, self._sharing),
             make_a=None,
-            announced=not _in_backward(),
         )
-        if not call.announced:
+        if not in_forward:
             # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then
             # the first output has the hook that will fire.
             call.make_a = partial(self._make_later, index, module, input, input._version, call.count)
@@ -239,8 +239,8 @@ class FactorCapture:
             call.make_a = self._made(index, module, input, call.count)
         sums.open.add(call)
         _hook_output(output, partial(self._on_gradient, index, module, call))
-        if call.announced:
-            self._input_came(index)
+        if in_forward and self.on_input is not None:
+            self.on_input(index)
 
     def _captures(self, module: nn.Module) -> bool:
         return self.active and module.training and torch.is_grad_enabled()
@@ -275,10 +275,6 @@ class FactorCapture:
             return input_factor(module, shape, input, self._sharing)
         return input_columns(module, shape, input, self._sharing).scaled() if count <= room else None
 
-    def _input_came(self, index: int) -> None:
-        if self.on_input is not None:
-            self.on_input(index)
-
     # --- backward --------------------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int, module: nn.Module, call: Call, gradient: Tensor) -> None:
@@ -289,9 +285,6 @@ class FactorCapture:
             self._scale = self._loss_scale()
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
         room = self.room(index).g
-        if not call.announced:
-            call.announced = True
-            self._input_came(index)
         trial.calls.append(call)
         count = output_count(module, gradient, self._sharing)
         part = None

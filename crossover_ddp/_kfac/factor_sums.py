@@ -34,7 +34,6 @@ class Call:
         step, micro_batch: in which it was made.
         count: of A's columns.
         make_a: returns A, or its columns; None where they are more than may be sent. None: A is counted already.
-        announced: whether `FactorCapture.on_input` was called for it; a recomputed call may have no backward.
         ahead: whether A was taken before its backward came.
     """
 
@@ -43,7 +42,6 @@ class Call:
     micro_batch: int
     count: int
     make_a: Callable[[], Tensor | None] | None
-    announced: bool = True
     ahead: bool = False
 
 

@@ -40,7 +40,6 @@ from .factor_sums import ColumnRoom
 from .factors import BatchFactor
 from .layers import Layer
 from .packing import FactorPacking, TravellingFactors, factors_payload
-from .payload import KFACRound
 from .placement import columns_that_travel
 
 Groups = tuple[tuple[int, ...], ...]
@@ -89,8 +88,7 @@ class FactorTraffic:
         capture.room = self.room
         self._counts = [0] * (2 * len(layers))
         self._rooms: list[ColumnRoom] | None = None
-        self._ended: KFACRound | None = None
-        self._await_ended: Callable[[], None] | None = None
+        self._ended: tuple[Callable[[], Tensor | None], Callable[[], None] | None] | None = None
         self.steps_apart = False
         self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
@@ -115,10 +113,17 @@ class FactorTraffic:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
         self._model = _no_model if model is None else weakref.ref(model)
 
-    def end_step(self, round: KFACRound, wait: Callable[[], None] | None) -> None:
-        """Note that the step's last bucket is on its way, and the ranks' messages with it; ``wait`` waits for them."""
-        if round.counts is not None:
-            self._ended, self._await_ended, self._rooms = round, wait, None
+    def counts_come(self, greatest: Callable[[], Tensor | None], wait: Callable[[], None] | None) -> None:
+        """Note that the ranks' numbers of columns are on their way.
+
+        Args:
+            greatest: returns the greatest over all ranks.
+            wait: blocks until they have come; None: backward does.
+        """
+        self._ended, self._rooms = (greatest, wait), None
+
+    def end_step(self) -> None:
+        """Note that the step's last bucket is on its way."""
         self._early_left = 0
         self._arrived = {}
         if self._called:
@@ -150,13 +155,12 @@ class FactorTraffic:
         Not those of the last step alone: it may have been a short batch at the end of an epoch.
         """
         ended, self._ended = self._ended, None
-        if self._await_ended is not None:
-            self._await_ended()
-            self._await_ended = None
-        if ended is not None and ended.greatest_counts is not None:
-            self._counts = [
-                max(pair) for pair in zip(self._counts, ended.greatest_counts.tolist(), strict=True)
-            ]
+        if ended is not None:
+            greatest, wait = ended
+            if wait is not None:
+                wait()
+            if (found := greatest()) is not None:
+                self._counts = [max(pair) for pair in zip(self._counts, found.tolist(), strict=True)]
         return self._counts
 
     def load_counts(self, counts: Sequence[int]) -> None:

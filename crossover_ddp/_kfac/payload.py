@@ -18,20 +18,51 @@ What came before waits for them in its payload; what comes later is scaled when 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._exchange.transfer import Payload, Sharded
+from crossover_ddp._exchange.contents import Content
+from crossover_ddp._exchange.layout import Span
+from crossover_ddp._exchange.transfer import Payload, Sharded, Travelling
+from crossover_ddp._owners.packing import Item, Place, packing
+from crossover_ddp.errors import ExchangeError
 
-from .curvature import Curvature
-from .factors import gradient_matrix, split_gradient
-from .message import Message
-from .payload_layout import LayerSizes, PayloadLayout, payload_layout
-from .round_plan import BucketLayer, RoundPlan
+from .bucket_layer import BucketLayer, Rows, Whole
+from .preconditioner import Preconditioner
+from .settings import HyperNow
 from .spread import SpreadSolver, spread_numel
-from .spread_payload import SpreadPayload
+
+
+class Message(NamedTuple):
+    """What each rank sends to all others, see [Note: messages].
+
+    ``kl_sum``: float64; ``bits``: int64, one or none, see [Note: equal bits] in `bucket_layer`; ``counts``: int32.
+    """
+
+    kl_sum: Tensor
+    bits: Tensor
+    counts: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The size, a multiple of eight."""
+        return -(-sum(each.nbytes for each in self) // 8) * 8
+
+    def pack(self, out: Tensor) -> None:
+        """Write the raw bytes."""
+        raw = torch.zeros(self.nbytes, dtype=torch.uint8, device=out.device)
+        whole = torch.cat([each.view(torch.uint8) for each in self])
+        raw[: whole.numel()] = whole
+        out.copy_(raw.view(out.dtype))
+
+    def read(self, packed: Tensor) -> "Message":
+        """Read another rank's, of the same sizes."""
+        raw = packed.clone().view(torch.uint8)
+        sizes = [each.nbytes for each in self]
+        parts = raw[: sum(sizes)].split(sizes)
+        return Message(*[part.clone().view(own.dtype) for part, own in zip(parts, self, strict=True)])
 
 
 @dataclass(eq=False)
@@ -39,19 +70,25 @@ class KFACRound:
     """One backward pass: what has arrived of it, and what is to be done at its end.
 
     Args:
-        plan: the same on all ranks.
-        curvatures: by layer, of those that this rank owns.
-        spread: by layer, the solvers that all ranks have, which go on to the next round.
+        owned: this rank's layers.
+        now: what is due, the same on all ranks.
+        scale: of the loss, undone in the KL clip.
+        trails: whether the factors follow behind the gradients, see [Note: late factors] in `factor_traffic`.
+        former_bits: those of the step before, see [Note: equal bits] in `bucket_layer`.
 
     Attributes:
+        bits: of this step's directions of spread layers, when they have come back.
         counts: how many columns this rank's factors had, int32; set before the last bucket if factors travel.
         greatest_counts: the greatest over all ranks, when the step has ended.
         brought_by: by the number of a bucket, those of later ones that bring parts of it, or what it is scaled by.
     """
 
-    plan: RoundPlan
-    curvatures: Mapping[int, Curvature]
-    spread: dict[int, SpreadSolver] = field(default_factory=dict)
+    owned: Preconditioner
+    now: HyperNow
+    scale: float
+    trails: bool
+    former_bits: Mapping[int, Tensor]
+    bits: dict[int, Tensor] = field(default_factory=dict)
     waiting: dict[int, Tensor] = field(default_factory=dict)
     payloads: list["BucketPayload"] = field(default_factory=list)
     kl_terms: dict[int, Tensor] = field(default_factory=dict)
@@ -61,16 +98,33 @@ class KFACRound:
     bucket_of: dict[int, int] = field(default_factory=dict)
     _scale: Tensor | None = None
 
-    def kl_sum(self) -> Tensor | None:
-        """Return this rank's share of the KL clip's sum; rounded alike whatever buckets the layers came in."""
+    def message(self, device: torch.device) -> Message | None:
+        """Return a message of the right sizes, with the columns' numbers; None if none is due."""
+        compares = bool(self.owned.spread.chosen)
+        if self.now.kl_clip is None and self.counts is None and not compares:
+            return None
+        return Message(
+            torch.empty(1, dtype=torch.float64, device=device),
+            torch.empty(int(compares), dtype=torch.int64, device=device),
+            torch.empty(0, dtype=torch.int32, device=device) if self.counts is None else self.counts,
+        )
+
+    def sums(self, device: torch.device) -> dict[str, Tensor]:
+        """Return this rank's share of the KL clip's sum, rounded alike whatever the buckets, and its bits."""
         terms = [self.kl_terms[index] for index in sorted(self.kl_terms)]
-        return torch.stack(terms).sum() if terms else None
+        kl_sum = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=device)
+        found = {"kl_sum": kl_sum.reshape(1)}
+        if self.owned.spread.chosen:
+            bits = [self.former_bits[index] for index in sorted(self.former_bits)]
+            total = torch.stack(bits).sum() if bits else torch.zeros((), dtype=torch.int64, device=device)
+            found["bits"] = total.reshape(1)
+        return found
 
     def unload(self, payload: "BucketPayload") -> None:
         """Bring what has come back, scaled by the KL clip, if there is one; see [Note: brought back late]."""
         if payload.has_message:
             self._read_messages(payload)
-        if self.plan.kl_clip is None:
+        if self.now.kl_clip is None:
             payload.bring_back(None)
         elif payload.has_message:
             for each in self.payloads:
@@ -81,18 +135,29 @@ class KFACRound:
 
     def _read_messages(self, last: "BucketPayload") -> None:
         messages = last.messages()
+        bits = torch.stack([message.bits for message in messages])
+        # On a GPU the host waits for it, so only where it does so anyway.
+        compares = bits.numel() > 0 and (self.now.inverts or not bits.is_cuda)
+        if compares and bool((bits != bits[0]).any()):
+            raise ExchangeError(
+                "expected the same directions of layers that are spread on all ranks, got other bits on some; restart "
+                "the job from a checkpoint, with the same processor, torch and number of threads for all ranks"
+            )
         if self.counts is not None:
             self.greatest_counts = torch.stack([message.counts for message in messages]).amax(0)
-        if self.plan.kl_clip is None:
+        if self.now.kl_clip is None:
             return
         # In the order of ranks, so that all get the same.
-        total = torch.stack([message.kl_sum for message in messages]).sum().abs() / self.plan.scale**2
+        total = torch.stack([message.kl_sum for message in messages]).sum().abs() / self.scale**2
         # Nothing to scale by where all gradients are zero: min(1, inf).
-        self._scale = (self.plan.kl_clip / total).sqrt().clamp(max=1.0)
+        self._scale = (self.now.kl_clip / total).sqrt().clamp(max=1.0)
 
 
 class BucketPayload:
     """The layers that one bucket completes and what else of it passes through, packed for the way.
+
+    A rank's part begins with the layers that it owns and its rows of those that are spread. Behind that lie its share
+    of the parameters that pass through, its message, and, only on the way back, the solvers that all ranks get.
 
     Args:
         round: of this backward pass.
@@ -114,177 +179,134 @@ class BucketPayload:
         take: Callable[[int], Tensor],
     ) -> None:
         self._round = round
-        self._layers = layers
         self._buffer = buffer
-        plan = round.plan
-        self._spread = SpreadPayload(plan, round.curvatures, round.spread)
-        sizes = tuple([self._sizes(each) for each in layers])
-        has_message = last and (plan.kl_clip is not None or round.counts is not None)
-        self._count_numel = 0 if round.counts is None else round.counts.numel()
-        message_bytes = Message.size_bytes(self._count_numel) if has_message else 0
-        self._message_numel = message_bytes // buffer.itemsize
+        self._owned = owned = round.owned
+        self._layers = [
+            Whole(each, owned) if each.spread is None else Rows(each, each.spread, owned, round.bits)
+            for each in layers
+        ]
         self.has_arrived = False
-        self.layout: PayloadLayout = payload_layout(plan.world_size, sizes, passing, self._message_numel)
-        self._back = take(self.layout.back.numel)
-        self._there = self._back if self.layout.in_place else buffer.new_empty(self.layout.there.numel)
+        self._message = round.message(buffer.device) if last else None
+        ranks, numel = owned.setup.world_size, 0
+        if self._message is not None:
+            numel = self._message.nbytes // buffer.itemsize
+        behind = [Item(rank, numel, numel) for rank in range(ranks)]
+        senders = [each for each in layers if each.sends_solver]
+        behind += [
+            Item(owned.owners[each.index], 0, spread_numel(each.shape, solver=owned.setup.solver))
+            for each in senders
+        ]
+        items = tuple([item for each in self._layers for item in each.items])
+        self._packing = made = packing(ranks, items, passing, tuple(behind))
+        places = iter(made.items)
+        for layer in self._layers:
+            layer.places = [next(places) for _ in layer.items]
+        self._messages = made.behind[:ranks]
+        self._solvers = list(zip(senders, made.behind[ranks:], strict=True))
+        self._back = take(made.back.numel)
+        self._there = buffer.new_empty(made.there.numel) if senders else self._back
         self._pack()
         round.payloads.append(self)
 
-    def payload(self) -> Payload:
-        """Return what the engine needs to know."""
-        there = Sharded(self._there, self.layout.there)
-        back = there if self.layout.in_place else Sharded(self._back, self.layout.back)
-        return Payload(there, back, self._step, self._unload, self._round.plan.keeps_turn)
+    def payload(self, matrices: Callable[[], Sequence[Travelling]]) -> Payload:
+        """Return what the engine needs to know; ``matrices``: see `matrices`."""
+        there = Sharded(self._there, self._packing.there)
+        back = there if self._there is self._back else Sharded(self._back, self._packing.back)
+        keeps_turn = self._round.now.inverts and self._owned.setup.keeps_turn
+        return Payload(there, back, self._step, self._unload, keeps_turn, matrices=matrices)
+
+    def matrices(self, weights: Mapping[int, Tensor], contents: Sequence[Content]) -> list[Travelling]:
+        """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then.
+
+        Args:
+            weights: of the layers, by index.
+            contents: of the bucket.
+        """
+        found = []
+        for each in self._layers:
+            (place,), weight = each.places, weights[each.layer.index]
+            found.append(_travelling(weight, 0, place, Span(0, weight.numel())))
+        for span, place in self._packing.passing:
+            for parameter, _, own in contents:
+                begin, stop = max(own.start, span.start), min(own.stop, span.stop)
+                if begin < stop and parameter.dim() > 1:
+                    run = Span(begin - span.start, stop - span.start)
+                    found.append(_travelling(parameter, begin - own.start, place, run))
+        return sorted(found, key=lambda each: each.there.start)
 
     # On the hook's thread.
 
     def _pack(self) -> None:
-        for layer, offsets in self._places():
-            start = self.layout.there.part(self._round.plan.owners[layer.index]).start
-            if layer.spread is not None:
-                self._spread.pack(layer, layer.spread, self._there, self._starts(self.layout.there, offsets))
-            else:
-                weight, bias = _views(layer, self._there, start + offsets[0])
-                weight.copy_(layer.weight)
-                if bias is not None and layer.bias is not None:
-                    bias.copy_(layer.bias)
-        for bucket, owner, offset in self.layout.passing:
-            start = self.layout.there.part(owner).start + offset
-            self._there[start : start + bucket.numel].copy_(self._buffer[bucket.start : bucket.stop])
-        for rank in range(self._round.plan.world_size) if self._message_numel else ():
-            self._message(rank, self._there).zero_()
-
-    def _sizes(self, layer: BucketLayer) -> LayerSizes:
-        plan, shape = self._round.plan, layer.shape
-        rows = () if layer.spread is None else self._spread.rows_numel(shape)
-        return LayerSizes(
-            plan.owners[layer.index],
-            layer.gradient_numel,
-            spread_numel(shape, solver=plan.solver) if layer.sends_solver else 0,
-            rows,
-        )
-
-    @staticmethod
-    def _starts(layout: Layout, offsets: Sequence[int]) -> list[int]:
-        """Return where something begins in the buffer that has ``offsets`` in the ranks' parts."""
-        return [layout.part(rank).start + offset for rank, offset in enumerate(offsets)]
-
-    def _places(self) -> list[tuple[BucketLayer, tuple[int, ...]]]:
-        """Return each layer with the offsets of its gradients in the parts."""
-        return list(zip(self._layers, self.layout.gradients, strict=True))
+        for layer in self._layers:
+            layer.pack(self._there)
+        for span, place in self._packing.passing:
+            _part(self._there, place.there).copy_(_part(self._buffer, span))
+        for place in self._messages:
+            _part(self._there, place.there).zero_()
 
     # On the owner, between the halves.
 
     def _step(self, part: Tensor) -> None:
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
         with torch.autocast(part.device.type, enabled=False):
-            self._own_step(part)
+            self._own_step()
 
-    def _own_step(self, part: Tensor) -> None:
-        plan, rank = self._round.plan, self._round.plan.rank
-        back = self._back[slice(*self.layout.back.part(rank))]
-        for layer, offsets in self._places():
-            owned = plan.owners[layer.index] == rank
-            if layer.local is not None:
-                self._round.curvatures[layer.index].add(*layer.local, plan.decay)
-            if layer.spread is not None:
-                term = self._spread.multiply(layer, layer.spread, part, back, offsets[rank])
-                if term is not None:
-                    self._round.kl_terms[layer.index] = term
-            elif owned:
-                curvature = self._round.curvatures[layer.index]
-                # Not to send plain gradients for a whole period where the first factors were not finite.
-                if plan.inverts or curvature.lacks_solver:
-                    curvature.invert(plan.damping)
-                self._precondition(layer, part, back, offsets[0])
-        for layer, offset in zip(self._layers, self.layout.solvers, strict=True):
-            if layer.sends_solver and plan.owners[layer.index] == rank:
-                self._spread.send_solver(layer, back[offset:])
-        if not self.layout.in_place:
-            for bucket, owner, offset in self.layout.passing:
-                if owner == rank:
-                    back[offset : offset + bucket.numel].copy_(part[offset : offset + bucket.numel])
-        if self._message_numel:
-            total, counts = self._round.kl_sum(), self._round.counts
-            total = back.new_zeros(1, dtype=torch.float64) if total is None else total
-            counts = back.new_zeros(0, dtype=torch.int32) if counts is None else counts
-            Message(total, counts).pack(self._message(rank, self._back))
-
-    def _precondition(self, layer: BucketLayer, part: Tensor, back: Tensor, offset: int) -> None:
-        weight, bias = _views(layer, part, offset)
-        matrix = gradient_matrix(layer.shape, weight, bias)
-        solver = self._round.curvatures[layer.index].solver
-        preconditioned = matrix
-        if solver is not None:
-            # With a bias it is a copy already, see [Note: copies before products] in `factors`.
-            preconditioned = solver.precondition(matrix if layer.shape.has_bias else matrix.clone())
-        if (
-            self._round.plan.kl_clip is not None
-        ):  # first, since the direction may be written over the gradient
-            terms = preconditioned * matrix.to(preconditioned.dtype)
-            self._round.kl_terms[layer.index] = _kl_term(layer, terms)
-        if solver is not None or not self.layout.in_place:
-            split_gradient(layer.shape, preconditioned, *_views(layer, back, offset))
+    def _own_step(self) -> None:
+        owned, now, rank = self._owned, self._round.now, self._owned.setup.rank
+        for each in self._layers:
+            index = each.layer.index
+            if each.layer.local is not None:
+                owned.curvatures[index].add(*each.layer.local, now.decay)
+            term = each.work(now, self._there, self._back)
+            if term is not None:
+                self._round.kl_terms[index] = term
+        for layer, place in self._solvers:
+            if place.owner == rank:
+                owned.spread.send(owned.curvatures[layer.index].spread(), _part(self._back, place.back))
+        if self._there is not self._back:
+            for _, place in self._packing.passing:
+                if place.owner == rank:
+                    _part(self._back, place.back).copy_(_part(self._there, place.there))
+        if self._message is not None:
+            made = self._message._replace(**self._round.sums(self._back.device))
+            made.pack(_part(self._back, self._messages[rank].back))
 
     # Wherever the bucket's way ends.
 
     def _unload(self) -> None:
-        for layer, offset in zip(self._layers, self.layout.solvers, strict=True):
-            if layer.sends_solver:
-                start = self.layout.back.part(self._round.plan.owners[layer.index]).start + offset
-                self._spread.take_solver(layer, self._back[start:])
+        for layer, place in self._solvers:
+            curvature = self._owned.curvatures.get(layer.index)
+            if curvature is not None:
+                solver = curvature.spread()
+            else:
+                packed = _part(self._back, place.back)
+                solver = SpreadSolver.unpack(packed, layer.shape, solver=self._owned.setup.solver)
+            self._owned.spread.keep(layer.index, solver)
         self.has_arrived = True
         self._round.unload(self)
 
     @property
     def has_message(self) -> bool:
         """Whether the ranks' messages come with it."""
-        return self._message_numel > 0
+        return self._message is not None
 
     def bring_back(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets; ``scale`` for the preconditioned gradients, None for 1."""
-        for layer, offsets in self._places():
-            if layer.spread is not None:
-                starts = self._starts(self.layout.back, offsets)
-                self._spread.bring_back(layer, layer.spread, self._back, starts, scale)
-                continue
-            start = self.layout.back.part(self._round.plan.owners[layer.index]).start
-            weight, bias = _views(layer, self._back, start + offsets[0])
-            for source, target in ((weight, layer.weight), (bias, layer.bias)):
-                if source is None or target is None:
-                    continue
-                if scale is None:
-                    target.copy_(source)
-                else:
-                    torch.mul(source, scale, out=target)
-        for bucket, owner, offset in self.layout.passing:
-            start = self.layout.back.part(owner).start + offset
-            self._buffer[bucket.start : bucket.stop].copy_(self._back[start : start + bucket.numel])
+        for layer in self._layers:
+            layer.bring_back(self._back, scale)
+        for span, place in self._packing.passing:
+            _part(self._buffer, span).copy_(_part(self._back, place.back))
 
     def messages(self) -> list[Message]:
-        """Return the messages at the end of the ranks' parts, in the order of ranks."""
-        return [
-            Message.unpack(self._message(rank, self._back), self._count_numel)
-            for rank in range(self._round.plan.world_size)
-        ]
-
-    def _message(self, rank: int, buffer: Tensor) -> Tensor:
-        layout = self.layout.there if buffer is self._there else self.layout.back
-        start = layout.part(rank).start + self.layout.number_offsets[rank]
-        return buffer[start : start + self._message_numel]
+        """Return the ranks' messages, in the order of ranks."""
+        assert self._message is not None
+        return [self._message.read(_part(self._back, place.back)) for place in self._messages]
 
 
-def _kl_term(layer: BucketLayer, terms: Tensor) -> Tensor:
-    """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
-    if layer.bias is None or layer.bias_lr == layer.lr:
-        return terms.sum(dtype=torch.float64) * layer.lr**2
-    weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
-    return weight * layer.lr**2 + bias * layer.bias_lr**2
+def _part(flat: Tensor, span: Span) -> Tensor:
+    return flat[span.start : span.stop]
 
 
-def _views(layer: BucketLayer, flat: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-    middle = start + layer.weight.numel()
-    weight = flat[start:middle].view(layer.weight.shape)
-    if layer.bias is None:
-        return weight, None
-    return weight, flat[middle : middle + layer.bias.numel()].view(layer.bias.shape)
+def _travelling(parameter: Tensor, begin: int, place: Place, run: Span) -> Travelling:
+    there, back = (Span(span.start + run.start, span.start + run.stop) for span in (place.there, place.back))
+    return Travelling(parameter, begin, place.owner, there, back)

@@ -22,6 +22,7 @@ class Preconditioner:
         owners: of each layer.
 
     Attributes:
+        setup, owners: as given.
         curvatures: of the layers that this rank owns, by index.
         spread: of the layers that all ranks precondition together.
         capture: of this rank's factors.
@@ -29,7 +30,7 @@ class Preconditioner:
     """
 
     def __init__(self, setup: KFACSetup, owners: Sequence[int]) -> None:
-        self._setup = setup
+        self.setup = setup
         self.owners = tuple(owners)
         self.curvatures: dict[int, Curvature] = {
             index: setup.new_curvature(setup.layers[index].shape)
@@ -57,7 +58,7 @@ class Preconditioner:
 
     def rows(self) -> Iterator[str]:
         """Describe each layer, and what each rank has to do."""
-        setup = self._setup
+        setup = self.setup
         for index, (cost, owner) in enumerate(zip(setup.costs, self.owners, strict=True)):
             curvature = self.curvatures.get(index)
             yield (
@@ -94,7 +95,7 @@ class Preconditioner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks' layers. Collective; raises ``ExchangeError`` if late factors are lost."""
-        setup = self._setup
+        setup = self.setup
         self.traffic.settle()
         own = {
             setup.layers[index].name: curvature.state_dict() for index, curvature in self.curvatures.items()
@@ -112,14 +113,14 @@ class Preconditioner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what belongs to this rank's layers, and the solvers that all ranks have."""
-        for index, layer in enumerate(self._setup.layers):
+        for index, layer in enumerate(self.setup.layers):
             own = state["layers"][layer.name]
             curvature = self.curvatures.get(index)
             if curvature is not None:
                 curvature.load_state_dict(own, layer.weight.device)
-            if self._setup.costs[index].spread and own.get("root") is not None:
+            if self.setup.costs[index].spread and own.get("root") is not None:
                 if curvature is None:
-                    curvature = self._setup.new_curvature(layer.shape)
+                    curvature = self.setup.new_curvature(layer.shape)
                     curvature.load_state_dict(own, layer.weight.device)
                 if (solver := curvature.spread()) is not None:
                     self.spread.solvers[index] = solver

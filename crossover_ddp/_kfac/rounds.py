@@ -3,7 +3,6 @@
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -17,12 +16,11 @@ from crossover_ddp._exchange.transfer import Payload
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import turns_disabled
 
+from .bucket_layer import BucketLayer
 from .layers import Layer, unwrapped
-from .matrices import matrices
 from .packing import TravellingFactors
 from .payload import BucketPayload, KFACRound
 from .preconditioner import Preconditioner
-from .round_plan import BucketLayer, RoundPlan
 from .settings import HyperNow
 from .setup import KFACSetup
 from .waiting import WaitingDirections
@@ -67,6 +65,7 @@ class Rounds:
         self._traffic.steps_apart = self.is_deferred
         self._round: KFACRound | None = None
         self._taken: list[TravellingFactors] = []
+        self._bits: Mapping[int, Tensor] = {}
         self._lrs: dict[int, float] = {}
         self._model_seen = False
         self._closed = False
@@ -114,9 +113,12 @@ class Rounds:
             self._buffers.clear()
         if ended is not None:
             self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
-            self._traffic.end_step(ended, wait)
-            if ended.plan.late_groups:
-                self._traffic.hold(self._taken, ended.plan.late_groups, ended.plan.decay)
+            self._bits = ended.bits
+            self._traffic.end_step()
+            if ended.counts is not None:
+                self._traffic.counts_come(lambda: ended.greatest_counts, wait)
+            if ended.trails:
+                self._traffic.hold(self._taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
         self._taken = []
         self.steps += 1
         self._preconditioner.capture.begin_step()
@@ -124,32 +126,18 @@ class Rounds:
         return {} if ended is None else ended.brought_by
 
     def _begin(self) -> KFACRound:
-        now, setup, preconditioner = self._now(), self._setup, self._preconditioner
-        preconditioner.capture.begin_exchange()
+        now, setup, owned = self._now(), self._setup, self._preconditioner
+        owned.capture.begin_exchange()
         self._lrs = self._learning_rates(now.kl_clip is not None)
         self._taken = []
         trails = now.takes_factors and self._traffic.trails
-        plan = RoundPlan(
-            rank=setup.rank,
-            world_size=setup.world_size,
-            owners=preconditioner.owners,
-            damping=now.damping,
-            decay=now.decay,
-            kl_clip=now.kl_clip,
-            scale=setup.loss_scale(),
-            takes_factors=now.takes_factors and not trails,
-            late_groups=min(now.factor_steps, _MOST_GROUPS) if trails else 0,
-            inverts=now.inverts,
-            keeps_turn=now.inverts and setup.keeps_turn,
-            solver=setup.solver,
-        )
-        if plan.takes_factors:
+        if now.takes_factors and not trails:
             self._traffic.send_rest()
-        lacks_solver = any(each.solver is None for each in preconditioner.curvatures.values())
-        if self.is_deferred and (plan.takes_factors or plan.inverts or lacks_solver):
+        lacks_solver = any(each.solver is None for each in owned.curvatures.values())
+        if self.is_deferred and ((now.takes_factors and not trails) or now.inverts or lacks_solver):
             # Owners' steps do not come behind what trails: that is the gatherer's order, not the stepper's.
             self._traffic.arrive()
-        return KFACRound(plan, preconditioner.curvatures, preconditioner.spread.solvers)
+        return KFACRound(owned, now, setup.loss_scale(), trails, self._bits)
 
     # --- a bucket --------------------------------------------------------------------------------------------
 
@@ -162,7 +150,7 @@ class Rounds:
             if self._round is not None:  # a backward that did not end: its buckets may still travel
                 self._buffers.clear()
             self._round = self._begin()
-        if not self._round.plan.late_groups:
+        if not self._round.trails:
             self._taken = []  # of a bucket that was refused
         contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)
@@ -170,18 +158,17 @@ class Rounds:
         layers, passing = self._completed(self._round, contents, bucket.index())
         if bucket.is_last() and len(self._round.payloads) == bucket.index():  # and no bucket was refused
             self._check_whole(self._round)
-        if bucket.is_last() and (self._round.plan.takes_factors or self._round.plan.late_groups):
+        if bucket.is_last() and self._round.now.takes_factors:
             self._round.counts = self._traffic.own_counts()
         take = functools.partial(self._buffer, buffer, bucket.index())
         made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
         for earlier in range(bucket.index()) if made.has_message else ():
             self._round.brought_by.setdefault(earlier, set()).add(bucket.index())
-        if self._taken and not self._round.plan.late_groups:
-            self._traffic.add(self._taken, self._round.plan.decay)
+        if self._taken and not self._round.trails:
+            self._traffic.add(self._taken, self._round.now.decay)
             self._taken = []
-        weights = [self._setup.layers[layer.index].weight for layer in layers]
-        where = functools.partial(matrices, made.layout, layers, weights, self._round.plan.owners, contents)
-        return replace(made.payload(), matrices=where)
+        weights = {layer.index: self._setup.layers[layer.index].weight for layer in layers}
+        return made.payload(functools.partial(made.matrices, weights, contents))
 
     def _buffer(self, like: Tensor, bucket: int, numel: int) -> Tensor:
         """Lend the memory of what travels for a bucket."""
@@ -212,16 +199,15 @@ class Rounds:
         return complete, tuple(passing)
 
     def _bucket_layer(self, round: KFACRound, index: int, layer: Layer) -> BucketLayer:
-        plan = round.plan
         weight = round.waiting[id(layer.weight)]
         local = None
-        if self._setup.local and plan.takes_factors and index in self._preconditioner.curvatures:
-            local = self._local(index)
-        elif plan.late_groups or (plan.takes_factors and not self._setup.local):
+        if round.now.takes_factors and not self._setup.local:
             self._taken.append(self._traffic.taken(index))
+        elif round.now.takes_factors and index in self._preconditioner.curvatures:
+            local = self._local(index)
         lr = self._lrs.get(id(layer.weight), 0.0)  # without a clip it is not read
         bias_lr = lr if layer.bias is None else self._lrs.get(id(layer.bias), 0.0)
-        spread, sends_solver = self._preconditioner.spread.of(index, renewed=plan.inverts)
+        spread, sends_solver = self._preconditioner.spread.of(index, renewed=round.now.inverts)
         if bias_lr != lr:  # the bias has no part of its own in the rows' share of the clip's sum
             spread = None
         return BucketLayer(

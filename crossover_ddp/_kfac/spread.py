@@ -96,7 +96,7 @@ class SpreadSolver:
 
     @classmethod
     def unpack(cls, packed: Tensor, shape: LayerShape, *, solver: str) -> "SpreadSolver | None":
-        """Read it again; None if the owner had none (zeros)."""
+        """Read it again; None if the owner had none (zeros). On a GPU the host waits here."""
         if not bool(packed[0]):
             return None
         small, large = sides(shape)
@@ -147,7 +147,7 @@ class SpreadLayers:
     """
 
     def __init__(self, chosen: Collection[int]) -> None:
-        self._chosen = frozenset(chosen)
+        self.chosen = frozenset(chosen)
         self.solvers: dict[int, SpreadSolver] = {}
 
     def of(self, index: int, *, renewed: bool) -> tuple[SpreadSolver | None, bool]:
@@ -157,10 +157,25 @@ class SpreadLayers:
             index: the layer.
             renewed: whether solvers are made in this step.
         """
-        if index not in self._chosen:
+        if index not in self.chosen:
             return None, False
         solver = None if renewed else self.solvers.get(index)
         return solver, solver is None
+
+    @staticmethod
+    def send(solver: SpreadSolver | None, out: Tensor) -> None:
+        """Write the owner's solver to ``out``; zeros where it has none."""
+        if solver is None:
+            out.zero_()
+        else:
+            solver.pack(out)
+
+    def keep(self, index: int, solver: SpreadSolver | None) -> None:
+        """Keep the solver that all ranks have now."""
+        if solver is None:
+            self.solvers.pop(index, None)
+        else:
+            self.solvers[index] = solver
 
 
 def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:

@@ -389,7 +389,6 @@ def drift(rank: int, world_size: int) -> list[Tensor]:
 
 
 @pytest.mark.defect("kfac-S10")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="kfac-S10")
 def test_a_rank_that_begins_to_round_otherwise_parts_no_replicas() -> None:
     """Where a library rounds otherwise on one rank under way, replicas stay equal or training ends with an error."""
     with contextlib.suppress(RankError):

@@ -13,8 +13,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
 _OF_KFAC: Final = (
-    *("factor_traffic", "matrices", "message", "packing", "payload", "payload_layout", "preconditioner"),
-    *("round_plan", "rounds", "spread_payload"),
+    *("bucket_layer", "factor_traffic", "packing", "payload", "preconditioner", "rounds"),
 )
 ENGINE: Final = (
     *("_ddp", "_engine", "_exchange", "_decoupled", "_compression", "_averaging", "_muon"),

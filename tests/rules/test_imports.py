@@ -56,7 +56,6 @@ PURE = {
     "_averaging.schedule",
     "_compression.cut",
     "_exchange.layout",
-    "_kfac.payload_layout",
     "_kfac.placement",
     "_owners.assignment",
     "_owners.packing",

@@ -31,7 +31,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "of a spread layer's rows only the first one counts for the KL clip",
-        "crossover_ddp/_kfac/spread_payload.py",
+        "crossover_ddp/_kfac/bucket_layer.py",
         "(made * turned).sum(",
         "(made * turned)[:1].sum(",
         (_KFAC, "-k", "independent and spread"),
@@ -53,8 +53,8 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "factors travel in steps that take none, too",
         "crossover_ddp/_kfac/rounds.py",
-        "elif plan.late_groups or (plan.takes_factors and not self._setup.local):",
-        "elif not self._setup.local:",
+        "if round.now.takes_factors and not self._setup.local:",
+        "if not self._setup.local:",
         ("tests/journeys/test_bits_and_buffers.py", "-k", "bytes_on and seldom"),
     ),
     Fault(
@@ -108,7 +108,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the KL clip takes the weight's learning rate for the bias",
-        "crossover_ddp/_kfac/payload.py",
+        "crossover_ddp/_kfac/bucket_layer.py",
         "if layer.bias is None or layer.bias_lr == layer.lr:",
         "if layer.bias is None or layer.lr:",
         (_DEFECTS, "-k", "learning_rate and whole"),
@@ -126,6 +126,13 @@ KFAC: Final[tuple[Fault, ...]] = (
         "if other != value]",
         "if other != other]",
         (_DEFECTS, "-k", "other_arguments"),
+    ),
+    Fault(
+        "a rank that rounds spread layers otherwise goes unnoticed",
+        "crossover_ddp/_kfac/payload.py",
+        "bool((bits != bits[0]).any())",
+        "bool((bits != bits).any())",
+        (_DEFECTS, "-k", "round_otherwise"),
     ),
     Fault(
         "Adam is taken for an optimizer that leaves directions as they are",
