@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,8 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
-from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.columns import LayerShape, WeightSharing
+from crossover_ddp._kfac.columns import WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs
-from crossover_ddp._kfac.curvature import Curvature, Start
-from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
 from crossover_ddp._kfac.layers import Layer, find_layers, group_of
 from crossover_ddp._kfac.placement import LayerCost, place
 from crossover_ddp._kfac.preconditioner import Preconditioner
@@ -61,8 +58,6 @@ from .gpu_mutex import GPUMutex, turns_disabled
 __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 
 logger = logging.getLogger(__name__)
-
-_SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
 @dataclass(frozen=True)
@@ -181,6 +176,7 @@ class KFACState(Pausable):
         layers, self.passing = find_layers(model, skip, max_factor_dim)
         agreed = self._agree_on(model, layers, group, spread_steps, arguments)
         self._setup = KFACSetup(
+            model=weakref.ref(model),
             layers=layers,
             costs=agreed,
             inverse_steps=inverse_steps,
@@ -189,13 +185,12 @@ class KFACState(Pausable):
             world_size=group.size(),
             process_group=self.process_group,
             solver=solver,
+            pi=pi,
+            sharing=weight_sharing,
+            accumulated=accumulated,
             local=factors == "local",
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
-            new_curvature=_curvatures(solver, pi, weight_sharing),
-            new_capture=functools.partial(
-                _capture, weakref.ref(model), layers, sharing=weight_sharing, accumulated=accumulated
-            ),
         )
         self._begin(model, place(agreed, group.size(), inverse_steps), codec)
 
@@ -433,17 +428,5 @@ def _check_state(state: KFACState) -> None:
         )
 
 
-def _capture(model: "weakref.ref[nn.Module]", layers: Sequence[Layer], **options: Any) -> FactorCapture:
-    """Make a capture. DDP holds the state where no collector sees it, so the state must not hold DDP."""
-    return FactorCapture(layers, model=model(), **options)
-
-
 def _nothing() -> None:
     """For a state of its own, of which nothing is under way between steps."""
-
-
-def _curvatures(
-    solver: Literal["inverse", "eigen"], pi: bool, weight_sharing: WeightSharing
-) -> Callable[[LayerShape], Curvature]:
-    start: Start = "identity" if weight_sharing == "kfac-pytorch" else "batch"
-    return functools.partial(Curvature, solver=_SOLVERS[solver], pi=pi, start=start)

@@ -79,8 +79,6 @@ class FactorCapture:
         accumulated: Literal["mean", "sum"] = "mean",
         only: Collection[int] | None = None,
     ) -> None:
-        if accumulated not in ("mean", "sum"):
-            raise ValueError(f"expected accumulated='mean' or 'sum', got accumulated={accumulated!r}")
         self.active = True
         self.on_begin: Callable[[], None] | None = None
         self.on_input: Callable[[int], None] | None = None

@@ -39,16 +39,6 @@ class LayerShape:
     has_bias: bool
     transposed: bool = False
 
-    @property
-    def a_numel(self) -> int:
-        """Numbers in the packed triangles of A."""
-        return triangle_numel(self.groups, self.a_dim)
-
-    @property
-    def g_numel(self) -> int:
-        """Numbers in the packed triangles of G."""
-        return triangle_numel(self.groups, self.g_dim)
-
 
 def layer_shape(module: nn.Module) -> LayerShape | None:
     """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.

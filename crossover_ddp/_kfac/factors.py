@@ -40,7 +40,6 @@ from .columns import (
     conv_input_scale,
     input_columns,
     output_columns,
-    triangle_numel,
     window_columns,
     windows_of,
 )
@@ -192,7 +191,6 @@ def pack_triangle(factor: Tensor, out: Tensor) -> None:
         out: a contiguous one-dimensional view of groups * d * (d + 1) / 2 numbers, of any dtype.
     """
     groups, size, _ = factor.shape
-    _check_numel(out, groups, size)
     flat, start = out.view(groups, -1), 0
     for low in range(0, size, _PACK_BLOCK):
         high = min(low + _PACK_BLOCK, size)
@@ -207,7 +205,6 @@ def pack_triangle(factor: Tensor, out: Tensor) -> None:
 
 def unpack_triangle(flat: Tensor, groups: int, d: int) -> Tensor:
     """Return the symmetric [groups, d, d] that `pack_triangle` wrote to ``flat``, as a copy in its dtype."""
-    _check_numel(flat, groups, d)
     factor, packed, start = flat.new_empty(groups, d, d), flat.view(groups, -1), 0
     for low in range(0, d, _PACK_BLOCK):
         high = min(low + _PACK_BLOCK, d)
@@ -221,14 +218,6 @@ def unpack_triangle(flat: Tensor, groups: int, d: int) -> Tensor:
         factor[:, high:, low:high] = beside.mT
         start += width * (d - high)
     return factor
-
-
-def _check_numel(flat: Tensor, groups: int, size: int) -> None:
-    if flat.dim() != 1 or flat.numel() != triangle_numel(groups, size):
-        raise ValueError(
-            f"expected a flat tensor of {triangle_numel(groups, size)} numbers for {groups} triangles of {size} rows, "
-            f"got shape={tuple(flat.shape)}; pass exactly the layer's part of the buffer"
-        )
 
 
 def update_running(
@@ -246,8 +235,6 @@ def update_running(
         start: what the first mean is: "batch", the batch itself (not a copy: hand over a tensor of your own), or
             "identity", decay * identity + (1 - decay) * batch, as kfac-pytorch has it.
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"expected 0 <= decay <= 1, got decay={decay}; 0.95 is usual")
     if running is not None and isinstance(batch, Gram):
         with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
             columns = batch.columns.to(running.dtype)
@@ -270,8 +257,7 @@ def gradient_matrix(shape: LayerShape, weight_grad: Tensor, bias_grad: Tensor | 
     matrix = weight_grad.reshape(shape.groups, shape.g_dim, -1)
     if not shape.has_bias:
         return matrix
-    if bias_grad is None:
-        raise ValueError(f"expected the gradient of the bias, got bias_grad=None for {shape}; pass it")
+    assert bias_grad is not None
     return torch.cat([matrix, bias_grad.reshape(shape.groups, shape.g_dim, 1)], dim=-1)
 
 
@@ -280,8 +266,7 @@ def split_gradient(shape: LayerShape, matrix: Tensor, weight_out: Tensor, bias_o
     if not shape.has_bias:
         weight_out.copy_(matrix.reshape(weight_out.shape))
         return
-    if bias_out is None:
-        raise ValueError(f"expected room for the bias, got bias_out=None for {shape}; pass it")
+    assert bias_out is not None
     weight_out.copy_(matrix[..., :-1].reshape(weight_out.shape))
     bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
 
@@ -404,6 +389,9 @@ class Eigenbasis:
         return cls(a_values, a_vectors, g_values, g_vectors, damping)
 
     _NAMES = ("a_values", "a_vectors", "g_values", "g_vectors", "damping")
+
+
+SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
 def _usable(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor] | None:

@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.checks import resolve_group
 
+from .capture import FactorCapture
 from .curvature import Curvature
 from .factor_traffic import FactorTraffic
+from .factors import SOLVERS
 from .placement import loads_s
 from .setup import KFACSetup
 from .spread import SpreadLayers
@@ -33,13 +35,16 @@ class Preconditioner:
         self.setup = setup
         self.owners = tuple(owners)
         self.curvatures: dict[int, Curvature] = {
-            index: setup.new_curvature(setup.layers[index].shape)
-            for index, owner in enumerate(owners)
-            if owner == setup.rank
+            index: self._curvature(index) for index, owner in enumerate(owners) if owner == setup.rank
         }
         self.spread = SpreadLayers([index for index, cost in enumerate(setup.costs) if cost.spread])
-        self.capture = setup.new_capture(
-            loss_scale=setup.loss_scale, only=self.curvatures if setup.local else None
+        self.capture = FactorCapture(
+            setup.layers,
+            model=setup.model(),
+            sharing=setup.sharing,
+            accumulated=setup.accumulated,
+            loss_scale=setup.loss_scale,
+            only=self.curvatures if setup.local else None,
         )
         self.traffic = FactorTraffic(
             setup.layers,
@@ -48,6 +53,15 @@ class Preconditioner:
             capture=self.capture,
             process_group=setup.process_group,
             local=setup.local,
+        )
+
+    def _curvature(self, index: int) -> Curvature:
+        setup = self.setup
+        return Curvature(
+            setup.layers[index].shape,
+            solver=SOLVERS[setup.solver],
+            pi=setup.pi,
+            start="identity" if setup.sharing == "kfac-pytorch" else "batch",
         )
 
     def close(self) -> None:
@@ -120,7 +134,7 @@ class Preconditioner:
                 curvature.load_state_dict(own, layer.weight.device)
             if self.setup.costs[index].spread and own.get("root") is not None:
                 if curvature is None:
-                    curvature = self.setup.new_curvature(layer.shape)
+                    curvature = self._curvature(index)
                     curvature.load_state_dict(own, layer.weight.device)
                 if (solver := curvature.spread()) is not None:
                     self.spread.solvers[index] = solver

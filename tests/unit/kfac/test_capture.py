@@ -300,22 +300,6 @@ def test_only_chosen_layers_are_captured() -> None:
     assert_same({"token": captured}, {"token": expected_of(net(), batch())["token"]})
 
 
-def test_inputs_can_be_taken_before_backward() -> None:
-    run = recorded(net())
-    early: dict[str, Tensor | None] = {}
-    run.capture.on_input = lambda index: early.update(
-        {run.layers[index].name: run.capture.take_input_ahead(index)}
-    )
-    loss = loss_of(run.model(batch()))
-    expected = expected_of(net(), batch())
-    assert list(early) == ["conv", "token", "head"]
-    loss.backward()
-    for index, layer in enumerate(run.layers):
-        a, g = early[layer.name], run.capture.take_output(index)
-        assert a is not None and g is not None
-        assert_same({layer.name: Captured(a, g)}, {layer.name: expected[layer.name]})
-
-
 def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
     model = net()
     model.head.register_forward_hook(lambda module, args, output: output * 3)
@@ -396,11 +380,6 @@ def test_compiled_models_are_captured(backend: str) -> None:
                 assert set(run.taken().values()) == {None}
     finally:
         torch._dynamo.reset()
-
-
-def test_a_wrong_way_to_accumulate_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected accumulated='mean' or 'sum', got accumulated='max'"):
-        FactorCapture([], sharing="expand", accumulated="max")  # type: ignore[arg-type]
 
 
 class Zoo(nn.Module):

@@ -66,12 +66,19 @@ class Training:
         ({"solver": "lu"}, r"expected solver to be one of inverse, eigen, got solver='lu'"),
         ({"weight_sharing": "sum"}, r"expected weight_sharing to be one of expand, reduce, kfac-pytorch"),
         ({"factors": "none"}, r"expected factors to be one of global, local"),
+        ({"accumulated": "max"}, r"expected accumulated to be one of mean, sum"),
+        ({"max_factor_dim": 0}, r"got max_factor_dim=0; 8192 is the default"),
+        ({"max_factor_dim": 2.5}, r"got max_factor_dim=2\.5; 8192 is the default"),
+        (
+            {"optimizer": [nn.Linear(1, 1)]},
+            r"expected an optimizer or a sequence of them, got optimizer=Linear",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     network = mlp(6, 4)
     with pytest.raises(ValueError, match=message):
-        KFACState(network, torch.optim.SGD(network.parameters(), lr=LR), **options)
+        KFACState(network, **{"optimizer": torch.optim.SGD(network.parameters(), lr=LR)} | options)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who makes solvers and when: each rank its own only, in the steps in which they are due."""
+"""Each rank makes solvers of its own layers only, in the steps in which they are due, and keeps nothing else."""
 
 import itertools
 from typing import Any
@@ -44,3 +44,26 @@ def test_each_rank_makes_solvers_of_its_own_layers_only(solver: str, world_size:
             assert sorted(of_step) == (sorted(own) if step % 3 == 0 else [])
         everybodys += own
     assert sorted(everybodys) == sorted(SIZES)
+
+
+EQUAL = (6, *(6,) * 12)  # twelve layers
+UNEQUAL = (6, 40, 8, 30, 6, 20, 5)
+
+
+def usage(rank: int, world_size: int, widths: tuple[int, ...], solver: str) -> dict[str, int]:
+    training = Training(rank, mlp(*widths), solver=solver)
+    training.step()
+    training.step()
+    return training.state.memory_usage()
+
+
+@pytest.mark.parametrize(
+    ("widths", "solver"), [(EQUAL, "inverse"), (EQUAL, "eigen"), (UNEQUAL, "inverse")], ids=str
+)
+def test_nobody_keeps_what_another_rank_has(widths: tuple[int, ...], solver: str) -> None:
+    of_ranks = run_ranks(usage, 4, args=(widths, solver))
+    (alone,) = run_ranks(usage, 1, args=(widths, solver))
+    assert alone["factors"] == 4 * sum((i + 1) ** 2 + o**2 for i, o in itertools.pairwise(widths))
+    for kind in ("factors", "solvers"):
+        assert sum(each[kind] for each in of_ranks) == alone[kind]
+        assert widths is UNEQUAL or len({each[kind] for each in of_ranks}) == 1
