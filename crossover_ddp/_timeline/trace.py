@@ -109,8 +109,8 @@ def _name(span: TimelineSpan) -> str:
     kind = span.kind.replace("_", "-")
     bucket, step = span.detail.get("bucket"), span.detail.get("step")
     if bucket is not None:
-        # -1 is what K-FAC sends ahead of the buckets.
-        return f"{kind} of bucket {bucket}" if bucket != -1 else f"{kind} of early factors"
+        # -1 is what K-FAC sends beside the buckets.
+        return f"{kind} of bucket {bucket}" if bucket != -1 else f"{kind} of factors"
     return kind if step is None else f"{kind} (step {step})"
 
 

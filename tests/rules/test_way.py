@@ -24,7 +24,7 @@ WAYS = {
     "averaged": 24,
     "muon": 23,
     "owned": 38,
-    "kfac": 38,
+    "kfac": 35,
 }
 
 

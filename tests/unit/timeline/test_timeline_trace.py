@@ -60,7 +60,7 @@ def test_names_of_processes_threads_and_slices() -> None:
     assert {"a · rank 0 · reduce-scatter", "a · rank 0 · reduce-scatter 2"} <= names
     slices = {e["name"]: e for e in of_phase(trace, "X")}
     assert slices["reduce-scatter of bucket 2"]["args"] == {"job": "a", "rank": 0, **detail}
-    assert "reduce-scatter of early factors" in slices
+    assert "reduce-scatter of factors" in slices
     assert "exchange (step 7)" in slices and "compute" in slices
     assert trace["otherData"] == {"begin_wall_s": 100.0}
 
