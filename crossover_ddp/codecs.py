@@ -23,8 +23,7 @@ from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.half import Half
 from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
-from crossover_ddp._compression.sidco import SIDCo
-from crossover_ddp._compression.threshold import Threshold
+from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.exchange import Exchange
@@ -57,17 +56,16 @@ class CompressedState(Pausable):
     Args:
         codec: for both halves, such as ``Int8()``; a pair encodes to owners with the first, which may be a `PerPair`,
             and to all with the second; None: no compression, the mean of `reduce_scatter_all_gather_hook` to the last
-            bit.
+            bit. An object of your own is a `Codec`.
         loss_scale: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``: residuals follow
             when it changes. Default 1.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
-    gradients of float64, for those of a GPU on gloo, by NCCL for a codec whose messages differ in size (`SIDCo`,
-    `Threshold`, `PerPair`), and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when
-    a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to
-    find; residuals stay finite.
+    gradients of float64, for those of a GPU on gloo, and for a `PerPair` of another number of ranks. ``ExchangeError``
+    from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all
+    ranks, for GradScaler to find; residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
     same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
@@ -120,7 +118,7 @@ class CompressedState(Pausable):
     def stats(self) -> dict[str, float]:
         """Return "steps", "sent_bytes", "rate" (over an exact exchange's) and "residual_bytes". Not collective.
 
-        Bytes and rate are those of the coded steps but the last one. Empty without a codec.
+        Bytes and rate are those of the coded steps. Empty without a codec.
         """
         return {} if self._compression is None else self._compression.stats()
 

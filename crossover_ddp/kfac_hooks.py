@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
-from crossover_ddp._compression.payloads import PayloadCompression
+from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
@@ -196,7 +196,9 @@ class KFACState(Pausable):
 
     def _begin(self, model: nn.Module, owners: Sequence[int], codec: CodecChoice | None) -> None:
         self.codec = codec
-        self._compression = None if codec is None else PayloadCompression(codec, self._setup.loss_scale)
+        self._compression = (
+            None if codec is None else Compression(codec, self._setup.loss_scale, self, has_work=True)
+        )
         self._flush: Callable[[], None] = _nothing
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         if self._setup.rank == 0:
@@ -333,7 +335,7 @@ class KFACState(Pausable):
         self._own(owners)
         self._preconditioner.load_state_dict(state)
         if self._compression is not None:
-            self._compression.forget()
+            self._compression.load({}, None)
         self._rounds.steps = state["steps"]
         self._rounds.prepare_step()
 

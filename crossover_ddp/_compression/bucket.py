@@ -1,7 +1,18 @@
-"""One bucket's messages: what a rank encodes, what an owner sums and encodes again, what all decode."""
+"""One bucket's messages: what a rank encodes, what an owner sums and encodes again, what all decode.
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+[Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient; an owner what its
+message to all does not hold, in units of the mean, or of what it makes of the mean. After each step, for each element:
+what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
+kept now. An owner does not send to itself: its own addend enters the sum exact.
+
+[Note: without a look] By a backend's own collectives, all of this is launched by the hook's thread, in the program's
+order, while the device is still at earlier work. So nothing here reads a value on the host: messages have one size, and
+what is not finite, or not in use, shows in tensors.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import torch
 
@@ -10,13 +21,16 @@ from crossover_ddp._exchange.transfer import Sharded
 
 from .choice import Codecs
 from .codec import Codec, PieceWriter
-from .cut import Part
-from .message import CodedMessage, total, views
-from .residuals import BucketResiduals, Stream, collect, spread
+from .cut import OwnedSpan, Part, padded
+from .half import Whole
 from .scratch import MessageMemory, Scratch
-from .whole import Whole
 
-_WHOLE = Whole()
+_WHOLE: Final = Codecs(Whole(), Whole())
+_ALIGNED: Final = 16
+# Shares of NCCL's collectives that begin elsewhere are slow.
+_ALIGNED_BY_COLLECTIVES: Final = 128
+# Elements of a segment, on average, from which one operation for each costs less than another pass over memory.
+_LARGE: Final = 1 << 16
 
 
 class Buffers(NamedTuple):
@@ -27,74 +41,47 @@ class Buffers(NamedTuple):
         push: its parts, by owner.
         gather: flat; owners' messages fill it.
         pull: its parts, by owner; what is coded is of the same lengths as in ``push``.
-        step: the owner's work: makes its part of ``gather`` of its part of ``scatter``, which holds the mean; None: the
-            mean is what comes back, and both buffers are one.
+        work: makes the owner's part of ``gather`` of its part of ``scatter``, which holds the mean; None: the mean is
+            what comes back, and both buffers are one.
     """
 
     scatter: torch.Tensor
     push: Sequence[Part]
     gather: torch.Tensor
     pull: Sequence[Part]
-    step: Callable[[], None] | None = None
+    work: Callable[[], None] | None = None
 
 
-class _MessageStream(Stream):
-    """A stream whose messages differ in size: its codec's memory, and the room of its next message."""
+class _Message:
+    """Exact values in float32, then the codec's bytes."""
 
-    def __init__(self, codec: Codec, part: Part) -> None:
-        super().__init__(codec, part)
-        self.room = codec.room(part.lengths)
-        self._memory: Any = None
+    def __init__(self, part: Part, codec: Codec, multiple: int, memory: torch.Tensor) -> None:
+        head = padded(4 * part.exact_numel, _ALIGNED)
+        self.codec = codec
+        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
+        self.writer = codec if isinstance(codec, PieceWriter) else None
+        self.exact = memory[: 4 * part.exact_numel].view(torch.float32)
+        self.coded = memory[head : head + codec.nbytes(part.coded_numel(multiple))]
 
-    def encode(
-        self, values: torch.Tensor, used: Sequence[bool], message: CodedMessage, *, whole: bool
-    ) -> None:
-        """Write the values, and keep the rest; what is not used waits with its residual. Changes ``values``.
-
-        A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
-
-        Args:
-            values: of the coded segments, plus the residual.
-            used: for each of them, whether its parameter is in use.
-            message: to be written and sealed.
-            whole: write all of it, in float32.
-        """
-        part, next_room, finite = self.part, self.room, True
-        if part.coded:
-            idle = [
-                (piece, kept, kept.clone())
-                for use, piece, kept in zip(
-                    used, views(values, part.lengths), views(self.residual, part.lengths), strict=True
-                )
-                if not use
-            ]
-            for piece, _, _ in idle:
-                piece.zero_()
-            codec, memory = (_WHOLE, None) if whole else (self.codec, self._memory)
-            encoded = codec.encode(values, part.lengths, message.coded, self.residual, memory)
-            for _, kept, before in idle:
-                kept.copy_(before)
-            finite = encoded.finite
-            if not whole:
-                self._memory = encoded.memory
-                next_room = self.codec.room(part.lengths, encoded.wanted) if finite else self.room
-            message.used.fill_(1)
-            for number in [number for number, use in enumerate(used) if not use]:
-                message.used[number] = 0
-        message.seal(finite=finite, next_room=next_room)
-        self.room = next_room
+    @staticmethod
+    def size(part: Part, codec: Codec, multiple: int, aligned: int) -> int:
+        """Return the bytes of a message."""
+        coded = codec.nbytes(part.coded_numel(multiple))
+        return padded(padded(4 * part.exact_numel, _ALIGNED) + coded, aligned)
 
 
-class CodedBucket(BucketResiduals):
-    """The messages of one bucket, step after step, and the residuals that stay behind.
+class CodedBucket:
+    """The messages of one bucket, step after step, and what they leave behind, see [Note: residuals].
 
     Args:
         codecs: for both halves.
         parameters: of the bucket.
-        numels: of their gradients.
         parts: what is coded, by owner; exact parts may be others in each step.
         rank: of this process.
-        gives_mean: whether owners send the mean, and not what they make of it.
+        device: of the gradients.
+        has_work: owners send something else than the mean.
+        leaves_unused: a parameter whose gradients are all zero may have none.
+        by_collectives: messages travel by a backend's own collectives.
         scratch: memory for a moment, of all buckets; default: the bucket's own.
     """
 
@@ -102,184 +89,250 @@ class CodedBucket(BucketResiduals):
         self,
         codecs: Codecs,
         parameters: Sequence[torch.Tensor],
-        numels: Sequence[int],
         parts: Sequence[Part],
         rank: int,
+        device: torch.device,
         *,
-        gives_mean: bool = True,
+        has_work: bool = False,
+        leaves_unused: bool = False,
+        by_collectives: bool = False,
         scratch: Scratch | None = None,
     ) -> None:
-        self._push = [_MessageStream(codecs.between(rank, owner), part) for owner, part in enumerate(parts)]
-        self._pull = _MessageStream(codecs.pull, parts[rank])
-        super().__init__(parameters, numels, parts, rank, self._push, self._pull, gives_mean=gives_mean)
-        self._codecs = codecs
-        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
-        self._writer = codecs.pull if isinstance(codecs.pull, PieceWriter) else None
-        self._others = [other for other in range(len(parts)) if other != rank]
-        # What others will send: their headers say so.
-        self._incoming_rooms = {
-            other: codecs.between(rank, other).room(self._own.lengths) for other in self._others
-        }
-        self._pull_rooms = [codecs.pull.room(part.lengths) for part in self.parts]
-        self._is_whole = False
+        self.parameters = list(parameters)
+        self.rank = rank
+        self._codecs, self.parts = codecs, tuple(parts)
+        self._has_work, self._leaves_unused = has_work, leaves_unused
+        self._by_collectives = by_collectives
+        self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
+        self._slots = [part.slots(self._multiple) for part in parts]
+        numels = [part.coded_numel(self._multiple) for part in parts]
+        self._kept = [torch.zeros(numel, device=device) for numel in numels]
+        self._addend = torch.empty(numels[rank], device=device)
+        # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
+        self._divisor = torch.full((), float(len(parts)), device=device)
         self._scratch = Scratch() if scratch is None else scratch
-        self._to, self._from = ([MessageMemory() for _ in parts] for _ in range(2))
-        self._gathered, self._addend = MessageMemory(), torch.empty(self._own.coded_numel)
-        self.outgoing: dict[int, torch.Tensor] = {}
-        self.incoming: dict[int, torch.Tensor] = {}
-        self.gather = Sharded(torch.empty(0, dtype=torch.uint8), Layout.equal(0, len(parts)))
+        self._memory = [MessageMemory(device) for _ in range(3)]
+        self._laid_out: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the residuals."""
+        return sum(kept.nbytes for kept in self._kept)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether any residual is not zero."""
+        return any([bool(kept.any()) for kept in self._kept])
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent for the last step, in both halves."""
-        pulled = self.gather.layout.numel - self.gather.layout.part((self.rank + 1) % len(self.parts)).numel
-        return sum(map(len, self.outgoing.values())) + pulled
+        """Bytes that this rank sends in a step, in both halves."""
+        back = self.gather.layout
+        return self.outgoing.layout.numel + back.numel - back.part((self.rank + 1) % len(self.parts)).numel
 
-    # --- messages, see `Messages` in `_exchange/direct_way.py` ------------------------------------------------
+    def is_of(self, parameters: Sequence[torch.Tensor], parts: Sequence[Part] | None = None) -> bool:
+        """Tell whether it has the same parameters, and coded segments of the same lengths."""
+        known, lengths = map(id, self.parameters), [part.lengths for part in self.parts]
+        return [*known] == [*map(id, parameters)] and (
+            parts is None or lengths == [part.lengths for part in parts]
+        )
+
+    def kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each coded parameter with its whole residual, flat, in units of this rank's gradient.
+
+        An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
+        Where owners send something else than the mean, theirs is left out.
+        """
+        whole: dict[int, list[tuple[OwnedSpan, torch.Tensor]]] = {}
+        for owner, part in enumerate(self.parts):
+            is_own, pieces = owner == self.rank, self._views(self._kept[owner], owner)
+            factor = (0 if self._has_work else len(self.parts)) if is_own else 1
+            for segment, piece in zip(part.coded, pieces, strict=True):
+                whole.setdefault(segment.parameter, []).append((segment, piece * factor))
+        for number, found in whole.items():
+            residual = found[0][1].new_zeros(max(each.begin + each.span.numel for each, _ in found))
+            for segment, piece in found:
+                residual[segment.begin : segment.begin + segment.span.numel] = piece
+            yield self.parameters[number], residual
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for kept in self._kept:
+            kept.mul_(factor)
+
+    # --- messages, see `Messages` in `_exchange/transfer.py` --------------------------------------------------
 
     def encode(self, buffers: Buffers, *, whole: bool = False) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
 
         ``whole``: all messages of this step, in both halves, hold all that is kept, in float32.
         """
-        self._buffers, self._is_whole, self._is_own_unloaded = buffers, whole, False
-        flat, used = buffers.scatter, self._used(buffers)
-        self._messages = {}
-        for owner in self._others:
-            part, stream = buffers.push[owner], self._push[owner]
-            message = self._messages[owner] = self._message(part, stream.room, self._to[owner])
-            collect(flat, part.exact, message.exact)
-            values = stream.sum(flat, part.coded, self._scratch.take(part.coded_numel))
-            stream.encode(values, [used[segment.parameter] for segment in part.coded], message, whole=whole)
-        self.outgoing = {owner: message.bytes for owner, message in self._messages.items()}
+        self._buffers, self._is_own_unloaded = buffers, False
+        self._lay_out(whole=whole)
+        flat = buffers.scatter
+        for owner, message in self._sent.items():
+            part = buffers.push[owner]
+            pieces = _places(flat, part.coded)
+            values = self._scratch.take(len(self._kept[owner]), flat.device)
+            self._collect(pieces, owner, values, self._kept[owner])
+            self._encode(values, owner, message, self._unused(pieces))
+            _collect_exact(flat, part, message.exact)
         own = buffers.push[self.rank]
-        self._own_used = [used[segment.parameter] for segment in own.coded]
-        self._collect_addend(flat)
-        self._exact_addend = collect(flat, own.exact, torch.empty(own.exact_numel))
-        self._received = {
-            source: self._message(own, room, self._from[source])
-            for source, room in self._incoming_rooms.items()
-        }
-        self.incoming = {source: message.bytes for source, message in self._received.items()}
-        self._sent_rooms = [
-            self._room(room, part) for room, part in zip(self._pull_rooms, buffers.pull, strict=True)
+        self._collect(_places(flat, own.coded), self.rank, self._addend)
+        _collect_exact(flat, own, self._exact_addend)
+
+    def _lay_out(self, *, whole: bool) -> None:
+        """Give each message its place; the same as in the last step, if parts are."""
+        buffers = self._buffers
+        wanted = buffers.push, buffers.pull, whole
+        if wanted == self._laid_out:
+            return
+        self._laid_out = wanted
+        codecs, own = _WHOLE if whole else self._codecs, buffers.push[self.rank]
+        # Not made in each step: a device's other stream may still read the last one's.
+        self._exact_addend = torch.empty(own.exact_numel, device=self._addend.device)
+        others = [rank for rank in range(len(self.parts)) if rank != self.rank]
+        out = {owner: (buffers.push[owner], codecs.between(self.rank, owner)) for owner in others}
+        into = {source: (own, codecs.between(self.rank, source)) for source in others}
+        back = {owner: (part, codecs.pull) for owner, part in enumerate(buffers.pull)}
+        (self.outgoing, self._sent), (self.incoming, self._received), (self.gather, self._returned) = [
+            self._messages(each, None if whole else memory)
+            for each, memory in zip((out, into, back), self._memory, strict=True)
         ]
-        sizes = [total(part, room) for part, room in zip(buffers.pull, self._sent_rooms, strict=True)]
-        layout = Layout.of_lengths(sizes)
-        self.gather = Sharded(self._bytes(layout.numel, self._gathered), layout)
 
-    def _message(self, part: Part, room: int, kept: MessageMemory) -> CodedMessage:
-        room = self._room(room, part)
-        return CodedMessage(part, room, self._bytes(total(part, room), kept))
-
-    def _bytes(self, size: int, kept: MessageMemory) -> torch.Tensor:
-        """Return memory for a message, see [Note: used again]; the large ones of a whole step are not kept."""
-        return torch.zeros(size, dtype=torch.uint8) if self._is_whole else kept.take(size)
-
-    def _room(self, room: int, part: Part) -> int:
-        return _WHOLE.room(part.lengths) if self._is_whole else room
-
-    def _collect_addend(self, flat: torch.Tensor) -> None:
-        """Take what this rank adds to its own part; it has a residual there only after a change of buckets."""
-        own, part = self._push[self.rank].residual, self._buffers.push[self.rank]
-        addend = collect(flat, part.coded, self._addend)
-        if self._is_own_kept:
-            pieces = zip(self._own_used, views(addend, part.lengths), views(own, part.lengths), strict=True)
-            for piece, kept in [(piece, kept) for use, piece, kept in pieces if use]:
-                piece.add_(kept)
-                kept.zero_()
-            self._is_own_kept = bool(own.any())
+    def _messages(
+        self, made: dict[int, tuple[Part, Codec]], memory: MessageMemory | None
+    ) -> tuple[Sharded, dict[int, _Message]]:
+        """Return memory for messages, and these by rank; the large ones of a whole step are not kept."""
+        aligned = _ALIGNED_BY_COLLECTIVES if self._by_collectives else _ALIGNED
+        sizes = {rank: _Message.size(*each, self._multiple, aligned) for rank, each in made.items()}
+        if self._by_collectives and len(sizes) == len(self.parts):  # one all-gather has equal parts
+            sizes = dict.fromkeys(sizes, max(sizes.values()))
+        layout = Layout.of_lengths([sizes.get(rank, 0) for rank in range(len(self.parts))])
+        taken = MessageMemory(self._addend.device) if memory is None else memory
+        sharded = Sharded(taken.take(layout.numel), layout)
+        return sharded, {
+            rank: _Message(*each, self._multiple, sharded.part(rank)) for rank, each in made.items()
+        }
 
     def step(self) -> None:
-        """Add what came in the order of ranks, and write the message to all. On a worker."""
-        part, gathered = self._buffers.push[self.rank], self._buffers.pull[self.rank]
-        values, exact, used, is_finite = self._sums()
-        world_size = len(self.parts)
-        values.div_(world_size)
-        exact.div_(world_size)
-        if self._buffers.step is not None:
-            spread(values if is_finite else values.fill_(torch.nan), part.coded, self._buffers.scatter)
-            spread(exact, part.exact, self._buffers.scatter)
-            self._buffers.step()
-            is_finite = True  # what it has made may be
-            collect(self._buffers.gather, gathered.coded, values)
-            exact = collect(self._buffers.gather, gathered.exact, torch.empty(gathered.exact_numel))
-        out = CodedMessage(gathered, self._sent_rooms[self.rank], self._piece(self.rank))
-        out.exact.copy_(exact)
-        if is_finite:
-            values.add_(self._pull.residual)
-            self._pull.encode(values, used, out, whole=self._is_whole)
+        """Add what came in the order of ranks, and write the message to all. On a worker, or on another stream."""
+        buffers, rank = self._buffers, self.rank
+        (values, exact), message = self._mean(), self._returned[rank]
+        if buffers.work is None:
+            message.exact.copy_(exact)
         else:
-            out.seal(finite=False, next_room=self._pull.room)
+            there, back = buffers.push[rank], buffers.pull[rank]
+            _copy(_places(buffers.scatter, there.coded), self._views(values, rank))
+            _copy(_places(buffers.scatter, there.exact), _split(exact, there))
+            buffers.work()
+            self._collect(_places(buffers.gather, back.coded), rank, values)
+            _collect_exact(buffers.gather, back, message.exact)
+        unused = self._unused(self._views(values, rank))
+        self._encode(values.add_(self._kept[rank]), rank, message, unused)
 
-    def _sums(self) -> tuple[torch.Tensor, torch.Tensor, list[bool], bool]:
-        """Return the sums of what is coded and of what is exact, which parameters are in use, and if all is finite."""
-        part = self._buffers.push[self.rank]
+    def _mean(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean over the ranks of what is coded, and of what is exact."""
         # Two addends may change places, so the first two ranks add to their own.
         is_begun = self.rank <= 1
-        values = self._addend if is_begun else self._scratch.take(part.coded_numel).zero_()
-        exact = torch.zeros(part.exact_numel)
-        used, is_finite = list(self._own_used), True
+        own = self._addend
+        values = own if is_begun else self._scratch.take(len(own), own.device).zero_()
+        exact = torch.zeros_like(self._exact_addend)
         for rank in range(len(self.parts)):
-            if rank == self.rank:
-                exact.add_(self._exact_addend)
-                if not is_begun:
-                    values.add_(self._addend)
+            if rank != self.rank:
+                message = self._received[rank]
+                exact.add_(message.exact)
+                if len(values):
+                    message.codec.add_decoded(message.coded, values)
                 continue
-            message = self._received[rank]
-            finite, self._incoming_rooms[rank] = message.opened()
-            is_finite = is_finite and finite
-            exact.add_(message.exact)
-            if finite and part.coded:
-                codec: Codec = _WHOLE if self._is_whole else self._codecs.between(self.rank, rank)
-                codec.add_decoded(message.coded, part.lengths, values)
-                used = [
-                    mine or bool(theirs) for mine, theirs in zip(used, message.used.tolist(), strict=True)
-                ]
-        return values, exact, used, is_finite
+            exact.add_(self._exact_addend)
+            if not is_begun:
+                values.add_(own)
+        return values.div_(self._divisor), exact.div_(self._divisor)
 
     def unload_own(self) -> None:
-        """Decode this owner's message into the bucket. On a worker."""
+        """Decode this owner's message into the bucket."""
         self._unload(self.rank)
         self._is_own_unloaded = True
 
     def unload(self) -> None:
-        """Decode all owners' messages into the bucket. On a worker."""
+        """Decode all owners' messages into the bucket."""
         for owner in range(len(self.parts)):
             if owner != self.rank or not self._is_own_unloaded:
                 self._unload(owner)
 
     def _unload(self, owner: int) -> None:
-        part, flat = self._buffers.pull[owner], self._buffers.gather
-        message = CodedMessage(part, self._sent_rooms[owner], self._piece(owner))
-        finite, self._pull_rooms[owner] = message.opened()
-        spread(message.exact, part.exact, flat)
-        pieces = [flat[segment.span.start : segment.span.stop] for segment in part.coded]
-        if not finite:
-            for piece in pieces:
-                piece.fill_(torch.nan)
-        elif self._writer is not None and not self._is_whole:
-            self._writer.write_decoded(message.coded, part.lengths, pieces)
-        elif pieces:
-            codec: Codec = _WHOLE if self._is_whole else self._codecs.pull
-            values = self._scratch.take(part.coded_numel).zero_()
-            codec.add_decoded(message.coded, part.lengths, values)
-            spread(values, part.coded, flat)
+        part, flat, message = self._buffers.pull[owner], self._buffers.gather, self._returned[owner]
+        _copy(_places(flat, part.exact), _split(message.exact, part))
+        pieces, numel = _places(flat, part.coded), len(self._kept[owner])
+        if not pieces:
+            return
+        if message.writer is not None and numel >= _LARGE * len(pieces) and flat.dtype == torch.float32:
+            message.writer.write_decoded(message.coded, pieces, [slot.start for slot in self._slots[owner]])
+            return
+        values = self._scratch.take(numel, flat.device)
+        if message.writer is not None:
+            message.writer.write_decoded(message.coded, [values], [0])
+        else:
+            message.codec.add_decoded(message.coded, values.zero_())
+        _copy(pieces, self._views(values, owner))
 
-    def _piece(self, owner: int) -> torch.Tensor:
-        span = self.gather.layout.part(owner)
-        return self.gather.tensor[span.start : span.stop]
+    # --- values of one owner's part, padded --------------------------------------------------------------------
 
-    def _used(self, buffers: Buffers) -> list[bool]:
-        """Tell which coded parameters have a gradient that is not all zero."""
-        segments = [segment for part in buffers.push for segment in part.coded]
-        used = [False] * len(self.parameters)
-        if not segments:
-            return used
-        pieces = [buffers.scatter[segment.span.start : segment.span.stop] for segment in segments]
-        # Most gradients' first elements are not zero, and then nobody need look further.
-        firsts = torch.stack([piece[0] for piece in pieces]).tolist()
-        for segment, first, piece in zip(segments, firsts, pieces, strict=True):
-            number = segment.parameter
-            used[number] = used[number] or bool(first != 0) or bool(piece.any())
-        return used
+    def _views(self, values: torch.Tensor, owner: int) -> list[torch.Tensor]:
+        return [values[slot.start : slot.stop] for slot in self._slots[owner]]
+
+    def _collect(
+        self, pieces: Sequence[torch.Tensor], owner: int, out: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> None:
+        """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
+        for slot in self._slots[owner]:
+            if slot.stop % self._multiple:
+                out[slot.stop : padded(slot.stop, self._multiple)].zero_()
+        if kept is None:
+            _copy(self._views(out, owner), pieces)
+            return
+        for piece, residual, place in zip(
+            pieces, self._views(kept, owner), self._views(out, owner), strict=True
+        ):
+            torch.add(piece, residual, out=place)
+
+    def _unused(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return for each gradient whether it is all zero, if that matters."""
+        return [each.any().logical_not() for each in gradients] if self._leaves_unused else []
+
+    def _encode(
+        self, values: torch.Tensor, owner: int, message: _Message, unused: Sequence[torch.Tensor]
+    ) -> None:
+        """Encode gradients plus residuals; those of ``unused`` stay where they are.
+
+        A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
+        """
+        kept = self._kept[owner]
+        if not len(values):
+            return
+        before = kept.clone() if unused else kept
+        for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
+            piece.masked_fill_(is_unused, 0)
+        message.codec.encode(values, message.coded, kept)
+        for piece, old, is_unused in zip(
+            self._views(kept, owner), self._views(before, owner), unused, strict=False
+        ):
+            torch.where(is_unused, old, piece, out=piece)
+
+
+def _places(flat: torch.Tensor, segments: Sequence[OwnedSpan]) -> list[torch.Tensor]:
+    return [flat[segment.span.start : segment.span.stop] for segment in segments]
+
+
+def _copy(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(of))
+
+
+def _split(exact: torch.Tensor, part: Part) -> list[torch.Tensor]:
+    return [*exact.split_with_sizes([each.span.numel for each in part.exact])] if part.exact else []
+
+
+def _collect_exact(flat: torch.Tensor, part: Part, out: torch.Tensor) -> None:
+    _copy(_split(out, part), _places(flat, part.exact))

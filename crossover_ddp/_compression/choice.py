@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Codec
-from .whole import Whole
+from .codec import Codec, Former
+from .half import Whole
 
-_NEEDED: Final = ("room", "encode", "add_decoded")
+_NEEDED: Final = ("nbytes", "encode", "add_decoded")
+_FORMER: Final = ("room", "encode", "add_decoded")
 _WHOLE: Final = Whole()
 
 
@@ -22,8 +23,8 @@ _WHOLE: Final = Whole()
 class PerPair:
     """Encode what goes to owners by the pair of ranks: near ranks weakly or not at all, far ones more.
 
-    It is the first of a pair, ``codec=(PerPair(…), Int8())``, because what owners send back goes to all ranks. Works on
-    gloo. Our design.
+    It is the first of a pair, ``codec=(PerPair(…), Int8())``, because what owners send back goes to all ranks. Our
+    design.
 
     Args:
         codecs: a row for each rank of the group, and in it a codec for each peer, the same in both directions; None:
@@ -95,6 +96,10 @@ class Codecs(NamedTuple):
         """Return what two ranks send each other with, each as the owner of its part."""
         return self.push.between(rank, peer) if isinstance(self.push, PerPair) else self.push
 
+    def all(self) -> list[Codec]:
+        """Return what any ranks send with."""
+        return [*(self.push.all() if isinstance(self.push, PerPair) else [self.push]), self.pull]
+
 
 def codecs_of(codec: CodecChoice) -> Codecs:
     """Return the codec of each half; raise ``TypeError`` for what is none."""
@@ -104,9 +109,11 @@ def codecs_of(codec: CodecChoice) -> Codecs:
             "codec=(PerPair(…), Int8())"
         )
     push, pull = codec if isinstance(codec, tuple) else (codec, codec)
-    for each in push.all() if isinstance(push, PerPair) else (push,):
-        _check(each)
-    return Codecs(push, _check(pull))
+    if isinstance(push, PerPair):
+        rows = [[None if each is None else _served(each) for each in row] for row in push.codecs]
+        return Codecs(PerPair(tuple(map(tuple, rows))), _served(pull))
+    served = _served(push)
+    return Codecs(served, served if pull is push else _served(pull))
 
 
 def check_size(push: Codec | PerPair, ranks: int) -> None:
@@ -118,11 +125,18 @@ def check_size(push: Codec | PerPair, ranks: int) -> None:
         )
 
 
-def _check(codec: Codec) -> Codec:
-    missing = [name for name in _NEEDED if not callable(getattr(codec, name, None))]
-    if missing or isinstance(codec, type):
-        raise TypeError(
-            f"expected a codec such as Int8(), got codec={codec!r} without {', '.join(missing) or 'an instance'}; "
-            "pass an object of crossover_ddp.codecs, or None for no compression"
-        )
-    return codec
+def _served(codec: Codec) -> Codec:
+    """Return a codec as messages need it."""
+    if not isinstance(codec, type):
+        if _has(codec, _NEEDED):
+            return codec
+        if _has(codec, _FORMER):
+            return Former.of(codec)
+    raise TypeError(
+        f"expected a codec such as Int8(), got codec={codec!r} without {', '.join(_NEEDED)}; pass an object of "
+        "crossover_ddp.codecs, or None for no compression"
+    )
+
+
+def _has(codec: object, names: Sequence[str]) -> bool:
+    return all(callable(getattr(codec, name, None)) for name in names)

@@ -1,18 +1,73 @@
-"""What a codec is: it writes some tensors into a message and says what the message does not hold.
+"""What a codec is: it writes values into a message of a fixed size, and keeps what the message does not hold.
 
 [Note: error feedback] ``encode`` is given gradient plus residual, and leaves in the residual what the message does not
 hold, so that nothing is lost but only late: values = decoded + residual. What a message decodes to is defined in
-float32, whatever the values are, so all ranks that decode the same bytes have the same numbers.
+float32, so all ranks that decode the same bytes have the same numbers.
 """
 
+import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+_HEAD_BYTES = 16
+
+
+class Codec(Protocol):
+    """How values become a message of bytes. Frozen and pure: from step to step goes nothing but the residual.
+
+    Values are flat and float32. Those of each parameter begin at a multiple of ``multiple``, with zeros up to the next
+    one's. A message is a flat tensor of bytes that begins at a multiple of 16 bytes.
+
+    On a device whatever a codec looks at makes the host wait.
+    """
+
+    @property
+    def multiple(self) -> int:
+        """Number of elements that are encoded together."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` values, a multiple of ``multiple``; the same on all ranks."""
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write ``values`` to ``message``, and what it does not hold to ``residual``.
+
+        With a value that is infinite or NaN ``message`` decodes to NaN, and ``residual`` stays as it is.
+        """
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what ``message`` holds to ``out``."""
+
+
+@runtime_checkable
+class PieceWriter(Protocol):
+    """A codec that also decodes straight to where values belong, which saves two passes over memory."""
+
+    def write_decoded(
+        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> None:
+        """Write to each of ``pieces``, flat and float32, what ``message`` holds from the place of ``starts`` on.
+
+        The same numbers as `Codec.add_decoded` makes of zeros.
+        """
+
+
+def all_finite(values: torch.Tensor) -> bool | torch.Tensor:
+    """Tell whether no value is infinite or NaN; of a device's values by a tensor, so that the host need not wait."""
+    if values.device.type != "cpu":
+        return torch.isfinite(values).all()
+    # Of finite float32 the sum may overflow, so a second look decides.
+    return math.isfinite(values.sum()) or bool(torch.isfinite(values).all())
+
+
+# --- codecs as former versions took them ---------------------------------------------------------------------------
+
 
 class Encoded(NamedTuple):
-    """What an encoder says of one message.
+    """What an encoder of former versions says of one message.
 
     Args:
         finite: False: the values hold Inf or NaN, neither the message nor the residual was written.
@@ -25,51 +80,37 @@ class Encoded(NamedTuple):
     memory: Any
 
 
-class Codec(Protocol):
-    """How tensors become a message of bytes. Frozen and pure: what changes from step to step is ``memory``.
+@dataclass(frozen=True)
+class Former:
+    """A codec with ``room``, and with ``encode`` and ``add_decoded`` of lengths; without its memory. On the CPU."""
 
-    The tensors of a message come as one flat tensor ``values`` and their ``lengths`` in it. A message is a tensor of
-    bytes that begins at a multiple of 16 bytes.
-    """
+    codec: Any
+    multiple: int = 1
 
-    def room(self, lengths: Sequence[int], wanted: int | None = None) -> int:
-        """Return how many bytes the next message gets, given what the last one wanted; None: there was none."""
+    @classmethod
+    def of(cls, codec: Any) -> "Former":
+        """Serve ``codec``, and warn."""
+        warnings.warn(
+            f"{type(codec).__name__} has room(lengths, wanted), which codecs of the next version do not have: its "
+            "messages have one size from now on, and its memory is not kept; give it multiple, nbytes(numel), "
+            "encode(values, message, residual) and add_decoded(message, out), see crossover_ddp.codecs.Codec",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return cls(codec)
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        lengths: Sequence[int],
-        message: torch.Tensor,
-        residual: torch.Tensor,
-        memory: Any = None,
-    ) -> Encoded:
-        """Write ``values`` into ``message``, and what it does not hold into ``residual``."""
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message."""
+        return _HEAD_BYTES + int(self.codec.room([numel]))
 
-    def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
-        """Add what ``message`` holds to ``out``, a flat tensor of all lengths."""
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write a message whose head is 0, or NaN."""
+        encoded = self.codec.encode(values, [values.numel()], message[_HEAD_BYTES:], residual)
+        message[:4].view(torch.float32).fill_(0.0 if encoded.finite else torch.nan)
 
-
-@runtime_checkable
-class PieceWriter(Protocol):
-    """A codec that also decodes straight to where values belong, which saves two passes over memory."""
-
-    def write_decoded(
-        self, message: torch.Tensor, lengths: Sequence[int], pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Write what ``message`` holds to ``pieces``, one flat tensor for each of ``lengths``, of any dtype.
-
-        The same numbers as `Codec.add_decoded` makes of zeros.
-        """
-
-
-@runtime_checkable
-class DeviceCodec(Protocol):
-    """A codec whose messages have one size, and whose work the host launches without a look at any value.
-
-    The host of a GPU runs ahead of it; whatever it wants to know of a tensor it has to wait for.
-    """
-
-    def encode_on_device(
-        self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
-    ) -> None:
-        """As `Codec.encode`, but values with Inf or NaN leave a message that decodes to NaN, and the residual alone."""
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what a message holds."""
+        if message[:4].view(torch.float32).isnan():
+            out.fill_(torch.nan)
+        else:
+            self.codec.add_decoded(message[_HEAD_BYTES:], [out.numel()], out)

@@ -1,17 +1,18 @@
 """Compression of all buckets of one model: when it begins, and what becomes of residuals when buckets change.
 
 [Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
-after it. So does the step after `drain`. In an exact step each rank adds its residuals to its gradients, those of an
-owner as often as there are ranks, since the exchange divides by that. Afterwards there are none.
+after it. With work of owners between the halves, as in K-FAC, so do the first two: then DDP's buckets stay as they are,
+also with ``static_graph``, and so does who owns what. In a step after `drain` messages hold all that is kept, in
+float32, so afterwards there are no residuals.
 
-[Note: buckets that change] When DDP hands over a bucket of other parameters than before, the residuals of these
-parameters move over, and an owner's residual becomes part of its rank's push residual. Ranks need not exchange
-anything for that, and nothing is lost.
+[Note: residuals aside] When DDP hands over a bucket of other parameters than before, each rank adds what it has kept of
+these parameters to its next gradients, those of an owner as often as there are ranks, since the exchange divides by
+that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.layout import Layout
-from crossover_ddp._exchange.transfer import DeviceMessages, Messages, Payload
+from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._exchange.transfer import Messages, Payload, Travelling
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .achieved import AchievedRate
 from .bucket import Buffers, CodedBucket
-from .choice import CodecChoice, Codecs, check_size, codecs_of
-from .cut import cut
-from .device_bucket import DeviceBucket, can_encode_on_device
+from .choice import CodecChoice, check_size, codecs_of
+from .codec import Former
+from .cut import OwnedSpan, Part, cut
 from .scratch import Scratch
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Journey(NamedTuple):
+    """What travels for one bucket, and of which parameters it is made."""
+
+    buffers: Buffers
+    parameters: Sequence[torch.Tensor]
+    exact_bytes: int
 
 
 class Compression:
@@ -43,69 +51,119 @@ class Compression:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
         state: that the hook is registered with; tells apart models that wrap one module.
+        has_work: owners make something of the mean; what travels are payloads.
     """
 
-    def __init__(self, codec: CodecChoice, loss_scale: float | Callable[[], float], state: object) -> None:
+    def __init__(
+        self,
+        codec: CodecChoice,
+        loss_scale: float | Callable[[], float],
+        state: object,
+        *,
+        has_work: bool = False,
+    ) -> None:
         self.codecs = codecs_of(codec)
         self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
-        self._state = state
+        self._state, self._has_work = state, has_work
         self._scale: float | None = None
-        self._buckets: dict[int, CodedBucket | DeviceBucket] = {}
+        self._buckets: dict[int, CodedBucket] = {}
         self._scratch = Scratch()
-        # Of parameters whose bucket is not known yet, or is not there any more.
-        self._pool: Any = WeakTensorKeyDictionary()
+        # See [Note: residuals aside].
+        self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
-        self._model, self._leaves_unused = OnlyModel(), True
-        self._is_exact, self._is_new_step = True, True
+        self._model, self._leaves_unused = OnlyModel(), not has_work
+        self._exact_left = self._first_steps = 2 if has_work else 1
+        self._is_draining, self._is_new_step = False, True
+        self._sent_bytes = self._exact_bytes = 0
         self.steps = 0
-        self._achieved = AchievedRate()
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
     def messages(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
-    ) -> Messages | DeviceMessages | None:
-        """Encode ``bucket``; None: it travels as it is, with all residuals in it. On the hook's thread."""
-        flat = flat_gradients(bucket)
-        on_ring = check_coded(flat, group, self.codecs)
-        model = self._model.enter(bucket, self._state)
+    ) -> Messages | None:
+        """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
+        flat = flat_gradients(bucket) if payload is None else payload.scatter.tensor
+        on_ring = self._check(flat, group)
+        model = None if self._has_work else self._model.enter(bucket, self._state)
         if model is not None:
-            self._begin_model(model, on_ring=on_ring)
+            self._begin_model(model)
         if self._is_new_step:
             self._begin_step()
-        is_exact = self._is_exact
+        is_exact, is_draining = self._exact_left > 0, self._is_draining
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
-            self._is_exact = False
-        if is_exact:
-            self._add_residuals(bucket, flat)
+            self._exact_left, self._is_draining = max(0, self._exact_left - 1), False
+        known = self._buckets.get(bucket.index())
+        journey = (
+            _journey_of(bucket, flat, group, known) if payload is None else _journey_with(payload, group)
+        )
+        if journey is None:
             return None
-        coded = self._bucket(bucket, flat, group, on_ring=on_ring)
-        self._achieved.count(coded, 2 * flat.nbytes * (group.size() - 1) // group.size())
-        # With a version counter of its own: decoded values are no change that somebody has made.
-        own = flat.data
-        coded.encode(Buffers(own, coded.parts, own, coded.parts))
-        return coded
-
-    def _begin_model(self, model: DistributedDataParallel, *, on_ring: bool) -> None:
-        self._buckets.clear()
-        self._pool.clear()
-        self._is_exact = True
-        self._leaves_unused = model.find_unused_parameters
-        if self._leaves_unused and not on_ring:
-            raise UnsupportedConfigurationError(
-                "expected find_unused_parameters=False for a codec on a backend's own collectives, got True: which "
-                "parameters are in use would have to be read from the device for each bucket; pass False, or "
-                "codec=None"
+        buffers, parameters = journey.buffers, journey.parameters
+        if known is None or not known.is_of(parameters, buffers.push):
+            self._put_aside(parameters)
+            known = None
+        self._add_aside(journey)
+        if is_exact:
+            return None
+        if known is None:
+            known = self._buckets[bucket.index()] = CodedBucket(
+                self.codecs,
+                parameters,
+                buffers.push,
+                group.rank(),
+                flat.device,
+                has_work=self._has_work,
+                leaves_unused=self._leaves_unused,
+                by_collectives=not on_ring,
+                scratch=self._scratch,
             )
+        known.encode(buffers, whole=is_draining)
+        if not is_draining:
+            self._sent_bytes += known.sent_bytes
+            self._exact_bytes += journey.exact_bytes * (group.size() - 1) // group.size()
+        return known
+
+    def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Return whether messages travel over gloo, not by a backend's own collectives; refuse what does not work."""
+        check_size(self.codecs.push, group.size())
+        on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
+        if on_ring and flat.device.type != "cpu":
+            raise UnsupportedConfigurationError(
+                f"expected gradients on a device whose own backend exchanges them, got device={flat.device} on gloo; "
+                "make the process group with NCCL, or pass codec=None"
+            )
+        if self._has_work and not (on_ring and flat.dtype == torch.float32):
+            raise UnsupportedConfigurationError(
+                "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
+                f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
+            )
+        if not on_ring and any(isinstance(each, Former) for each in self.codecs.all()):
+            raise UnsupportedConfigurationError(
+                f"expected codecs with nbytes(numel) for gradients on {flat.device}, got {self.codecs.push!r} and "
+                f"{self.codecs.pull!r}; codecs of former versions work on the CPU with gloo"
+            )
+        if flat.dtype not in _DTYPES:
+            raise UnsupportedConfigurationError(
+                f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
+                "of a codec are float32; pass codec=None"
+            )
+        return on_ring
+
+    def _begin_model(self, model: DistributedDataParallel) -> None:
+        self._buckets.clear()
+        self._aside.clear()
+        self._exact_left = self._first_steps
+        self._leaves_unused = model.find_unused_parameters
 
     def _begin_step(self) -> None:
         scale = float(self._loss_scale())
         if self._scale is not None and scale != self._scale:
             for each in self._buckets.values():
                 each.scale(scale / self._scale)
-            for residual in (*self._pool.values(), *self._loaded.values()):
+            for residual in (*self._aside.values(), *self._loaded.values()):
                 residual.mul_(scale / self._scale)
         self._scale = scale
         if self._loaded:
@@ -125,53 +183,40 @@ class Compression:
             name if name in known else by_plain.get(_plain(name), name): each for name, each in loaded.items()
         }
 
-    def _add_residuals(self, bucket: dist.GradBucket, flat: torch.Tensor) -> None:
-        """Add what is kept for the bucket's parameters to its gradients, and keep nothing."""
-        self._retire(bucket.parameters())
-        for parameter, _, span in contents_of(bucket, flat):
-            piece, residual = flat[span.start : span.stop], self._taken(parameter)
-            if residual is None:
-                continue
-            if self._leaves_unused and not bool(piece.any()):  # then DDP may leave its gradient None
-                self._pool[parameter] = residual
-            else:
-                piece.add_(residual.to(piece.device))
-
-    def _bucket(
-        self, bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup, *, on_ring: bool
-    ) -> CodedBucket | DeviceBucket:
-        parameters = bucket.parameters()
-        known = self._buckets.get(bucket.index())
-        if known is not None and _are_same(known.parameters, parameters):
-            return known
-        self._retire(parameters)
-        layout = Layout.equal(flat.numel(), group.size())
-        numels = [content.span.numel for content in contents_of(bucket, flat)]
-        parts = cut(numels, [parameter.dim() for parameter in parameters], layout)
-        made: CodedBucket | DeviceBucket
-        if on_ring:
-            made = CodedBucket(self.codecs, parameters, numels, parts, group.rank(), scratch=self._scratch)
-        else:
-            made = DeviceBucket(self.codecs, parameters, numels, parts, group.rank(), flat.device)
-        for number, parameter in enumerate(parameters):
-            residual = self._taken(parameter)
-            if residual is not None:
-                made.keep(number, residual)
-        self._buckets[bucket.index()] = made
-        return made
-
-    def _retire(self, parameters: list[torch.Tensor]) -> None:
-        """Take apart all buckets that have one of ``parameters``, see [Note: buckets that change]."""
+    def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take apart all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in list(self._buckets.items()):
             if not wanted.isdisjoint(map(id, each.parameters)):
                 for parameter, residual in each.kept():
-                    self._pool[parameter] = residual
+                    self._aside[parameter] = residual
                 del self._buckets[index]
+
+    def _add_aside(self, journey: _Journey) -> None:
+        """Add to the gradients what is kept of them outside of any bucket."""
+        if not self._aside and not self._loaded:
+            return
+        flat = journey.buffers.scatter
+        for number, parameter in enumerate(journey.parameters):
+            residual = self._taken(parameter)
+            if residual is None:
+                continue
+            segments = [
+                each
+                for part in journey.buffers.push
+                for each in (*part.coded, *part.exact)
+                if each.parameter == number
+            ]
+            pieces = [flat[each.span.start : each.span.stop] for each in segments]
+            if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
+                self._aside[parameter] = residual  # DDP may leave its gradient None
+                continue
+            for piece, each in zip(pieces, segments, strict=True):
+                piece.add_(residual[each.begin : each.begin + each.span.numel].to(piece.device))
 
     def _taken(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what is kept for a parameter outside of any bucket, and keep it no longer."""
-        found: torch.Tensor | None = self._pool.pop(parameter, None)
+        found: torch.Tensor | None = self._aside.pop(parameter, None)
         loaded = self._loaded.pop(self._model.names.get(parameter, ""), None)
         if loaded is None or found is None:
             return loaded if found is None else found
@@ -181,11 +226,16 @@ class Compression:
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included."""
-        self._is_exact = True
+        self._is_draining = True
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no residual is left."""
+        return not self._aside and not any(each.is_kept for each in self._buckets.values())
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return a copy of this rank's residuals on the host by the parameter's name, flat, in the order of buckets."""
-        kept = [*self._pool.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
+        kept = [*self._aside.items(), *(pair for each in self._buckets.values() for pair in each.kept())]
         if not all(self._model.names.get(parameter) for parameter, _ in kept):
             raise UnsupportedConfigurationError(
                 "expected a DDP model that Python's collector knows, got parameters without a name; "
@@ -197,10 +247,10 @@ class Compression:
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
         """Begin with ``residuals`` in place of what there is; the next step travels exact."""
         self._buckets.clear()
-        self._pool.clear()
+        self._aside.clear()
         self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
         self._scale = scale
-        self.drain()
+        self._exact_left = self._first_steps
 
     @property
     def scale(self) -> float | None:
@@ -209,7 +259,12 @@ class Compression:
 
     def stats(self) -> dict[str, float]:
         """Return what was sent since the beginning, and the memory of residuals."""
-        return self._achieved.stats(self.steps, sum(each.nbytes for each in self._buckets.values()))
+        return {
+            "steps": self.steps,
+            "sent_bytes": self._sent_bytes,
+            "rate": self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0,
+            "residual_bytes": sum(each.nbytes for each in self._buckets.values()),
+        }
 
 
 def state_of(compression: Compression | None) -> dict[str, Any]:
@@ -224,27 +279,50 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
 
 
-def _are_same(known: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
-    return len(known) == len(parameters) and all(map(lambda a, b: a is b, known, parameters))
+def _journey_of(
+    bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup, known: CodedBucket | None
+) -> _Journey:
+    """Return what travels for a bucket whose mean is wanted; cut as it was before, if it is ``known``."""
+    parameters = bucket.parameters()
+    if known is not None and known.is_of(parameters):
+        parts = known.parts
+    else:
+        numels = [content.span.numel for content in contents_of(bucket, flat)]
+        parts = cut(numels, [each.dim() for each in parameters], Layout.equal(flat.numel(), group.size()))
+    # With a version counter of its own: decoded values are no change that somebody has made.
+    own = flat.data
+    return _Journey(Buffers(own, parts, own, parts), parameters, 2 * flat.nbytes)
 
 
-def check_coded(flat: torch.Tensor, group: dist.ProcessGroup, codecs: Codecs) -> bool:
-    """Return whether messages travel over gloo, not by a backend's own collectives; refuse what no codec works for."""
-    check_size(codecs.push, group.size())
-    on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
-    if on_ring and flat.device.type != "cpu":
-        raise UnsupportedConfigurationError(
-            f"expected gradients on a device whose own backend exchanges them, got device={flat.device} on gloo; make "
-            "the process group with NCCL, or pass codec=None"
-        )
-    if not on_ring and not can_encode_on_device(codecs):
-        raise UnsupportedConfigurationError(
-            f"expected a codec whose messages have one size, got {codecs.push!r} and {codecs.pull!r} for gradients on "
-            f"{flat.device}; there Int8() and Half() work, others only on the CPU with gloo"
-        )
-    if flat.dtype not in _DTYPES:
-        raise UnsupportedConfigurationError(
-            f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
-            "of a codec are float32; pass codec=None"
-        )
-    return on_ring
+def _journey_with(payload: Payload, group: dist.ProcessGroup) -> _Journey | None:
+    """Return what travels for a payload; None: nothing of it may be rounded, or nothing comes back."""
+    if payload.matrices is None or payload.gather is None:
+        return None
+    runs, there, back = payload.matrices(), payload.scatter, payload.gather
+    parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
+    push, pull = (parts_of(each.layout, runs, there=each is there) for each in (there, back))
+
+    return _Journey(
+        Buffers(there.tensor, push, back.tensor, pull, lambda: payload.step(there.part(group.rank()))),
+        parameters,
+        there.tensor.nbytes + back.tensor.nbytes,
+    )
+
+
+def parts_of(layout: Layout, runs: Sequence[Travelling], *, there: bool) -> tuple[Part, ...]:
+    """Cut a payload's buffer by owner into what is coded and the rest, which travels exact."""
+    numbers: dict[int, int] = {}
+    for run in runs:
+        numbers.setdefault(id(run.parameter), len(numbers))
+    parts = []
+    for owner in range(layout.parts):
+        whole, exact = layout.part(owner), []
+        spans = [(run, run.there if there else run.back) for run in runs if run.owner == owner]
+        coded = [OwnedSpan(numbers[id(run.parameter)], span, run.begin) for run, span in spans]
+        start = whole.start
+        for _, span in [*spans, (None, Span(whole.stop, whole.stop))]:
+            if start < span.start:
+                exact.append(OwnedSpan(-1, Span(start, span.start), 0))
+            start = span.stop
+        parts.append(Part(tuple(coded), tuple(exact)))
+    return tuple(parts)

@@ -1,11 +1,11 @@
 """How a bucket is cut into what is coded and what travels exact, owner by owner. Pure: no tensors, no processes."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from .._exchange.layout import Layout, Span
 
-ALIGNMENT_BYTES = 16
 # A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
 _CODED_DIMENSIONS = 2
 
@@ -35,10 +35,16 @@ class Part(NamedTuple):
         """Number of elements of each coded segment."""
         return tuple([segment.span.numel for segment in self.coded])
 
-    @property
-    def coded_numel(self) -> int:
-        """Number of coded elements."""
-        return sum(self.lengths)
+    def slots(self, multiple: int) -> tuple[Span, ...]:
+        """Return where coded segments are when each begins at a multiple, one behind the other."""
+        starts = accumulate([padded(length, multiple) for length in self.lengths], initial=0)
+        return tuple(
+            [Span(start, start + length) for start, length in zip(starts, self.lengths, strict=False)]
+        )
+
+    def coded_numel(self, multiple: int = 1) -> int:
+        """Return the number of coded elements, padded."""
+        return sum(padded(length, multiple) for length in self.lengths)
 
     @property
     def exact_numel(self) -> int:
@@ -46,26 +52,9 @@ class Part(NamedTuple):
         return sum(segment.span.numel for segment in self.exact)
 
 
-class Shape(NamedTuple):
-    """Where a message of bytes holds what: header, which parameters are in use, exact values, coded values."""
-
-    used: int
-    exact: int
-    coded: int
-    stop: int
-
-    @classmethod
-    def of(cls, part: Part, room: int) -> "Shape":
-        """Return the shape of a message of ``part`` whose codec has ``room`` bytes."""
-        used = ALIGNMENT_BYTES
-        exact = used + aligned(len(part.coded))
-        coded = exact + aligned(4 * part.exact_numel)
-        return cls(used, exact, coded, coded + aligned(room))
-
-
-def aligned(size: int) -> int:
-    """Round up to what any dtype may begin at."""
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def padded(numel: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-numel // multiple) * multiple
 
 
 def cut(numels: Sequence[int], dimensions: Sequence[int], layout: Layout) -> tuple[Part, ...]:

@@ -1,12 +1,11 @@
-"""Sixteen bits for an element."""
+"""Sixteen bits for an element, and all of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from .codec import Encoded
+from .codec import all_finite
 
 _DTYPES: Final = (torch.float16, torch.bfloat16)
 
@@ -31,40 +30,54 @@ class Half:
         if self.dtype not in _DTYPES:
             raise ValueError(f"expected dtype of {_DTYPES}, got dtype={self.dtype}; pass one of these")
 
-    def room(self, lengths: Sequence[int], wanted: int | None = None) -> int:
-        """Return the bytes of a message; always the same."""
-        return 2 * sum(lengths)
+    @property
+    def multiple(self) -> int:
+        """See `Codec.multiple`."""
+        return 1
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        lengths: Sequence[int],
-        message: torch.Tensor,
-        residual: torch.Tensor,
-        memory: Any = None,
-    ) -> Encoded:
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message; see `Codec.nbytes`."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
         """Write rounded values; see `Codec.encode`."""
-        # Of finite float32 the sum may overflow, so a second look decides.
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            return Encoded(False, values.numel(), None)
-        halves = self._view(message, lengths)
         limit = torch.finfo(self.dtype).max
-        halves.copy_(values.clamp(-limit, limit))
-        torch.sub(values, halves, out=residual)
-        return Encoded(True, values.numel(), None)
+        _encode(values, values.clamp(-limit, limit), message.view(self.dtype), residual)
 
-    def encode_on_device(
-        self, values: torch.Tensor, lengths: Sequence[int], message: torch.Tensor, residual: torch.Tensor
-    ) -> None:
-        """Write rounded values; see `DeviceCodec.encode_on_device`."""
-        finite, limit = torch.isfinite(values).all(), torch.finfo(self.dtype).max
-        halves = self._view(message, lengths)
-        halves.copy_(torch.where(finite, values.clamp(-limit, limit), torch.nan))
-        torch.where(finite, values - halves, residual, out=residual)
-
-    def add_decoded(self, message: torch.Tensor, lengths: Sequence[int], out: torch.Tensor) -> None:
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add the values; see `Codec.add_decoded`."""
-        out.add_(self._view(message, lengths))
+        out.add_(message.view(self.dtype))
 
-    def _view(self, message: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        return message[: 2 * sum(lengths)].view(self.dtype)
+
+@dataclass(frozen=True)
+class Whole:
+    """Send each element as it is: between ranks that need no codec, and in a step that empties residuals."""
+
+    @property
+    def multiple(self) -> int:
+        """See `Codec.multiple`."""
+        return 1
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message; see `Codec.nbytes`."""
+        return 4 * numel
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write the values; see `Codec.encode`."""
+        _encode(values, values, message.view(torch.float32), residual)
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the values; see `Codec.add_decoded`."""
+        out.add_(message.view(torch.float32))
+
+
+def _encode(values: torch.Tensor, sent: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+    finite = all_finite(values)
+    message.copy_(sent)
+    if finite is True:
+        torch.sub(values, message, out=residual)
+    elif finite is False:
+        message.fill_(torch.nan)
+    else:
+        torch.where(finite, values - message, residual, out=residual)
+        message.masked_fill_(finite.logical_not(), torch.nan)

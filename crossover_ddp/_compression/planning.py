@@ -23,11 +23,9 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
 from .codec import Codec
-from .half import Half
+from .half import Half, Whole
 from .int8 import Int8
-from .sidco import SIDCo
-from .threshold import Threshold
-from .whole import Whole
+from .sparse import SIDCo, Threshold
 
 AnyCodec = CodecChoice | None
 
@@ -152,7 +150,7 @@ def _half_of(codec: Codec) -> tuple[float, float, float]:
             f"expected codecs of crossover_ddp.codecs to plan with, got {codec!r}, whose processor time is not known; "
             "train some steps with it and with others, and compare them"
         )
-    return codec.room([_NUMEL]) / (4 * _NUMEL), *seconds
+    return codec.nbytes(_NUMEL) / (4 * _NUMEL), *seconds
 
 
 def _without(work: Workload, cost: CodecCost) -> Workload:

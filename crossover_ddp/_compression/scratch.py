@@ -8,9 +8,11 @@ import threading
 
 import torch
 
+_HOST = torch.device("cpu")
+
 
 class Scratch(threading.local):
-    """Floats for a moment: each thread has its own, which grow as needed.
+    """Floats for a moment: each thread has its own of the host's, which grow as needed.
 
     A thread may use what it took until it takes again.
     """
@@ -18,11 +20,17 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._floats = torch.empty(0)
 
-    def take(self, numel: int) -> torch.Tensor:
+    def take(self, numel: int, device: torch.device = _HOST) -> torch.Tensor:
         """Return ``numel`` float32 that hold anything."""
+        if device.type != "cpu":
+            return torch.empty(numel, device=device)  # torch keeps a device's memory itself
         if self._floats.numel() < numel:
             self._floats = torch.empty(numel)
         return self._floats[:numel]
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return as many float32 as there are ``values``, in their shape."""
+        return self.take(values.numel(), values.device).view(values.shape)
 
 
 class MessageMemory:
@@ -31,11 +39,11 @@ class MessageMemory:
     Zeros at first, not empty: what padding holds should not be what the process had there before.
     """
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, device: torch.device) -> None:
+        self._bytes = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def take(self, size: int) -> torch.Tensor:
         """Return ``size`` bytes; what was taken before is no longer of use."""
         if len(self._bytes) < size:
-            self._bytes = torch.zeros(size, dtype=torch.uint8)
+            self._bytes = torch.zeros(size, dtype=torch.uint8, device=self._bytes.device)
         return self._bytes[:size]

@@ -3,8 +3,8 @@
 [Note: coded and deferred] What decoupled training gathers late are mean gradients, not parameters: each rank applies
 them with its own optimizer. So the way back is coded as under any other hook: the owner encodes the mean with its
 residual, and all ranks, the owner too, decode the same bytes. Replicas stay equal to the last bit, and no parameter is
-ever rounded. A bucket's next messages need the headers of its last ones, so no message of a step is written before the
-step before it is decoded; forward sees to that anyway, since it waits for all of its parameters.
+ever rounded. A bucket's messages stay where they were, so no message of a step is written before the step before it is
+decoded; forward sees to that anyway, since it waits for all of its parameters.
 """
 
 import functools

@@ -375,9 +375,13 @@ class NativeHalves:
             works.append(self._broadcast(buffer, layout.tail(), layout.parts - 1))
         return works
 
-    def all_to_all(self, incoming: torch.Tensor, outgoing: torch.Tensor) -> dist.Work:
-        """Send part k of ``outgoing`` to rank k, and receive its part in the place of its rank; parts are equal."""
-        return _started(dist.all_to_all_single(incoming, outgoing, group=self._group(), async_op=True))
+    def all_to_all(self, incoming: torch.Tensor, of: Layout, outgoing: torch.Tensor, to: Layout) -> dist.Work:
+        """Send each rank its part of ``outgoing``, and receive a part of ``incoming`` from each."""
+        return _started(
+            dist.all_to_all_single(
+                incoming, outgoing, list(of.lengths), list(to.lengths), group=self._group(), async_op=True
+            )
+        )
 
     def _main(self, buffer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         share = layout.main_numel // layout.parts

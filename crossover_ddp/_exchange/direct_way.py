@@ -58,8 +58,7 @@ class DirectWay:
         """Exchange messages to owners. On the reducer."""
         begin_s = time.monotonic()
         sends = self._start(transfer, messages)
-        pushed = sum(map(len, messages.outgoing.values()))
-        sent = pushed, self._exact_bytes(transfer.tensor)
+        sent = messages.outgoing.layout.numel, self._exact_bytes(transfer.tensor)
         engine.spans.half("reduce_scatter", begin_s, transfer, sent=sent)
         if transfer.last_turn is not None and not transfer.keeps_turn:
             transfer.last_turn.request()
@@ -82,14 +81,14 @@ class DirectWay:
         tag = functools.partial(ring_tag, ring.channel, transfer.sequence, gather=False)
         others = [(ring.rank + step) % ring.size for step in range(1, ring.size)]
         receives = [
-            group.recv([messages.incoming[source]], source, tag(part=ring.rank))
+            group.recv([messages.incoming.part(source)], source, tag(part=ring.rank))
             for source in reversed(others)
-            if messages.incoming[source].numel()
+            if messages.incoming.layout.part(source).numel
         ]
         sends = [
-            group.send([messages.outgoing[owner]], owner, tag(part=owner))
+            group.send([messages.outgoing.part(owner)], owner, tag(part=owner))
             for owner in others
-            if messages.outgoing[owner].numel()
+            if messages.outgoing.layout.part(owner).numel
         ]
         for work in receives:
             work.wait()

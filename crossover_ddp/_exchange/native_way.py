@@ -10,13 +10,12 @@ all-to-all brings them to their owners, and what owners make of them is gathered
 
 import functools
 from collections.abc import Callable
-from typing import cast
 
 from crossover_ddp._system.worker import Worker
 
 from .collectives import NativeHalves
 from .engine import Engine
-from .transfer import DeviceMessages, Sharded, Transfer
+from .transfer import Sharded, Transfer
 from .ways import arrive_half_way
 
 
@@ -74,8 +73,7 @@ class NativeWay:
             for work in self._halves.reduce_scatter(transfer.tensor, transfer.layout):
                 work.wait()
             return
-        device_messages = cast(DeviceMessages, messages)
-        self._halves.all_to_all(device_messages.incoming, device_messages.outgoing).wait()
+        self._halves.all_to_all(*messages.incoming, *messages.outgoing).wait()
         messages.step()
         if transfer.deferred:
             messages.unload_own()

@@ -1,7 +1,7 @@
 """One bucket on its way from the hook to its Future, and the turn around it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -40,6 +40,11 @@ class Sharded(NamedTuple):
 
     tensor: torch.Tensor
     layout: Layout
+
+    def part(self, rank: int) -> torch.Tensor:
+        """Return what ``rank`` owns."""
+        span = self.layout.part(rank)
+        return self.tensor[span.start : span.stop]
 
 
 class Travelling(NamedTuple):
@@ -83,17 +88,18 @@ class Payload:
 class Messages(Protocol):
     """What travels in a bucket's place where it cannot be added on its way; see [Note: straight to the owner].
 
-    ``outgoing``: bytes for each other owner; ``incoming``: memory for those of each other rank, of the size that it
-    sends. ``gather``: bytes that owners copy to all. The host's memory, on gloo.
+    All of it is bytes. ``outgoing``: for each other owner; ``incoming``: memory for those of each other rank, of the
+    size that it sends; ``gather``: what owners copy to all. By a backend's own collectives everything is called on the
+    hook's thread, `step` and what follows on the side stream.
     """
 
     @property
-    def outgoing(self) -> Mapping[int, torch.Tensor]:
-        """By owner."""
+    def outgoing(self) -> Sharded:
+        """By owner; nothing for this rank."""
 
     @property
-    def incoming(self) -> Mapping[int, torch.Tensor]:
-        """By rank."""
+    def incoming(self) -> Sharded:
+        """By rank; nothing of this one."""
 
     @property
     def gather(self) -> Sharded:
@@ -109,35 +115,7 @@ class Messages(Protocol):
         """Fill the rest of the bucket's buffer from ``gather``. On the gatherer."""
 
 
-class DeviceMessages(Protocol):
-    """The same by a backend's own collectives, in equal parts for each rank; see [Note: messages by collectives].
-
-    Everything is called on the hook's thread, `step` and what follows on the side stream.
-    """
-
-    @property
-    def outgoing(self) -> torch.Tensor:
-        """By owner."""
-
-    @property
-    def incoming(self) -> torch.Tensor:
-        """By rank."""
-
-    @property
-    def gather(self) -> Sharded:
-        """By owner."""
-
-    def step(self) -> None:
-        """Make the own part of ``gather`` of what has come."""
-
-    def unload_own(self) -> None:
-        """As `Messages.unload_own`."""
-
-    def unload(self) -> None:
-        """As `Messages.unload`."""
-
-
-MakeMessages = Callable[[Payload | None], Messages | DeviceMessages | None]
+MakeMessages = Callable[[Payload | None], Messages | None]
 
 
 def _no_step(part: torch.Tensor) -> None:
@@ -177,7 +155,7 @@ class Transfer:
     turn: Turn | None = None
     owner_step: OwnerStep | None = None
     payload: Payload | None = None
-    messages: Messages | DeviceMessages | None = None
+    messages: Messages | None = None
     result: torch.Tensor | None = None
     urgency: int | None = None
     halves: RingHalves | None = None

@@ -61,25 +61,14 @@ def switched_off() -> Iterator[None]:
 
 # All that runs there in the short form.
 SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers")
-NO_CODEC = dict.fromkeys(CASES, "expected a codec whose messages have one size")
 CODED = ("identity_codec", "decoupled_identity_codec", "int8", "decoupled_int8")
-NATIVE_CODECS = {
-    "identity_codec": NO_CODEC,
-    "decoupled_identity_codec": NO_CODEC,
-    **dict.fromkeys(
-        CODED[2:],
-        dict.fromkeys(("unused_parameters", "unused_parameters_viewed"), "find_unused_parameters"),
-    ),
-}
 _CUDA: dict[str, Any] = {"around": on_cuda, "marks": (pytest.mark.fake_cuda,), "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),
-    "native": Backend(
-        around=inside.force_native, world_sizes=(2,), adds_in_order=False, refuses=NATIVE_CODECS
-    ),
+    "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
     "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
     "cuda_gloo": Backend(
         refuses=dict.fromkeys(CODED, dict.fromkeys(CASES, "make the process group with NCCL")), **_CUDA
     ),
-    "cuda_nccl": Backend("nccl", adds_in_order=False, refuses=NATIVE_CODECS, **_CUDA),
+    "cuda_nccl": Backend("nccl", adds_in_order=False, **_CUDA),
 }

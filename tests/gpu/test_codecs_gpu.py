@@ -11,29 +11,28 @@ from crossover_ddp._compression.bucket import Buffers
 from crossover_ddp.codecs import Codec
 from tests.harness import run_ranks
 from tests.multiprocess.test_compression_native import train
-from tests.unit.compression.test_coded_bucket import gradients
-from tests.unit.compression.test_device_bucket import CODECS, DeviceRanks, check_bits, check_infinities
+from tests.unit.compression.test_coded_bucket import PAIRS, Ranks, check_bits, check_infinities, gradients
 
 pytestmark = pytest.mark.gpu
 TIMEOUT_S = 240.0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("codecs", CODECS, ids=repr)
+@pytest.mark.parametrize("codecs", PAIRS, ids=repr)
 def test_bits_are_those_of_the_cpu(codecs: tuple[Codec, Codec], world_size: int) -> None:
     check_bits(codecs, world_size, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_infinities_reach_all_ranks_and_no_residual(bad: float) -> None:
-    check_infinities(CODECS[0], bad, torch.device("cuda", 0))
+    check_infinities(PAIRS[0], bad, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("codecs", CODECS, ids=repr)
+@pytest.mark.parametrize("codecs", PAIRS, ids=repr)
 def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
     device = torch.device("cuda", 0)
-    ranks = DeviceRanks(codecs, 2, device)
-    flats = [flat.to(device) for flat in gradients(2, 0)]
+    ranks = Ranks(codecs, 2, device, by_collectives=True, leaves_unused=True)
+    flats = gradients(2, 0, device)
     ranks.step(flats)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -48,7 +47,7 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
 
 def on_nccl(rank: int, world_size: int, hook: str) -> list[str]:
     torch.cuda.set_device(rank)
-    return train(rank, hook, CODECS[0], torch.device("cuda", rank))[0]
+    return train(rank, hook, PAIRS[0], torch.device("cuda", rank))[0]
 
 
 @pytest.mark.gpu(count=2)

@@ -15,7 +15,7 @@ CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
     "identity": Identity(),
     "int8": Int8(),
     "half": Half(),
-    "threshold": Threshold(0.05, refresh_steps=3),
+    "threshold": Threshold(0.1),
     "sidco": SIDCo(0.05),
     "pair": (SIDCo(0.05), Int8(64)),
 }

@@ -11,8 +11,8 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "what an owner's message does not hold is lost",
         "crossover_ddp/_compression/bucket.py",
-        "            values.add_(self._pull.residual)\n",
-        "",
+        "values.add_(self._kept[rank])",
+        "values",
         (
             _CODECS,
             "-k",
@@ -33,8 +33,8 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "the residual of a parameter that is not used now is lost",
         "crossover_ddp/_compression/bucket.py",
-        "kept.copy_(before)",
-        "kept.zero_()",
+        "torch.where(is_unused, old, piece, out=piece)",
+        "piece.masked_fill_(is_unused, 0)",
         (
             _CODECS,
             "-k",
@@ -53,43 +53,10 @@ CODECS: Final[tuple[Fault, ...]] = (
         ),
     ),
     Fault(
-        "a threshold is never refreshed",
-        "crossover_ddp/_compression/threshold.py",
-        "if memory is None or memory.age >= self.refresh_steps:",
-        "if memory is None:",
-        (
-            _CODECS,
-            "-k",
-            "header_tells",
-        ),
-    ),
-    Fault(
-        "an owner with its rank above 1 leaves its own gradient out, on a backend of its own",
-        "crossover_ddp/_compression/device_bucket.py",
-        "                if not is_begun:\n                    values.add_(self._addend)\n",
-        "",
-        (
-            "tests/multiprocess/test_compression_native.py",
-            "-k",
-            "those_of_gloo and compressed-4",
-        ),
-    ),
-    Fault(
-        "on a backend of its own what an owner's message does not hold is lost",
-        "crossover_ddp/_compression/device_bucket.py",
-        "values.div_(self._divisor).add_(self._pull_stream.residual)",
-        "values.div_(self._divisor)",
-        (
-            "tests/multiprocess/test_compression_native.py",
-            "-k",
-            "those_of_gloo and compressed-2",
-        ),
-    ),
-    Fault(
         "what travels exact beside a codec is summed, not averaged",
         "crossover_ddp/_compression/bucket.py",
-        "        exact.div_(world_size)\n",
-        "",
+        "exact.div_(self._divisor)",
+        "exact",
         (
             _KFAC,
             "-k",
@@ -97,9 +64,20 @@ CODECS: Final[tuple[Fault, ...]] = (
         ),
     ),
     Fault(
+        "what stood between segments is encoded with the next",
+        "crossover_ddp/_compression/bucket.py",
+        "out[slot.stop : padded(slot.stop, self._multiple)].zero_()",
+        "pass",
+        (
+            "tests/unit/compression/test_coded_bucket.py",
+            "-k",
+            "infinities",
+        ),
+    ),
+    Fault(
         "owners send the mean, not what they have made of it",
         "crossover_ddp/_compression/bucket.py",
-        "            collect(self._buffers.gather, gathered.coded, values)\n",
+        "            self._collect(_places(buffers.gather, back.coded), rank, values)\n",
         "",
         (
             _KFAC,
@@ -109,9 +87,9 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an owner's residual counts once, not as often as there are ranks",
-        "crossover_ddp/_compression/residuals.py",
-        "place.add_(pull, alpha=len(self.parts))",
-        "place.add_(pull)",
+        "crossover_ddp/_compression/bucket.py",
+        "(0 if self._has_work else len(self.parts))",
+        "1",
         (
             "tests/multiprocess/test_compression_pairs.py",
             "-k",

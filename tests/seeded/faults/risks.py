@@ -269,8 +269,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     Fault(
         "risk 23: with a codec all steps travel exact",
         "crossover_ddp/_compression/compression.py",
-        "            self.steps += 1\n            self._is_exact = False\n",
-        "            self.steps += 1\n",
+        "max(0, self._exact_left - 1), False",
+        "self._exact_left, False",
         (_BITS, "-k", "bytes_on"),
     ),
     Fault(
