@@ -19,8 +19,8 @@ from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp._exchange.transfer import MakeMessages
 from crossover_ddp._planning import decoupled_step_s
 
+from .planning import workload_of
 from .shares import Share
-from .workload import workload_of
 
 __all__ = ["CANDIDATES", "AnyCodec", "CodecPlan", "Coding"]
 

@@ -47,8 +47,8 @@ def pack(bucket: dist.GradBucket, owned: OwnedOptimizers, world_size: int) -> Pa
         _part(there, place.there).copy_(_part(buffer, each.span))
     withhold(buffer)
     placed = [*zip(parameters, plan.items, strict=True)]
-    gradients = [view_of(there, p, place.there.start) for p, place in placed]
-    pieces = [owned.of(p).piece(_part(back, place.back), p) for p, place in placed]
+    gradients = {id(p): view_of(there, p, place.there.start) for p, place in placed}
+    pieces = {id(p): owned.of(p).piece(_part(back, place.back), p) for p, place in placed}
     return Packed(Sharded(there, plan.there), Sharded(back, plan.back), gradients, pieces)
 
 

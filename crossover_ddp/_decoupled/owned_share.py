@@ -28,14 +28,14 @@ class Packed(NamedTuple):
     Args:
         there: what is summed.
         back: what owners send; the same buffer where new values travel.
-        gradients: of each parameter, in ``there``.
+        gradients: by the parameter's id, in ``there``.
         pieces: what comes back of it, in ``back``.
     """
 
     there: Sharded
     back: Sharded
-    gradients: list[torch.Tensor]
-    pieces: Sequence[torch.Tensor]
+    gradients: Mapping[int, torch.Tensor]
+    pieces: Mapping[int, torch.Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -83,12 +83,11 @@ class OwnedShare(Share):
     def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
         """Return what comes of the updates of one optimizer, that of ``plan``, which may reuse gradients' memory."""
         assert self.packed is not None
-        piece_of = {id(p): piece for p, piece in zip(self.parameters, self.packed.pieces, strict=True)}
         return [
             OwnedUpdate(
                 # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
                 Update(update.parameter, update.gradient.data),
-                piece_of[id(update.parameter)],
+                self.packed.pieces[id(update.parameter)],
                 self._is_own(update),
             )
             for update in self.updates
@@ -103,16 +102,14 @@ class OwnedShare(Share):
 
     def check_dropped(self) -> None:
         """Refuse to drop a step whose gradients somebody has computed with: he may skip all for what he saw."""
-        separate = [each.gradient for each in self._separate.values()]
-        if any([is_computed_with(gradient) for gradient in separate or [self.buffer]]):
+        if any([is_computed_with(gradient) for gradient in self._sealed()]):
             raise UnsupportedConfigurationError(TOUCHED)
 
     def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
         assert self.packed is not None
-        gradient_of = {id(p): each for p, each in zip(self.parameters, self.packed.gradients, strict=True)}
         for update in self.updates:
             if self._is_own(update):
-                yield update, gradient_of[id(update.parameter)]
+                yield update, self.packed.gradients[id(update.parameter)]
 
     def _is_own(self, update: Update) -> bool:
         return self.owner_of[id(update.parameter)] == self.rank

@@ -1,6 +1,7 @@
-"""Choose bucket sizes for decoupled training from recorded steps and a measured link."""
+"""Recorded steps of decoupled training as the cost model wants them, and bucket sizes chosen by them."""
 
 import dataclasses
+import statistics
 from typing import Any, cast
 
 import torch
@@ -8,10 +9,8 @@ import torch.distributed as dist
 
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._exchange.step_times import StepTimes
-from crossover_ddp._planning import BucketPlan, plan_buckets
+from crossover_ddp._planning import BucketPlan, BucketTimes, Workload, plan_buckets
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from .workload import cpu_s_of, workload_of
 
 
 def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
@@ -36,3 +35,30 @@ def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) 
     choice: list[Any] = [plan_buckets(workload, link)]
     dist.broadcast_object_list(choice, group=group, group_src=0)
     return cast(BucketPlan, choice[0])
+
+
+def workload_of(times: StepTimes) -> Workload | None:
+    """Return the medians over the recorded steps, or None if there is none."""
+    steps = list(times.steps)
+    if not steps:
+        return None
+    buckets = tuple(
+        [
+            BucketTimes(
+                size_bytes,
+                statistics.median(step.ready_s[place] - step.forward_end_s for step in steps),
+                statistics.median(step.reached_s[place] for step in steps),
+                statistics.median(step.update_s[place] for step in steps),
+            )
+            for place, size_bytes in enumerate(steps[-1].buckets)
+        ]
+    )
+    forward_s = statistics.median(step.forward_end_s - step.lost_s for step in steps)
+    return Workload(forward_s, max(bucket.ready_s for bucket in buckets), buckets)
+
+
+def cpu_s_of(times: StepTimes) -> float:
+    """Return the processor time of other threads per half of a bucket's exchange; 0 if nothing is recorded."""
+    if not times.steps:
+        return 0.0
+    return statistics.median(step.cpu_s / (2 * len(step.buckets)) for step in times.steps)

@@ -20,13 +20,14 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._ddp.compiled import compiled_modules
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
+from crossover_ddp._owners.interception import check_not_intercepted
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
-from .optimizers import checked_optimizers
 from .owned_training import OwnedTraining
+from .partial_optimizer import check_separable
 from .payload_training import PayloadTraining
 from .payloads import Deferrable, check_deferrable, check_group
 from .planning import plan_from
@@ -106,7 +107,7 @@ class DecoupledState(Pausable):
     ) -> None:
         if defer not in ("auto", "always"):
             raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
-        optimizers = checked_optimizers(optimizer, owners)
+        optimizers = _checked(optimizer, owners)
         self.process_group = process_group
         self.optimizer = optimizer
         self.mutex = mutex
@@ -313,6 +314,24 @@ class DecoupledState(Pausable):
             "a copied model trains without its DecoupledState; register a new one with its optimizer"
         )
         return _Nothing, ()
+
+
+def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> tuple[Optimizer, ...]:
+    """Return the optimizers; refuse those that do not treat parameters one by one, or have a state already."""
+    if owners not in (None, "layers"):
+        raise ValueError(f"expected owners=None or 'layers', got owners={owners!r}; see DecoupledState")
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not optimizers:
+        raise ValueError("expected at least one optimizer, got optimizer=(); pass those of the model")
+    for each in optimizers:
+        check_separable(each)
+        check_not_intercepted(each)
+    if owners is None and len(optimizers) > 1:
+        raise UnsupportedConfigurationError(
+            f"expected one optimizer with owners=None, got {len(optimizers)}; pass owners='layers', or one optimizer "
+            "with several parameter groups"
+        )
+    return optimizers
 
 
 class _Nothing:

@@ -363,7 +363,7 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
 
 def _views(
     model: DistributedDataParallel | None, buffer: torch.Tensor, parameters: list[torch.Tensor]
-) -> list[torch.Tensor] | None:
+) -> dict[int, torch.Tensor] | None:
     """Return where the means of gradients come that are no views of their bucket; None for views."""
     return views_of(buffer, parameters) if copies_gradients(model) else None
 

@@ -15,10 +15,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .fingerprints import Checks
 from .guards import Guards, Watch, named_entries
 from .partial_optimizer import PartialOptimizer, StepPlan
 from .round import Round
+from .seals import Checks
 from .shares import UNSTEPPED, Share
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Updates:
                 self.lower_guards()
 
     def note_gradients(self) -> None:
-        """Wait for the round and note its gradients, so that changes show; see `fingerprints`."""
+        """Wait for the round and note its gradients, so that changes show; see `seals`."""
         for share in self.round.shares:
             share.await_mean()
             share.note_gradients()

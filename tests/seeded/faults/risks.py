@@ -303,7 +303,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 29: waiting for a peer counts as compute",
-        "crossover_ddp/_decoupled/workload.py",
+        "crossover_ddp/_decoupled/planning.py",
         "step.forward_end_s - step.lost_s for",
         "step.forward_end_s for",
         (_BITS, "-k", "no_compute"),

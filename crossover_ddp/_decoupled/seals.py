@@ -1,10 +1,14 @@
-"""Checks of the first steps: has anybody changed, past version counters, what waits for its update?
+"""Has anybody changed what waits for its update?
+
+[Note: versions] A tensor counts its in-place changes. What we do to a bucket goes through an alias with a counter of
+its own, so a change of the counter that gradients carry is somebody else's, made while they were averaged in parts.
 
 [Note: changes that no counter sees] A change through ``.data`` counts no version. So in a few steps the exchange is
 awaited at the end of backward, when this package writes no more, and sums of what is pending are compared whenever
 it is used. Code that changes gradients or parameters mostly does so in every step. ``CROSSOVER_CHECK=1`` checks always.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -14,6 +18,32 @@ from crossover_ddp._system import environment
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKED_STEPS: Final = 3
 _PIECE_NUMEL: Final = 1 << 18
+
+
+class Seal:
+    """Tensors as they are now.
+
+    Args:
+        tensors: that nobody else is to change.
+        bits: look at their bits, too.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, bits: bool = False) -> None:
+        self._tensors = [*tensors]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._bits = [fingerprint(tensor) for tensor in self._tensors] if bits else []
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether somebody has changed one of them since."""
+        if any([t._version != version for t, version in zip(self._tensors, self._versions, strict=True)]):
+            return True
+        return any(
+            [
+                not torch.equal(fingerprint(t), bits)
+                for t, bits in zip(self._tensors, self._bits, strict=False)
+            ]
+        )
 
 
 class Checks:
