@@ -51,7 +51,6 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python recipes/studies/codecs_lab.py plan --preset vit --rate 30 100 200 400 --out runs/campaign/codecs
 	@$(BIN)/python recipes/studies/averaging.py --preset convnet --ratio 1 2 3 --out runs/campaign/averaging
 	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
-	@$(BIN)/python -m tests.benchmarks.pipeline_plans partition actions device-orders minimum-cut time clusters
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"

@@ -72,16 +72,7 @@ RECIPES: Final[tuple[Fault, ...]] = (
         path="tests/multiprocess/replicas.py",
         old="self.copies.step(together=local < 0 or self._every == 1)",
         new="self.copies.step(together=self._every == 1)",
-        tests=(
-            "tests/benchmarks/test_averaging_loss.py::test_all_ways_train_on_as_many_samples_and_are_compared",
-        ),
-    ),
-    Fault(
-        why="accumulation makes an update with each batch",
-        path="tests/benchmarks/averaging_loss.py",
-        old="        if self._computed % self._batches:\n",
-        new="        if self._computed % self._batches and self._batches > 4:\n",
-        tests=("tests/benchmarks/test_averaging_loss.py",),
+        tests=("tests/multiprocess/test_averaging.py", "-k", "4-post_local"),
     ),
     Fault(
         why="what killed labs leave is found by namespace only, their processes live on",
