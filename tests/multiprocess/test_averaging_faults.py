@@ -14,7 +14,6 @@ import torch.distributed as dist
 from crossover_ddp import CrossoverError, ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
 from tests.harness import Job, run_jobs, run_ranks
-from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.averaging_oracle import Trainer
 
 PATIENCE_S = 6.0
@@ -128,42 +127,3 @@ def test_infinities_on_one_rank_are_an_error_on_all_and_spread_to_none(kind: str
     assert "expected finite parameters on all ranks" in message
     assert "expected finite parameters on all ranks" in of_guilty
     assert fine, "the healthy rank took the mean over"
-
-
-@pytest.mark.skipif(not IN_CAMPAIGN, reason="only with CROSSOVER_CAMPAIGN=1: many faults")
-@pytest.mark.parametrize("kind", STATES)
-def test_many_deaths_and_stops(kind: str) -> None:
-    for seed in range(int(os.environ.get("CROSSOVER_FAULTS", "125"))):
-        function = die_somewhere if seed % 2 else blow_up_somewhere
-        deaths = {1: signal.SIGKILL} if seed % 2 else {}
-        for found in run_ranks(function, 2, args=(kind, seed), deaths=deaths):
-            assert found in (None, "error", "stays away"), (seed, found)
-
-
-def die_somewhere(rank: int, world_size: int, kind: str, seed: int) -> str:
-    trainer = patient(rank, kind)
-    steps = torch.randint(1, 12, (1,), generator=torch.Generator().manual_seed(seed)).item()
-    trainer.train(int(steps))
-    if rank == 1:
-        time.sleep(0.001 * (seed % 7))
-        signal.raise_signal(signal.SIGKILL)
-    error, _, _ = until_it_fails(trainer)
-    return "error" if error == ExchangeError.__name__ else error
-
-
-def blow_up_somewhere(rank: int, world_size: int, kind: str, seed: int) -> str:
-    trainer = patient(rank, kind)
-    generator = torch.Generator().manual_seed(seed)
-    trainer.train(int(torch.randint(1, 12, (1,), generator=generator).item()))
-    if rank == 1:
-        with torch.no_grad():
-            next(trainer.model.parameters()).fill_(float("inf"))
-    try:
-        trainer.train(8)
-    except UnsupportedConfigurationError:
-        finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-        return "error" if finite or rank == 1 else "poisoned"
-    finally:
-        trainer.state.close()
-    finite = all(bool(p.isfinite().all()) for p in trainer.model.parameters())
-    return "stays away" if kind in ("async", "wild") and (finite or rank == 1) else "went on"
