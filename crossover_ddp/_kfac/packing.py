@@ -1,13 +1,13 @@
 """How K-FAC's factors are packed for the way, and payloads of factors alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.transfer import Payload, Sharded
+from crossover_ddp._owners.packing import Item, packing
 
 from .columns import triangle_numel
 from .factors import BatchFactor, Gram, pack_triangle, unpack_triangle
@@ -73,13 +73,6 @@ class TravellingFactors(NamedTuple):
         return sum(factor.nbytes for factor in self.own if factor is not None)
 
 
-def in_turn(packings: Sequence[FactorPacking], start: int) -> Iterator[slice]:
-    """Yield where each of these factors lies if the first begins at ``start``."""
-    for packing in packings:
-        yield slice(start, start + packing.numel)
-        start += packing.numel
-
-
 def factors_payload(
     travelling: Sequence[TravellingFactors],
     *,
@@ -97,29 +90,24 @@ def factors_payload(
         world_size: number of ranks.
         take: called on the owner with a layer and the means of its factors.
     """
-    lengths, offsets = [0] * world_size, []
-    for each in travelling:
-        offsets.append(lengths[each.owner])
-        lengths[each.owner] += each.numel
-    layout = Layout.of_lengths(lengths)
-    there = like.new_empty(layout.numel, dtype=torch.promote_types(like.dtype, torch.float32))
+    made = packing(world_size, tuple([Item(each.owner, each.numel, 0) for each in travelling]))
+    there = like.new_empty(made.there.numel, dtype=torch.promote_types(like.dtype, torch.float32))
     owned = []  # without the factors themselves, which are packed now
-    for each, offset in zip(travelling, offsets, strict=True):
-        places = in_turn(each.packings, layout.part(each.owner).start + offset)
-        for packing, factor, place in zip(each.packings, each.own, places, strict=True):
-            packing.pack(factor, there[place], rank)
+    for each, place in zip(travelling, made.items, strict=True):
+        parts = there[place.there.start : place.there.stop].split([form.numel for form in each.packings])
+        for form, factor, part in zip(each.packings, each.own, parts, strict=True):
+            form.pack(factor, part, rank)
         if each.owner == rank:
-            owned.append((each.layer, each.packings, list(in_turn(each.packings, offset))))
+            owned.append((each.layer, list(zip(each.packings, parts, strict=True))))
 
     def step(part: Tensor) -> None:
         if part.is_cuda:  # the host lets go of it before the device has read it
             part.record_stream(torch.cuda.current_stream(part.device))
         with torch.autocast(part.device.type, enabled=False):
-            for layer, packings, places in owned:
-                pairs = zip(packings, places, strict=True)
-                take(layer, [packing.unpack(part[place]) for packing, place in pairs])
+            for layer, arrived in owned:
+                take(layer, [form.unpack(mean) for form, mean in arrived])
 
-    return Payload(Sharded(there, layout), None, step, _nothing)
+    return Payload(Sharded(there, made.there), None, step, _nothing)
 
 
 def _nothing() -> None:

@@ -162,7 +162,8 @@ class Rounds:
             self._round.counts = self._traffic.own_counts()
         take = functools.partial(self._buffer, buffer, bucket.index())
         made = BucketPayload(self._round, layers, buffer, passing, last=bucket.is_last(), take=take)
-        for earlier in range(bucket.index()) if made.has_message else ():
+        clips = made.has_message and self._round.now.kl_clip is not None
+        for earlier in range(bucket.index()) if clips else ():
             self._round.brought_by.setdefault(earlier, set()).add(bucket.index())
         if self._taken and not self._round.trails:
             self._traffic.add(self._taken, self._round.now.decay)
