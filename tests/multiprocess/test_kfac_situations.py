@@ -59,6 +59,7 @@ class Situation:
         ddp: options of DDP.
         wrap: around the DDP model.
         parts: backward passes per step.
+        dtype: of parameters and inputs.
         autocast: whether forward runs in bfloat16.
         scheduler: whether the learning rate changes.
         tolerance: of the greatest error of a layer, relative to its greatest element.
@@ -68,6 +69,7 @@ class Situation:
     ddp: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     parts: int = 1
+    dtype: torch.dtype = torch.float32
     autocast: bool = False
     scheduler: bool = False
     channels_last: bool = False
@@ -86,6 +88,7 @@ SITUATIONS = {
     "channels last": Situation(channels_last=True),
     "scheduler": Situation(scheduler=True),
     "autocast": Situation(autocast=True, tolerance=COARSE),
+    "bfloat16 parameters": Situation(dtype=torch.bfloat16, tolerance=COARSE),
 }
 COMPILED = {
     "compiled inside": Situation(model=lambda: compiled(Network()), ddp={"bucket_cap_mb": 25.0}),
@@ -105,7 +108,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
     """Train; return the greatest relative error of each step."""
     torch.manual_seed(3)
-    network = situation.model()
+    network = situation.model().to(situation.dtype)
     if situation.channels_last:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DistributedDataParallel(network, **({"bucket_cap_mb": 0.002} | situation.ddp))
@@ -129,7 +132,8 @@ def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
         for part, (x, y) in enumerate(parts):
             with ddp.no_sync() if part < len(parts) - 1 else contextlib.nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=situation.autocast):
-                    loss = nn.functional.cross_entropy(model(x.clone()), y) / len(parts)
+                    output = model(x.to(situation.dtype, copy=True))
+                    loss = nn.functional.cross_entropy(output, y) / len(parts)
                 loss.backward()
         wide = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
         expected = step_for_all(oracle, replicas, wide, without_spare(plain))
