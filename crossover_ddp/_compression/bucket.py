@@ -42,7 +42,8 @@ class Buffers(NamedTuple):
         gather: flat; owners' messages fill it.
         pull: its parts, by owner; what is coded is of the same lengths as in ``push``.
         work: makes the owner's part of ``gather`` of its part of ``scatter``, which holds the mean; None: the mean is
-            what comes back, and both buffers are one.
+            what comes back, and both buffers are one, or somebody else does the work between `CodedBucket.add` and
+            `CodedBucket.write`.
     """
 
     scatter: torch.Tensor
@@ -101,7 +102,7 @@ class CodedBucket:
         self.parameters = list(parameters)
         self.rank = rank
         self._codecs, self.parts = codecs, tuple(parts)
-        self._has_work, self._leaves_unused = has_work, leaves_unused
+        self.has_work, self._leaves_unused = has_work, leaves_unused
         self._by_collectives = by_collectives
         self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
         self._slots = [part.slots(self._multiple) for part in parts]
@@ -146,7 +147,7 @@ class CodedBucket:
         whole: dict[int, list[tuple[OwnedSpan, torch.Tensor]]] = {}
         for owner, part in enumerate(self.parts):
             is_own, pieces = owner == self.rank, self._views(self._kept[owner], owner)
-            factor = (0 if self._has_work else len(self.parts)) if is_own else 1
+            factor = (0 if self.has_work else len(self.parts)) if is_own else 1
             for segment, piece in zip(part.coded, pieces, strict=True):
                 whole.setdefault(segment.parameter, []).append((segment, piece * factor))
         for number, found in whole.items():
@@ -216,20 +217,35 @@ class CodedBucket:
         }
 
     def step(self) -> None:
-        """Add what came in the order of ranks, and write the message to all. On a worker, or on another stream."""
+        """Add what came, do the owner's work, and write the message to all. On a worker, or on another stream."""
+        self.add()
+        if self._buffers.work is not None:
+            self._buffers.work()
+            self.write()
+
+    def add(self) -> None:
+        """Add what came: for the owner's work, or for the message to all, which is written."""
         buffers, rank = self._buffers, self.rank
-        (values, exact), message = self._mean(), self._returned[rank]
-        if buffers.work is None:
-            message.exact.copy_(exact)
+        values, exact = self._mean()
+        if self.has_work:
+            part = buffers.push[rank]
+            _copy(_places(buffers.scatter, part.coded), self._views(values, rank))
+            _copy(_places(buffers.scatter, part.exact), _split(exact, part))
         else:
-            there, back = buffers.push[rank], buffers.pull[rank]
-            _copy(_places(buffers.scatter, there.coded), self._views(values, rank))
-            _copy(_places(buffers.scatter, there.exact), _split(exact, there))
-            buffers.work()
-            self._collect(_places(buffers.gather, back.coded), rank, values)
-            _collect_exact(buffers.gather, back, message.exact)
-        unused = self._unused(self._views(values, rank))
-        self._encode(values.add_(self._kept[rank]), rank, message, unused)
+            self._returned[rank].exact.copy_(exact)
+            self._encode_own(values)
+
+    def write(self) -> None:
+        """Write the message to all of what the owner has made of the mean."""
+        buffers, rank = self._buffers, self.rank
+        part = buffers.pull[rank]
+        self._collect(_places(buffers.gather, part.coded), rank, self._addend)
+        _collect_exact(buffers.gather, part, self._returned[rank].exact)
+        self._encode_own(self._addend)
+
+    def _encode_own(self, values: torch.Tensor) -> None:
+        unused = self._unused(self._views(values, self.rank))
+        self._encode(values.add_(self._kept[self.rank]), self.rank, self._returned[self.rank], unused)
 
     def _mean(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean over the ranks of what is coded, and of what is exact."""

@@ -11,7 +11,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "what an owner's message does not hold is lost",
         "crossover_ddp/_compression/bucket.py",
-        "values.add_(self._kept[rank])",
+        "values.add_(self._kept[self.rank])",
         "values",
         (
             _CODECS,
@@ -77,7 +77,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "owners send the mean, not what they have made of it",
         "crossover_ddp/_compression/bucket.py",
-        "            self._collect(_places(buffers.gather, back.coded), rank, values)\n",
+        "        self._collect(_places(buffers.gather, part.coded), rank, self._addend)\n",
         "",
         (
             _KFAC,
@@ -88,7 +88,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "an owner's residual counts once, not as often as there are ranks",
         "crossover_ddp/_compression/bucket.py",
-        "(0 if self._has_work else len(self.parts))",
+        "(0 if self.has_work else len(self.parts))",
         "1",
         (
             "tests/multiprocess/test_compression_pairs.py",

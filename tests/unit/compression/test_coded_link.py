@@ -1,0 +1,74 @@
+"""A codec as a link: all ranks in one process, in any order, with the bits of messages that are passed on by hand."""
+
+import random
+
+import pytest
+import torch
+
+from crossover_ddp._compression.bucket import Buffers, CodedBucket
+from crossover_ddp._compression.choice import codecs_of
+from crossover_ddp._compression.coded_link import CodedLink
+from crossover_ddp._compression.half import Whole
+from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
+from tests.harness.world import World
+from tests.unit.compression.test_coded_bucket import CPU, DIMENSIONS, NUMELS, Ranks, gradients
+
+STEPS = 4
+
+
+def travel(
+    ranks: Ranks, flats: list[torch.Tensor], backs: list[torch.Tensor], *, whole: bool = False
+) -> None:
+    """Let each rank's gradient travel; owners double what they have where they have work."""
+    world, order = World(len(flats)), random.Random(0)
+
+    async def journey(rank: int) -> None:
+        coded, flat, back = ranks.buckets[rank], flats[rank], backs[rank]
+        layout = [sum(each.span.numel for each in (*part.coded, *part.exact)) for part in ranks.parts]
+        buffers = Buffers(flat, ranks.parts, back, ranks.parts)
+        link = CodedLink(world.link(rank), coded, buffers, whole=whole)
+        own = await link.reduce_scatter(flat, layout)
+        await link.compute()
+        if coded.has_work:
+            torch.mul(own, 2, out=back.split(layout)[rank])
+        await link.all_gather(back, layout)
+
+    for rank in range(len(flats)):
+        world.start(f"journey {rank}", rank, journey(rank))
+    world.run(order.choice)
+    assert not world.failures
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("codec", [Int8(), (Half(), Int8(100)), SIDCo(0.05)], ids=repr)
+def test_the_bits_are_those_of_messages(codec: Codec, world_size: int) -> None:
+    linked, passed = Ranks(codec, world_size), Ranks(codec, world_size)
+    for step in range(STEPS):
+        found, expected = gradients(world_size, step), gradients(world_size, step)
+        travel(linked, found, found, whole=step == STEPS - 1)
+        passed.step(expected, whole=step == STEPS - 1)
+        assert all(map(torch.equal, found, expected))
+    assert not any(bucket.is_kept for bucket in linked.buckets)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Whole()], ids=repr)
+def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
+    """Twice the mean, rounded by two codecs; what is missing comes with a step in which messages hold all."""
+    ranks = Ranks(codec, 3)
+    parameters = [torch.empty(each, device="meta") for each in NUMELS]
+    ranks.buckets = [
+        CodedBucket(codecs_of(codec), parameters, ranks.parts, rank, CPU, has_work=True) for rank in range(3)
+    ]
+    missing, exact = (
+        torch.zeros(sum(NUMELS)),
+        torch.tensor(DIMENSIONS).eq(1).repeat_interleave(torch.tensor(NUMELS)),
+    )
+    for step in range(STEPS):
+        flats, backs = gradients(3, step), [torch.empty(sum(NUMELS)) for _ in range(3)]
+        wanted = 2 * torch.stack(flats).mean(0)
+        travel(ranks, flats, backs, whole=step == STEPS - 1)
+        assert all(torch.equal(back, backs[0]) for back in backs)
+        assert torch.allclose(backs[0][exact], wanted[exact], atol=1e-6)
+        missing += wanted - backs[0]
+        is_rounded = codec != Whole() and step < STEPS - 1
+        assert bool(missing.abs().max() > 1e-3) == is_rounded
