@@ -19,7 +19,7 @@ from crossover_ddp._exchange.routes import Routes
 from crossover_ddp._exchange.staging import CudaCopier, Side
 from crossover_ddp._exchange.transfer import Sharded
 from tests.gpu.kernels import sleep_s
-from tests.harness import close_pools, run_ranks
+from tests.harness import run_ranks
 from tests.unit.exchange.fake_bucket import FakeBucket
 
 pytestmark = pytest.mark.gpu
@@ -213,23 +213,6 @@ def test_pinned_memory_of_the_first_iteration_is_given_back() -> None:
     assert max(run_ranks(pinned_bytes, 2, timeout_s=TIMEOUT_S)) < 4 * NUMEL
 
 
-def step_in_between(rank: int, world_size: int) -> bool:
-    """An owner's step that is slow, and reads the part and writes it on the device."""
-    with engine_of_this_group() as engine:
-        tensor = addend(rank, torch.float32).cuda()
-        engine.submit(FakeBucket(tensor), owner_step=slow_quadruple).wait()  # type: ignore[arg-type]
-        return torch.equal(tensor.cpu(), 4 * mean(world_size, torch.float32))
-
-
-def test_the_owners_step_runs_on_the_device_between_the_halves() -> None:
-    assert run_ranks(step_in_between, 2, timeout_s=TIMEOUT_S) == [True, True]
-
-
-@pytest.mark.gpu(count=2)
-def test_the_owners_step_runs_between_native_halves() -> None:
-    assert run_ranks(step_in_between, 2, backend="nccl", timeout_s=TIMEOUT_S) == [True, True]
-
-
 def native_alone(rank: int, world_size: int, fault: str) -> list[int]:
     """Take the native way with one rank, which normally has nothing to send: NCCL's streams without a peer."""
     wrong = []
@@ -271,19 +254,3 @@ def test_the_native_way_follows_a_slow_producer_and_precedes_an_eager_consumer()
 def test_without_the_order_of_streams_the_native_way_is_wrong(fault: str) -> None:
     [wrong] = run_ranks(native_alone, 1, args=(fault,), backend="nccl", timeout_s=TIMEOUT_S)
     assert wrong, "the test above cannot fail: it proves nothing"
-
-
-def contexts_of_second_rank(rank: int, world_size: int) -> list[bool]:
-    with engine_of_this_group() as engine:
-        tensor = addend(rank, torch.float32).cuda()
-        engine.submit(FakeBucket(tensor)).wait()  # type: ignore[arg-type]
-        torch.cuda.synchronize()
-        return [torch._C._cuda_hasPrimaryContext(index) for index in range(2)]
-
-
-@pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_rank_makes_no_context_on_another_ones_device(backend: str) -> None:
-    close_pools()  # ranks of earlier tests may have used both devices
-    _, second = run_ranks(contexts_of_second_rank, 2, backend=backend, timeout_s=TIMEOUT_S)
-    assert second == [False, True]

@@ -198,16 +198,6 @@ def test_any_number_of_ranks_shares_a_device(layout: list[tuple[str, ...]]) -> N
     check_one_order(outcomes)
 
 
-def test_skewed_ranks_keep_to_the_order() -> None:
-    group = new_group()
-    outcomes = run_plans(
-        Plan(group, ("dev0", "dev1"), turns=12, lateness_s=(0.0, 0.02)),
-        Plan(group, ("dev0", "dev1"), turns=12, lateness_s=(0.02, 0.0)),
-    )
-    check_exclusion(outcomes)
-    check_one_order(outcomes)
-
-
 def test_a_faster_job_gets_more_turns(tmp_path: Path) -> None:
     """The slow one is in its exchange most of the time; the fast one need not wait for it there."""
     group, over = new_group(), str(tmp_path / "over")
@@ -353,19 +343,6 @@ def test_a_rank_that_cannot_join_makes_all_ranks_raise(bad_rank: int) -> None:
     os.unlink(segment.path)
     check_exclusion(run_plans(Plan(group, ("dev0", "dev1"), turns=3)))
     assert not files_of(group)
-
-
-def _join_with_a_bad_name(rank: int, world_size: int) -> str:
-    try:
-        GPUMutex("a/b", device=f"dev{rank}")
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_a_bad_group_name_is_a_bad_argument_on_all_ranks() -> None:
-    messages = run_ranks(_join_with_a_bad_name, 2, timeout_s=TIMEOUT_S)
-    assert all("expected a group name" in message for message in messages)
 
 
 # --- leaving ------------------------------------------------------------------------------------------------------

@@ -186,38 +186,6 @@ def test_a_signal_ends_the_job_too(number: signal.Signals, code: int, script: st
     assert [each.name for each in tmp_path.iterdir()] == ["pid"]
 
 
-def test_impatience_does_not_cut_clearing_up_short(tmp_path: Path) -> None:
-    """Ctrl-C again and again, while a job that minds no SIGTERM is being ended."""
-    noted = tmp_path / "pid"
-    command = [sys.executable, "-m", "crossover_ddp.cli", "advise", "--json", "--"]
-    process = subprocess.Popen(
-        [*command, sys.executable, "-c", STUBBORN, str(noted)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-    )
-    try:
-        assert eventually(lambda: noted.exists() and noted.read_text() != "", 60.0)
-        for _ in range(60):  # of the five seconds that the job is given
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-        assert process.poll() is None
-        assert process.wait(30) == 130
-    finally:
-        process.kill()
-    assert gone(int(noted.read_text()))
-    assert [each.name for each in tmp_path.iterdir()] == ["pid"]
-
-
-def test_a_killed_advise_takes_its_command_along(tmp_path: Path) -> None:
-    noted = tmp_path / "pid"
-    script = f"echo $$ > {noted}; exec sleep 99"
-    command = [sys.executable, "-m", "crossover_ddp.cli", "advise", "--json", "--", "bash", "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
-        assert eventually(lambda: noted.exists() and noted.read_text() != "", 60.0)
-        process.kill()
-    assert eventually(lambda: gone(int(noted.read_text())))
-
-
 def test_progress_counts_whole_steps_of_the_slowest_rank(tmp_path: Path) -> None:
     rank = split_rank([1.0], [1000], compute_s=1.0, alpha_s=0.0, beta_s=1e-6)
     write(tmp_path, {0: rank, 1: rank[: len(rank) // 2]})

@@ -104,14 +104,6 @@ def test_looking_alone_removes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_without_rich_a_line_says_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(["doctor"]) == USAGE
-    assert "pip install" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["doctor", "--json"], ["run", "--json", "--", "true"]])
 def test_without_psutil_a_line_says_how_to_get_it(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

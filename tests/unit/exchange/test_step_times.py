@@ -69,26 +69,3 @@ def test_other_threads_work_is_shared_out_to_halves_of_buckets(after: Clock) -> 
     one_step(times, after, 0.5)
     seconds_of_step, halves = 8.5, 4
     assert cpu_s_of(times) == pytest.approx(seconds_of_step * 0.25 / halves)
-
-
-def test_steps_that_were_not_deferred_tell_nothing(after: Clock) -> None:
-    times = StepTimes()
-    times.begin()
-    after(1.0)
-    times.forward_ends()
-    times.bucket_ready(1000)
-    times.end()
-    assert workload_of(times) is None
-    one_step(times, after)
-    assert workload_of(times) is not None
-    times.forget()
-    assert workload_of(times) is None
-
-
-def test_what_happens_outside_of_a_step_is_no_error(after: Clock) -> None:
-    times = StepTimes()
-    times.updated(0, 1.0, 1.0)
-    times.forward_ends()
-    times.bucket_ready(10)
-    times.end()
-    assert workload_of(times) is None

@@ -14,7 +14,7 @@ import torch
 
 from crossover_ddp._turns import joining as joining_module
 from crossover_ddp._turns import segment as turn_segment
-from crossover_ddp.errors import SegmentError, TurnError
+from crossover_ddp.errors import TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.unit.turns.mutexes import (
     DEVICE,
@@ -81,19 +81,6 @@ def test_turns_can_be_switched_off(
     assert isinstance(repr(mutex), str)
 
 
-def test_siblings_that_share_only_some_devices_are_refused(make: Make, group: str) -> None:
-    """Here by hand; tests/multiprocess does it with real ranks."""
-    make().acquire()
-    segment = turn_segment.TurnSegment(group, DEVICE)
-    segment.join(job=9, devices=turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
-    with pytest.raises(
-        TurnError, match=r"expected siblings to use the same set of devices, got a job \(process"
-    ):
-        make()
-    assert len(segment.members()) == 2, "the refused job has left"
-    segment.leave()
-
-
 def misfit(group: str, job: int = 9) -> turn_segment.TurnSegment:
     """Join as a job that uses another device, too."""
     segment = turn_segment.TurnSegment(group, DEVICE)
@@ -135,19 +122,6 @@ def test_of_two_newcomers_the_one_with_the_greater_number_gives_up_first(
         make()
     segment.leave()
     assert sum(slept_s) == pytest.approx(patience_s, abs=0.02)
-
-
-def test_what_is_not_a_segment_is_refused_by_name(make: Make, group: str) -> None:
-    segment = turn_segment.TurnSegment(group, DEVICE)
-    segment.forget()
-    os.truncate(segment.path, 10)
-    try:
-        with pytest.raises(SegmentError, match=r"rank 0 cannot take turns: expected a segment of") as caught:
-            make()
-        assert segment.path in str(caught.value)
-        assert os.path.getsize(segment.path) == 10
-    finally:
-        os.unlink(segment.path)
 
 
 # --- leaving ------------------------------------------------------------------------------------------------------
