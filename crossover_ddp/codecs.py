@@ -25,6 +25,8 @@ from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.split import split
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
@@ -181,7 +183,9 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         compression = state._compression
-        messages = None if compression is None else functools.partial(compression.messages, bucket, group)
+        if compression is None:
+            return Journeys.of(group).carry(bucket, split, turn=state.mutex, state=state)
+        messages = functools.partial(compression.messages, bucket, group)
         return Exchange.of(group).submit(bucket, turn=state.mutex, messages=messages, state=state)
 
     return guarded(bucket, answer)

@@ -25,6 +25,8 @@ from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan,
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.endings import on_destruction
+from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.exchange import Exchange
@@ -61,8 +63,8 @@ def reduce_scatter_all_gather_hook(
     """Average the bucket over the ranks by a reduce-scatter and an all-gather instead of one all-reduce.
 
     A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one
-    or two ranks, and up to the order of additions with more. Wire traffic is that of an all-reduce. On gloo
-    the two halves travel over point-to-point messages on a ring, driven by two threads of this process.
+    or two ranks, and up to the order of additions with more: a balanced tree over ranks. Wire traffic is that of an
+    all-reduce. On gloo the two halves are messages straight to and from owners, driven by two threads of this process.
 
     Args:
         process_group: the group that DDP was given; None means the default group, as DDP does.
@@ -88,7 +90,7 @@ def reduce_scatter_all_gather_hook(
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        return Exchange.of(resolve_group(process_group)).submit(bucket, state=process_group)
+        return Journeys.of(resolve_group(process_group)).carry(bucket, split, state=process_group)
 
     return guarded(bucket, answer)
 
@@ -218,9 +220,11 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        compression = state.compression
-        messages = None if compression is None else functools.partial(compression.messages, bucket, group)
-        return Exchange.of(group).submit(bucket, turn=_turn_of(state, bucket), messages=messages, state=state)
+        compression, turn = state.compression, _turn_of(state, bucket)
+        if compression is None:
+            return Journeys.of(group).carry(bucket, split, turn=turn, state=state)
+        messages = functools.partial(compression.messages, bucket, group)
+        return Exchange.of(group).submit(bucket, turn=turn, messages=messages, state=state)
 
     return guarded(bucket, answer)
 
@@ -258,7 +262,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
             if turns_disabled():
                 return future
             check_not_capturing(bucket)
-            return Exchange.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
+            return Journeys.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
 
         return guarded(bucket, answer)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from crossover_ddp._engine.exchange import Trip
+from crossover_ddp._engine.trips import Trip
 from crossover_ddp._exchange.layout import Span
 
 from .checks import check_finite

@@ -26,13 +26,14 @@ from crossover_ddp._ddp.checks import (
     check_not_joined,
     flat_gradients,
 )
-from crossover_ddp._engine.exchange import Exchange, Trip
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.places import GradientFuture
+from crossover_ddp._engine.split import split
+from crossover_ddp._engine.trips import Trip
 from crossover_ddp._engine.turns import Turn, check_turn
 from crossover_ddp._exchange.agreement import Agreement, compare
-from crossover_ddp._exchange.exchange import Exchange as GradientExchange
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.own_hook import OwnHook
-from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -104,7 +105,7 @@ class Replica:
         self.steps = 0
         self.blocks: list[FlatBlock] = []
         self.group: dist.ProcessGroup | None = None
-        self.exchange: GradientExchange | None = None
+        self.exchange: Exchange | None = None
         self.means: Means | None = None
         self.waited_s = 0.0
         self._acted = 0
@@ -124,9 +125,9 @@ class Replica:
 
     def take(self, state: object, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
-        exchange = GradientExchange.of(group) if self.exchange is None else self.exchange
+        exchange = Exchange.of(group) if self.exchange is None else self.exchange
         if self._closed:
-            return exchange.submit(bucket, state=state)
+            return exchange.carry(bucket, split, state=state)
         if self._failure is not None:
             raise self._failure
         gradients = flat_gradients(bucket)
@@ -138,22 +139,21 @@ class Replica:
         self.agreement.make(group, self._said)
         if self.rule.is_local(self.steps):
             self._begin_local_steps()
-            future = exchange.routes.side(gradients.device).future()
+            future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
         else:
-            future = exchange.submit(bucket, turn=self.turn, state=state)
+            future = exchange.carry(bucket, split, turn=self.turn, state=state)
         if bucket.is_last():
             self.steps += 1
         return future
 
-    def _adopt(self, model: DistributedDataParallel, exchange: GradientExchange) -> None:
+    def _adopt(self, model: DistributedDataParallel, exchange: Exchange) -> None:
         check_forward(model, "parameters are averaged before it")
         if self.rule.has_local_steps:
             check_waits_for_nobody(model)
         check_not_joined(model, _WITHOUT_DATA)
         self.blocks = blocks_of(model)
-        assert self.group is not None
-        self.exchange, self.means = exchange, Means(Exchange.of(self.group), self.blocks)
+        self.exchange, self.means = exchange, Means(exchange, self.blocks)
         self._model = weakref.ref(model)
         before = torch.compiler.disable(self._before_forward)
         handle = model.register_forward_pre_hook(OwnHook(before), prepend=True)
@@ -233,7 +233,7 @@ class Replica:
         """Median time of a local step between two acts, or what other steps compute, in seconds; None before one."""
         if self._step_s or self.exchange is None:
             return statistics.median(self._step_s) if self._step_s else None
-        return self.exchange.engine.records.compute_s()
+        return self.exchange.records.compute_s()
 
     def average(self) -> None:
         """Replace every rank's parameters and buffers by their mean. **Collective**."""

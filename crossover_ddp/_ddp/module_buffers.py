@@ -22,7 +22,7 @@ Left to DDP: `Join`, where another rank's buffers count; a buffer hook of the us
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,20 @@ _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 Agree = Callable[[int], bool]
 
 
+class Arriving(Protocol):
+    """What is on its way to this rank; a Future is one."""
+
+    def wait(self) -> object:
+        """Block until it is there."""
+
+
 class BufferCopy:
     """The buffers of one model at one moment, on their way.
 
     ``flat`` holds them as bytes; on the ranks that do not send, from the moment on when ``arrived`` is complete.
     """
 
-    arrived: torch.futures.Future[torch.Tensor]
+    arrived: Arriving
 
     def __init__(
         self, tensors: list[torch.Tensor], model: Callable[[], DistributedDataParallel | None], *, sends: bool

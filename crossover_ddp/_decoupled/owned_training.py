@@ -13,6 +13,7 @@ threads, and forward needs first what was reduced last, so that little could run
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -25,7 +26,7 @@ from crossover_ddp._ddp.checks import Bucket, check_not_joined
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.transfer import MakeMessages
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .coded import Coding
 from .owned_muon import owned_optimizer
@@ -208,7 +209,8 @@ class OwnedTraining(DecoupledTraining):
             shares, round_.shares = cast(list[OwnedShare], round_.shares), []
             self.updates.lower_guards()
             for share in shares:
-                share.deferred.own_part()  # its memory goes
+                with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
+                    share.deferred.own_part()  # its memory goes
                 if not round_.is_broken:  # else a refused backward has added to it
                     share.check_dropped()
             self._skipped += 1

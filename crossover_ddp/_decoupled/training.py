@@ -215,7 +215,7 @@ class DecoupledTraining:
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:
             device = bucket.buffer().device
-            agree = functools.partial(self.exchange.gather_numbers, device=device)
+            agree = functools.partial(self.exchange.journeys.gather_numbers, device=device)
             self.trial.backward_ended(agree, functools.partial(_settle, device))
 
     def break_round(self) -> None:

@@ -17,56 +17,31 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp.errors import ExchangeError
+from crossover_ddp._ddp.checks import check_group, flat_gradients, largest_bytes
+from crossover_ddp._ddp.module_buffers import ModuleBuffers
+from crossover_ddp._timeline.record import Detail
+from crossover_ddp.errors import CrossoverError, ExchangeError
 
+from .buckets import Backward, Bucket, BucketWay, after_backward
 from .endings import on_destruction
 from .gloo import Gloo
 from .journeys import Journey
 from .links import Alone, Layout, Link, Network, equal_layout
 from .native import Native
-from .places import Begin, Device, Host, Place
+from .places import Begin, Device, GradientFuture, Host, Place
 from .spans import TracedLink, timeline_of
 from .staged import Staged
+from .step_records import StepRecords
+from .trips import Trip
+from .turns import Turn, behind, check_turn, in_turns
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
 _DESTROYED: Final = "the process group was destroyed; make a new one"
-
-
-class Trip:
-    """A journey under way.
-
-    Args:
-        name: of what travels, in errors.
-        deferred: the program goes on without it; other ranks may need it although this one ends.
-    """
-
-    def __init__(self, name: str, *, deferred: bool) -> None:
-        self.name, self.deferred = name, deferred
-        self.journey: Journey | None = None
-        self._arrived = threading.Event()
-        self._error: ExchangeError | None = None
-        self._follow: Callable[[], None] | None = None
-
-    def wait(self) -> None:
-        """Block until it has ended; on a device order what the caller does behind it. May be called again.
-
-        On failure: ``ExchangeError``.
-        """
-        self._arrived.wait()
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        if self._follow is not None:
-            self._follow()
-
-    def end(self, error: ExchangeError | None, follow: Callable[[], None]) -> None:
-        """Let nobody wait any more."""
-        self.journey = None  # no cycle that keeps its tensors
-        self._error, self._follow = error, follow
-        self._arrived.set()
 
 
 class Exchange:
@@ -89,9 +64,14 @@ class Exchange:
         self._networks: dict[torch.device, Network] = {}
         self._timeline = timeline_of(group)
         self._numbers = itertools.count()
+        self.records = StepRecords()
+        self.buffers = ModuleBuffers(self.rank)
+        self._backward = Backward()
+        self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
+        self._turn_taken_s: float | None = None
         self._lock = threading.Lock()
         self._under_way: set[Trip] = set()
-        self._failure: ExchangeError | None = None
+        self._failure: CrossoverError | None = None
         self._leave_group = on_destruction(group, self._end)
 
     @classmethod
@@ -114,28 +94,133 @@ class Exchange:
 
         **Collective**: all ranks begin the same journeys in the same order.
         """
-        if os.getpid() != self._pid:
-            raise ExchangeError(
-                "this process is a fork of a rank; train in the rank, or start a process anew"
-            )
+        self._check_process()
         trip, network = Trip(name, deferred=deferred), self.network(device)
-        begin, link = network.place.follow(), network.link()
+        link = self._traced(network.link(), step=next(self._numbers), bucket=-1, largest_bytes=0, owner=0)
+        self._start(trip, way(link), network.place)
+        return trip
+
+    def carry(
+        self, grad_bucket: dist.GradBucket, way: BucketWay, *, turn: Turn | None = None, state: object = None
+    ) -> GradientFuture:
+        """Send a bucket on its way, in its hook; the Future holds what the way has made of the bucket's buffer.
+
+        Args:
+            grad_bucket: what DDP gave to the hook.
+            way: of the bucket. What it raises before its first stop refuses the bucket if nothing was sent.
+            turn: given away after the last bucket, taken again before the last Future completes.
+            state: that the hook was registered with; see `ModuleBuffers`.
+
+        Raises what refuses the bucket.
+        """
+        backward = self._enter(grad_bucket)
+        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
+        try:
+            bucket = self._bucket(grad_bucket, backward, turn)
+        except Exception:
+            if grad_bucket.is_last():
+                self._compute_ends(backward, turn)
+            raise
         if self._timeline is not None:
-            details = {
-                "step": next(self._numbers),
-                "bucket": -1,
-                "largest_bytes": 0,
-                "ready_s": time.monotonic(),
-            }
-            link = TracedLink(link, self._timeline, owner=0, **details)
-        ended = functools.partial(self._ended, trip, network.place)
-        journey = trip.journey = Journey(_after(begin, way, link), ended, network.place.side)
+            largest = largest_bytes(grad_bucket)
+            link = self._traced(
+                link, step=backward.number, bucket=bucket.index, largest_bytes=largest, owner=0
+            )
+        coroutine = (
+            way(bucket, link) if not bucket.last or turn is None else in_turns(way, bucket, link, turn)
+        )
+        launched = functools.partial(self._compute_ends, backward, turn) if bucket.last else None
+        self._start(bucket, coroutine, bucket.place, launched)
+        if bucket.last and self.size > 1:
+            self._send_buffers(grad_bucket, state)
+        return bucket.future
+
+    def follow(self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
+        """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
+
+        The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
+        done and the turn is taken again.
+        """
+        backward = self._enter(grad_bucket)
+        backward.futures.append(future)
+        if not grad_bucket.is_last():
+            return future
+        bucket = self._bucket(grad_bucket, backward, turn)
+        launched = functools.partial(self._compute_ends, backward, turn)
+        link = self.network(bucket.flat.device).link()
+        self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place, launched)
+        return bucket.future
+
+    def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
+        self._check_process()
+        backward = self._backward
+        backward.watch(is_last=grad_bucket.is_last())
+        if grad_bucket.is_last():
+            self._backward = Backward(backward.number + 1)
+        return backward
+
+    def _bucket(self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None) -> Bucket:
+        """Return the bucket; raise what makes its exchange impossible."""
+        flat, group = flat_gradients(grad_bucket), self._group()
+        if grad_bucket.parameters()[0] not in self._checked and group is not None:
+            check_group(grad_bucket, group)
+            self._checked[grad_bucket.parameters()[0]] = True
+        check_turn(turn, group)
+        backward.ready.append((flat.nbytes, time.monotonic()))
+        network = self.network(flat.device)
+        return Bucket(grad_bucket, flat, equal_layout(flat, network), backward, network.place)
+
+    def _traced(self, link: Link, **details: Detail) -> Link:
+        if self._timeline is None:
+            return link
+        return TracedLink(link, self._timeline, ready_s=time.monotonic(), **details)
+
+    def _start(
+        self,
+        trip: Trip,
+        way: Coroutine[Any, Any, None],
+        place: Place,
+        launched: Callable[[], None] | None = None,
+    ) -> None:
+        ended = functools.partial(self._ended, trip, place)
+        journey = trip.journey = Journey(_after(place.follow(), way), ended, place.side, launched)
         with self._lock:
             self._under_way.add(trip)
             failure = self._failure
+        if failure is not None:
+            way.close()
         with torch.no_grad():
             journey.go_on() if failure is None else journey.throw(failure)
-        return trip
+
+    def _compute_ends(self, backward: Backward, turn: Turn | None) -> None:
+        """The step's compute is launched: let a sibling have the turn, before another thread may take it again."""
+        if self._timeline is not None and self._turn_taken_s is not None and backward.ready:
+            end_s = backward.ready[-1][1]
+            self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number)
+        if turn is not None:
+            turn.release()
+
+    def _step_ends(self, bucket: Bucket) -> None:
+        """Note when a step's exchange was done, and when the turn was taken again."""
+        begin_s, now_s = self._turn_taken_s, time.monotonic()
+        self.records.add(bucket.backward.ready, begin_s)
+        self._turn_taken_s = now_s
+        if self._timeline is not None:
+            number, done_s = bucket.backward.number, bucket.done_s or now_s
+            where, ready_s = bucket.flat.device.type, bucket.backward.ready[-1][1]
+            self._timeline.span("exchange", ready_s, done_s, step=number, device_type=where)
+            self._timeline.span("wait", done_s, now_s, step=number + 1)
+
+    def _send_buffers(self, grad_bucket: dist.GradBucket, state: object) -> None:
+        """Let rank 0's buffers travel behind the last bucket."""
+        device = grad_bucket.buffer().device
+
+        copy = self.buffers.copy(grad_bucket, state, functools.partial(self.have_all, device))
+        if copy is not None:
+            flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
+            name = f"bucket {grad_bucket.index()}'s buffers"
+            copy.arrived = self.begin(lambda link: link.all_gather(flat, layout), device, name)
+            after_backward(copy.claim_and_unpack)
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
@@ -155,6 +240,17 @@ class Exchange:
         layout = [len(numbers)] * self.size
         self.begin(lambda link: link.all_gather(flat.flatten(), layout), device, "a table of numbers").wait()
         return flat.tolist()
+
+    def have_all(self, device: torch.device, number: int) -> bool:
+        """Tell whether all ranks have this number, and it is not 0. **Collective**."""
+        everyone = self.gather_numbers([number], device)
+        return number > 0 and everyone == [[number]] * self.size
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ExchangeError(
+                "this process is a fork of a rank; train in the rank, or start a process anew"
+            )
 
     def sends_messages(self, device: torch.device) -> bool:
         """Tell whether ranks exchange messages, not collectives, for tensors on ``device``."""
@@ -187,18 +283,23 @@ class Exchange:
         failure = None if error is None else self._fail(trip.name, error)
         with self._lock:
             self._under_way.discard(trip)
+        if isinstance(trip, Bucket) and trip.last and failure is None:
+            self._step_ends(trip)
         trip.end(failure, place.mark())
 
-    def _fail(self, name: str, cause: BaseException) -> ExchangeError:
-        """Return the group's failure: an earlier one, or what is made of ``cause``."""
+    def _fail(self, name: str, cause: BaseException) -> CrossoverError:
+        """Return the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy."""
+        text = (
+            f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}; no later exchange on this "
+            "process group can succeed, restart the job"
+        )
         with self._lock:
             if self._failure is not None:
                 return self._failure
-            failure = self._failure = ExchangeError(
-                f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}; no later exchange on this "
-                "process group can succeed, restart the job"
-            )
-            failure.__cause__ = cause
+            failure = cause if isinstance(cause, CrossoverError) else ExchangeError(text)
+            self._failure = failure
+            if failure is not cause:
+                failure.__cause__ = cause
             doomed = [trip.journey for trip in self._under_way]
         for network in list(self._networks.values()):
             network.interrupt()
@@ -233,6 +334,10 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _after(begin: Begin, way: Way, link: Link) -> None:
-    await begin()
-    await way(link)
+async def _after(begin: Begin, way: Coroutine[Any, Any, None]) -> None:
+    try:
+        await begin()
+    except BaseException:
+        way.close()
+        raise
+    await way

@@ -60,6 +60,7 @@ class Gloo:
         self.reducing = Station("crossover-reduce", place.adopt_thread)
         self.computing = Station("crossover-compute", place.adopt_thread)
         self.gathering = Station("crossover-gather", place.adopt_thread)
+        self.settling = Station("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
         self._channel = Channels.take(group)
         self._numbers = itertools.count()
@@ -94,7 +95,7 @@ class Gloo:
         if not self._is_closed:
             self._is_closed = True
             Channels.give_back(self._group(), self._channel)
-        return stop_workers([self.reducing, self.computing, self.gathering], timeout_s)
+        return stop_workers([self.reducing, self.computing, self.gathering, self.settling], timeout_s)
 
     def _alive(self) -> dist.ProcessGroup:
         if (group := self._group()) is None:
@@ -104,6 +105,8 @@ class Gloo:
 
 class _GlooLink:
     """One journey's messages, see [Note: straight to the owner]."""
+
+    in_program_order = False
 
     def __init__(self, net: Gloo, number: int) -> None:
         self._net = net
@@ -142,6 +145,10 @@ class _GlooLink:
     async def compute(self) -> None:
         """See `links.Link`."""
         await self._net.computing
+
+    async def settle(self) -> None:
+        """See `links.Link`: one thread for all, or a journey would wait for a later step's turn."""
+        await self._net.settling
 
 
 class _Row(NamedTuple):

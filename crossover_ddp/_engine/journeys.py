@@ -35,6 +35,8 @@ class Journey:
         ended: called once, on the thread of its last piece, with what it raised, or None.
         where: makes the context of each piece of the way. Not by `contextlib.contextmanager`: a coroutine ends with a
             StopIteration, which a generator may not let through.
+        launched: called once, on the thread that starts the journey, outside of ``where``, after the first piece and
+            before another thread hears of it.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Journey:
         way: Coroutine[Any, None, None],
         ended: Callable[[BaseException | None], None],
         where: Callable[[], AbstractContextManager[object]],
+        launched: Callable[[], None] | None = None,
     ) -> None:
-        self._way, self._ended, self._where = way, ended, where
+        self._way, self._ended, self._where, self._launched = way, ended, where, launched
         self._lock = threading.Lock()
         self._is_parked = True  # nobody runs it; who makes this False does
         self._doom: BaseException | None = None
@@ -70,13 +73,16 @@ class Journey:
                 with self._where():
                     stop = self._way.send(None) if self._doom is None else self._way.throw(self._doom)
             except StopIteration:
+                self._launch()
                 self._ended(None)
                 return
             except BaseException as error:
+                self._launch()
                 self._ended(error)
                 if isinstance(error, Exception):
                     return
                 raise  # Ctrl-C, on the training thread
+            self._launch()
             if self._park():
                 try:
                     stop(self.go_on)
@@ -84,6 +90,11 @@ class Journey:
                 except Exception as error:  # its thread has ended, so that nobody will
                     if not self._claim(error):
                         return
+
+    def _launch(self) -> None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched()
 
     def _park(self) -> bool:
         with self._lock:

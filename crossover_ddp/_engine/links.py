@@ -10,6 +10,8 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .endings import stop_workers
+from .journeys import Station
 from .places import Place
 
 Layout = Sequence[int]
@@ -26,6 +28,9 @@ class Link(Protocol):
 
     rank: int
     size: int
+    in_program_order: (
+        bool  # all ranks must issue all collectives in one order, on the thread that starts journeys
+    )
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Sum ``flat`` over the ranks into each part's owner; return the own part, in place.
@@ -38,6 +43,9 @@ class Link(Protocol):
 
     async def compute(self) -> None:
         """Go on where an owner may compute for long."""
+
+    async def settle(self) -> None:
+        """Go on where a journey may block for somebody else; it issues nothing afterwards."""
 
 
 class Network(Protocol):
@@ -111,10 +119,11 @@ class Alone:
         place: of its tensors.
     """
 
-    rank, size, alignment_bytes = 0, 1, 1
+    rank, size, alignment_bytes, in_program_order = 0, 1, 1, False
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self._settling = Station("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
         """See `Network`."""
@@ -125,7 +134,7 @@ class Alone:
 
     def close(self, timeout_s: float) -> bool:
         """See `Network`."""
-        return self.place.close(timeout_s)
+        return all([self.place.close(timeout_s), stop_workers([self._settling], timeout_s)])
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
@@ -136,3 +145,7 @@ class Alone:
 
     async def compute(self) -> None:
         """See `Link`."""
+
+    async def settle(self) -> None:
+        """See `Link`."""
+        await self._settling

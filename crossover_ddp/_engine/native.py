@@ -10,6 +10,8 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor
 
+from .endings import stop_workers
+from .journeys import Station
 from .links import Layout, Link, parts
 from .places import Place
 
@@ -26,11 +28,13 @@ class Native:
         place: of its tensors.
     """
 
+    in_program_order = True
     alignment_bytes = 128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         self._group, self.place = weakref.ref(group), place
         self.rank, self.size = group.rank(), group.size()
+        self._settling = Station("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
         """See `links.Network`."""
@@ -41,7 +45,7 @@ class Native:
 
     def close(self, timeout_s: float) -> bool:
         """See `links.Network`."""
-        return self.place.close(timeout_s)
+        return all([self.place.close(timeout_s), stop_workers([self._settling], timeout_s)])
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `links.Link`: an equal front in one collective, each longer part's rest by itself."""
@@ -62,6 +66,10 @@ class Native:
 
     async def compute(self) -> None:
         """See `links.Link`: the device computes, whoever launches it."""
+
+    async def settle(self) -> None:
+        """See `links.Link`."""
+        await self._settling
 
     def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""

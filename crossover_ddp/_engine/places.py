@@ -20,6 +20,7 @@ from crossover_ddp._system.cuda_driver import adopt_thread
 from .endings import stop_workers
 from .journeys import Station
 
+GradientFuture = torch.futures.Future[torch.Tensor]
 Begin = Callable[[], Awaitable[None]]
 
 
@@ -34,6 +35,12 @@ class Place(Protocol):
 
     def mark(self) -> Callable[[], None]:
         """Return what orders its caller's work behind all that journeys have issued until now."""
+
+    def reached(self) -> Callable[[], None]:
+        """Return what blocks until all that journeys have issued until now is done."""
+
+    def future(self) -> GradientFuture:
+        """Make a Future; who waits for it is ordered behind what the stream that completes it has been given."""
 
     def adopt_thread(self) -> None:
         """Make the calling thread, which is ours, fit for journeys."""
@@ -56,6 +63,14 @@ class Host:
     def mark(self) -> Callable[[], None]:
         """See `Place`."""
         return _nothing
+
+    def reached(self) -> Callable[[], None]:
+        """See `Place`."""
+        return _nothing
+
+    def future(self) -> GradientFuture:
+        """See `Place`."""
+        return GradientFuture()
 
     def adopt_thread(self) -> None:
         """See `Place`: gradients are not recorded there."""
@@ -100,6 +115,15 @@ class Device:
         """See `Place`."""
         event = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def reached(self) -> Callable[[], None]:
+        """See `Place`."""
+        event = self.stream.record_event(sleeping_event())
+        return lambda: event.synchronize()
+
+    def future(self) -> GradientFuture:
+        """See `Place`."""
+        return GradientFuture(devices=[self.device])
 
     def adopt_thread(self) -> None:
         """See `Place`.

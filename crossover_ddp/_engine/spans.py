@@ -36,7 +36,7 @@ class TracedLink:
 
     def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
         self._link, self._timeline, self._details = link, timeline, details
-        self.rank, self.size = link.rank, link.size
+        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
@@ -54,6 +54,10 @@ class TracedLink:
     async def compute(self) -> None:
         """See `Link`."""
         await self._link.compute()
+
+    async def settle(self) -> None:
+        """See `Link`."""
+        await self._link.settle()
 
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.

@@ -71,6 +71,8 @@ class Staged:
 class _StagedLink:
     """One journey's collectives."""
 
+    in_program_order = False
+
     def __init__(self, net: Staged, inner: Link) -> None:
         self._net, self._inner = net, inner
         self.rank, self.size = net.rank, net.size
@@ -94,6 +96,10 @@ class _StagedLink:
     async def compute(self) -> None:
         """See `links.Link`: launching kernels takes a thread's time, too."""
         await self._inner.compute()
+
+    async def settle(self) -> None:
+        """See `links.Link`."""
+        await self._inner.settle()
 
 
 def _pinned(like: Tensor) -> Tensor:

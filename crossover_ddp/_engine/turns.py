@@ -1,11 +1,16 @@
 """The job's turn on its devices: siblings compute while this job's last bucket travels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .buckets import Bucket, BucketWay
+from .links import Layout, Link
+from .places import GradientFuture, Place
 
 
 class Turn(Protocol):
@@ -43,3 +48,69 @@ def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> No
             f"{theirs or 'this process alone'}: a turn belongs to all its ranks; leave mutex= out, or make it with "
             "GPUMutex(process_group=…) of the model's group"
         )
+
+
+class _HalfWay:
+    """A link that joins the siblings' queue early: when the sums of a last bucket are there.
+
+    Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that; it is
+    left to the end of the journey then.
+    """
+
+    def __init__(self, link: Link, place: Place, turn: Turn) -> None:
+        self._link, self._place, self._turn = link, place, turn
+        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
+        self.reached: Callable[[], None] | None = None
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """See `Link`."""
+        own = await self._link.reduce_scatter(flat, layout)
+        if self.in_program_order:
+            self.reached = self._place.reached()
+        elif self.size > 1:
+            self._turn.request()
+        return own
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+        await self._link.all_gather(flat, layout)
+
+    async def compute(self) -> None:
+        """See `Link`."""
+        await self._link.compute()
+
+    async def settle(self) -> None:
+        """See `Link`."""
+        await self._link.settle()
+
+
+async def in_turns(way: BucketWay, bucket: Bucket, link: Link, turn: Turn) -> None:
+    """Go the way of a step's last bucket, and take the turn again; `Exchange.carry` has given it away.
+
+    A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without us.
+    """
+    half_way = _HalfWay(link, bucket.place, turn)
+    await way(bucket, half_way)
+    whole_way = bucket.place.reached()
+    await link.settle()
+    waits = link.in_program_order and turn.shared
+    if waits and half_way.reached is not None:
+        half_way.reached()
+    if waits or link.size == 1:
+        turn.request()
+    if waits:
+        whole_way()
+    bucket.exchanged()
+    turn.acquire(ahead=link.in_program_order and not waits)
+
+
+async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:
+    """Wait for what somebody else's hook has made of a step's buckets, and take the turn again."""
+    await link.settle()
+    for future in futures:
+        bucket.result = future.wait()
+    ahead = not turn.shared
+    if not ahead:
+        bucket.place.reached()()
+    bucket.exchanged()
+    turn.acquire(ahead=ahead)

@@ -28,12 +28,20 @@ class Engine:
         rank, world_size: of this process.
         spans: where times are noted.
         abandon: ends the waits of other threads after a failure.
+        records: of the last steps.
 
     On failure: the first failure of any transfer is final. All that are under way, and all later ones, complete with
     the same cause.
     """
 
-    def __init__(self, rank: int, world_size: int, spans: ExchangeSpans, abandon: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        spans: ExchangeSpans,
+        abandon: Callable[[], None],
+        records: StepRecords,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.spans = spans
@@ -42,7 +50,7 @@ class Engine:
         self._in_flight: set[Transfer] = set()
         self._failure: Failure | None = None
         self._turn_taken_s: float | None = None
-        self.records = StepRecords()
+        self.records = records
 
     # --- threads and failures --------------------------------------------------------------------------------
 
@@ -139,19 +147,6 @@ class Engine:
         for other in transfer.step.let_go() if transfer.last else ():
             self.finish(other, None)
         self.finish(transfer, None)
-
-    def follow(self, transfer: Transfer) -> None:
-        """End a step whose Futures another library completes; see `Exchange.follow`."""
-        with transfer.side.current():
-            for future in transfer.step.futures:
-                result = future.wait()
-            transfer.tensor = result
-            whole_way = transfer.side.mark()
-        shared = transfer.turn is not None and transfer.turn.shared
-        if shared:
-            whole_way()
-        # Another library's hook: it is unknown whose data it waited for.
-        self.complete(transfer, ahead=not shared)
 
     def finish(self, transfer: Transfer, error: CrossoverError | None) -> None:
         """Complete the transfer's Future, and nothing else."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._ddp.checks import Bucket
-from crossover_ddp._ddp.module_buffers import BufferCopy, ModuleBuffers
+from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._engine.endings import on_destruction, stop_workers
+from crossover_ddp._engine.exchange import Exchange as Journeys
 from crossover_ddp._engine.links import Channels
 from crossover_ddp._engine.spans import timeline_of
 from crossover_ddp._engine.turns import Turn
@@ -68,20 +69,21 @@ class Exchange:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.spans = ExchangeSpans(timeline)
-        self.buffers = ModuleBuffers(self.rank)
+        self.journeys = Journeys.of(process_group)
+        self.buffers = self.journeys.buffers
         self._ring = ring = Ring.over(
             process_group, channel=Channels.take(process_group), chunk_bytes=chunk_bytes
         )
         reducer, gatherer = Worker("crossover-reduce"), Worker("crossover-gather")
         stepper = Worker("crossover-step")
-        # Waits for others' collectives, which may use this exchange.
-        self._follower = Worker("crossover-follow")
-        self._workers = reducer, stepper, gatherer, self._follower
+        self._workers = reducer, stepper, gatherer
         self._order = GatherOrder(ring)
         self.routes = Routes(
             process_group, ring, self._order, reducer, gatherer, stepper, records=timeline is not None
         )
-        self.engine = Engine(self.rank, self.world_size, self.spans, self._order.abandon)
+        self.engine = Engine(
+            self.rank, self.world_size, self.spans, self._order.abandon, self.journeys.records
+        )
         self._step = Step()
         on_destruction(process_group, self.spans.flush)  # what is registered first comes last
         # Also at interpreter exit, and when the group goes and with it the engine, which transfers under way hold.
@@ -160,18 +162,6 @@ class Exchange:
         self._begin(transfer, behind=behind)
         return transfer.future
 
-    def average(self, payload: Payload) -> GradientFuture:
-        """Begin to exchange ``payload`` outside of a backward pass, behind what is under way.
-
-        The Future completes when ``payload`` is unloaded, or with the failure: no backward pass raises it.
-
-        Collective: all ranks, at the same place among their buckets.
-        """
-        transfer = self.routes.of_tensor(payload.scatter, Step(self._step.number))
-        transfer.carry(payload)
-        self._begin(transfer)
-        return transfer.future
-
     def defer(
         self,
         bucket: dist.GradBucket,
@@ -222,26 +212,6 @@ class Exchange:
             self._leave(step, turn)
         return future, deferred
 
-    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return every rank's numbers by rank, once all have asked; on a hook's thread.
-
-        Args:
-            numbers: as many on all ranks.
-            device: of the buckets.
-
-        Collective.
-        """
-        table = torch.zeros(
-            self.world_size,
-            len(numbers),
-            dtype=torch.float64,
-            device="cpu" if self.routes.is_on_ring(device) else device,
-        )
-        table[self.rank] = torch.tensor(numbers, dtype=table.dtype)
-        flat = table.flatten()
-        self.spread(Sharded(flat, Layout.equal(flat.numel(), self.world_size))).wait()
-        return flat.view_as(table).tolist()
-
     def begin_compute(self) -> None:
         """Note that forward begins, for the timeline."""
         self.engine.begin_compute()
@@ -256,23 +226,6 @@ class Exchange:
         step = Step()
         step.raise_after_backward()
         return _refused(bucket, step, error)
-
-    def follow(self, future: GradientFuture, bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
-        """Put the turn around somebody else's collective, whose result for ``bucket`` is ``future``.
-
-        The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
-        done and the turn is taken again.
-        """
-        step = self._enter(bucket)
-        step.futures.append(future)
-        if not bucket.is_last():
-            return future
-        transfer = self.routes.of_bucket(bucket, step, turn)
-        self._leave(step, turn)
-        follow = functools.partial(self.engine.follow, transfer)
-        put = functools.partial(self.engine.put, self._follower, transfer, "wrapped hook", follow)
-        self.engine.guarded(transfer, "start", put)
-        return transfer.future
 
     def close(self) -> None:
         """End the threads, after the buckets in flight. Later buckets fail. May be called again."""
@@ -303,7 +256,7 @@ class Exchange:
         """Launch a bucket, and with the step's last one the model's buffers; return these."""
         device, buffers = transfer.tensor.device, None
         if transfer.last and self.world_size > 1 and isinstance(bucket, dist.GradBucket):
-            buffers = self.buffers.copy(bucket, state, functools.partial(self._agree, device))
+            buffers = self.buffers.copy(bucket, state, functools.partial(self.journeys.have_all, device))
         if buffers is None:
             self._begin(transfer)
             return None
@@ -325,11 +278,6 @@ class Exchange:
             way = self.routes.way(device)
             begin = functools.partial(way.trail if behind else way.begin, self.engine, transfer)
         self.engine.guarded(transfer, "start", begin)
-
-    def _agree(self, device: torch.device, number: int) -> bool:
-        """Tell whether all ranks have this number, and it is not 0. Collective."""
-        everyone = self.gather_numbers([number], device)
-        return number > 0 and everyone == [[number]] * self.world_size
 
     def spread(self, sharded: Sharded) -> GradientFuture:
         """Begin to copy each owner's part to all ranks, behind the buckets so far. **Collective**."""

@@ -7,10 +7,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine import links as journeys
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._planning import Link
-
-from .exchange import Exchange
-from .transfer import Payload, Sharded
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
@@ -33,15 +32,14 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:
     begin_s = time.perf_counter()
-    both_ways = Sharded(tensor, engine.routes.equal_layout(tensor))
-    engine.average(
-        Payload(both_ways, both_ways, _nothing, _nothing)
-    ).wait()  # no step that a plan would look at
+    layout = engine.equal_layout(tensor)
+
+    async def both_halves(link: journeys.Link) -> None:
+        await link.reduce_scatter(tensor, layout)
+        await link.all_gather(tensor, layout)
+
+    engine.begin(both_halves, tensor.device, "a probe").wait()  # no step that a plan would look at
     return time.perf_counter() - begin_s
-
-
-def _nothing(*_: object) -> None:
-    """Leave it as it has come."""
 
 
 def measure_pair(

@@ -23,7 +23,6 @@ class Step:
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        self.futures: list[GradientFuture] = []
         self.deferred: list[Any] = []
         self._held: list[Any] = []
         self._is_cut_short = False

@@ -59,8 +59,9 @@ class Row:
         optimizers: of the walk, plain DDP's, too.
         like: the row that it walks with; None: plain DDP.
         order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
-            identical: ``"ring"`` for equal parts (begins behind the owner), ``"ranks"`` for messages of a codec.
-            None: equal within ``tolerance`` there. With fewer ranks there is one order only.
+            identical: ``"tree"`` over ranks; ``"ring"``, where buckets are deferred, begins behind the owner;
+            ``"ranks"`` is for messages of a codec. None: equal within ``tolerance`` there. With fewer ranks there is
+            one order only.
         tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
             what is not identical.
         lossy: results are close, whatever the number of ranks.
@@ -75,7 +76,7 @@ class Row:
     options: Mapping[str, bool] = field(default_factory=dict)
     optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
     like: str | None = None
-    order: Literal["ring", "ranks"] | None = "ring"
+    order: Literal["tree", "ring", "ranks"] | None = "tree"
     tolerance: float = EPSILONS
     lossy: bool = False
     is_like_others: bool = False
@@ -160,10 +161,10 @@ HOOKS: dict[str, Row] = {
         lambda model, optimizers, **turn: (LocalSGDState(sync_every=1, **turn), local_sgd_hook),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
-    "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
-    "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
+    "decoupled": Row(decoupled(), options=VIEWS, order="ring", reads="never", refuses=NO_SEARCH),
+    "decoupled_and_copied": Row(decoupled(), order="ring", reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
     "decoupled_and_flushed": Row(
-        decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
+        decoupled(), options=VIEWS, order="ring", reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
     "compressed_by_nothing": Row(compressed(None), is_like_others=True),
     "identity_codec": Row(compressed(Identity()), order="ranks", refuses=IN_DOUBLE),

@@ -330,7 +330,6 @@ def _train_another_model_meanwhile(rank: int, world_size: int, group: str, path:
 
 
 @pytest.mark.defect("turns-9")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="turns-9")
 def test_what_needs_no_turn_goes_on_while_a_model_waits_for_one(tmp_path: Path) -> None:
     """A job's exchanges behind the last bucket need the wire, not the device: they do not wait for the turn."""
     group, meet = new_group(), f"{tmp_path}/meet"

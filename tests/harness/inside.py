@@ -15,7 +15,7 @@ from crossover_ddp import DecoupledState, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
-from crossover_ddp._engine import links
+from crossover_ddp._engine import gloo, links
 from crossover_ddp._engine.exchange import Exchange as Engine
 from crossover_ddp._exchange import collectives
 from crossover_ddp._exchange.exchange import Exchange
@@ -40,28 +40,37 @@ def refuse_bucket(
         error: what is raised; ``KeyError("ours")`` if none is given.
         times: so often at most; None: always.
     """
-    original, left = Routes.of_bucket, float("inf") if times is None else times
+    left = float("inf") if times is None else times
 
     def is_it(bucket: dist.GradBucket) -> bool:
         if callable(which):
             return which(bucket)
         return which == "every" or (bucket.is_last() if which == "last" else bucket.index() == which)
 
-    def of_bucket(self: Routes, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
-        nonlocal left
-        if left > 0 and is_it(bucket):
-            left -= 1
-            raise error or KeyError("ours")
-        return original(self, bucket, *args, **options)
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(self: Any, bucket: dist.GradBucket, *args: Any, **options: Any) -> Any:
+            nonlocal left
+            if left > 0 and is_it(bucket):
+                left -= 1
+                raise error or KeyError("ours")
+            return original(self, bucket, *args, **options)
 
-    with mock.patch.object(Routes, "of_bucket", of_bucket):
+        return taken
+
+    with (
+        mock.patch.object(Routes, "of_bucket", refusing(Routes.of_bucket)),
+        mock.patch.object(Engine, "_bucket", refusing(Engine._bucket)),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def break_engine(error: Exception) -> Iterator[None]:
     """Let no hook reach its group's engine: what a mistake of our own would look like."""
-    with mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)):
+    with (
+        mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)),
+        mock.patch.object(Engine, "of", mock.Mock(side_effect=error)),
+    ):
         yield
 
 
@@ -131,7 +140,17 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
         original(self, group, ring, *args, **options)
         self._sequence = itertools.count(begun)
 
-    with mock.patch.object(Routes, "__init__", begin):
+    original_gloo = gloo.Gloo.__init__
+
+    def begin_gloo(self: gloo.Gloo, *args: Any) -> None:
+        original_gloo(self, *args)
+        self._channel = (1 << links.CHANNEL_BITS) - 1
+        self._numbers = itertools.count((1 << gloo._NUMBER_BITS) // gloo._STAGES - left)
+
+    with (
+        mock.patch.object(Routes, "__init__", begin),
+        mock.patch.object(gloo.Gloo, "__init__", begin_gloo),
+    ):
         yield
 
 

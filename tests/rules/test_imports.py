@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "lab.jobs imports _system",
     "lab.nodes imports _system",
     "pipeline.cluster imports _exchange",
-    "pipeline.run imports _exchange",
+    "pipeline.run imports _engine",
     "studies._ranks imports _system",
     "studies.advice imports cli",
 }

@@ -8,6 +8,7 @@ from .averaging import AVERAGING
 from .codecs import CODECS
 from .command import COMMAND
 from .decoupled import DECOUPLED
+from .engine import ENGINE
 from .exchange import EXCHANGE
 from .kfac import KFAC
 from .owners import OWNERS
@@ -17,6 +18,7 @@ from .risks import RISKS
 from .turns import TURNS
 
 FAULTS: Final[tuple[Fault, ...]] = (
+    *ENGINE,
     *EXCHANGE,
     *DECOUPLED,
     *KFAC,

@@ -109,7 +109,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
     Fault(
         "a plan wants local steps",
         "crossover_ddp/_averaging/replica.py",
-        "        return self.exchange.engine.records.compute_s()",
+        "        return self.exchange.records.compute_s()",
         "        return None",
         ("tests/defects/test_averaging.py", "-k", "plan_needs"),
     ),

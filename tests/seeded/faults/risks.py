@@ -41,34 +41,11 @@ RISKS: Final[tuple[Fault, ...]] = (
         _BEFORE,
     ),
     Fault(
-        "risk 1: under the wrapper the follower hears of the last bucket before the turn is given away",
-        _EXCHANGE,
-        "        transfer = self.routes.of_bucket(bucket, step, turn)\n        self._leave(step, turn)\n",
-        "        transfer = self.routes.of_bucket(bucket, step, turn)\n"
-        "        threading.Timer(0.1, self._leave, (step, turn)).start()\n",
-        _BEFORE,
-    ),
-    Fault(
         "risk 2: the last Future is done before the turn is taken",
         _ENGINE,
         "            done_s = time.monotonic()\n",
         "            done_s = time.monotonic()\n            self.finish(transfer, None)\n",
         (_TURN, "-k", "last_future_waits"),
-    ),
-    Fault(
-        "risk 2: the turn is awaited in a callback of the Future, on a thread of gloo's",
-        _EXCHANGE,
-        'self.engine.guarded(transfer, "start", put)\n',
-        "torch.futures.collect_all(step.futures).then("
-        'lambda _: self.engine.guarded(transfer, "wrapped hook", follow))\n',
-        (_TURN, "-k", "last_future_waits and wrapped"),
-    ),
-    Fault(
-        "risk 3: the last followed Future does not wait for the step's earlier ones",
-        _ENGINE,
-        "for future in transfer.step.futures:",
-        "for future in transfer.step.futures[-1:]:",
-        (_TURN, "-k", "under_the_wrapper"),
     ),
     Fault(
         "risk 4: whoever fails has no cause",
@@ -296,8 +273,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 28: each rank decides by itself whether buffers travel with gradients",
-        "crossover_ddp/_exchange/exchange.py",
-        "return number > 0 and everyone == [[number]] * self.world_size",
+        "crossover_ddp/_engine/exchange.py",
+        "return number > 0 and everyone == [[number]] * self.size",
         "return number > 0",
         (_BITS, "-k", "decide_alike"),
     ),

@@ -1,0 +1,194 @@
+"""Faults of the engine: journeys, links, the exchange of a group."""
+
+from typing import Final
+
+from tests.seeded.fault import Fault
+
+_BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _NATIVE, _PLACES, _SPANS, _STAGED, _TURNS = (
+    f"crossover_ddp/_engine/{name}.py"
+    for name in (
+        *("buckets", "exchange", "gloo", "journeys", "native", "places", "spans", "staged"),
+        "turns",
+    )
+)
+_TURN = "tests/journeys/test_turn_and_futures.py"
+_FAILURES = "tests/journeys/test_failures.py"
+_ENDS = "tests/journeys/test_ends.py"
+_TOLD = "tests/journeys/test_spans.py"
+_DEVICES = "tests/journeys/test_devices.py"
+_BITS = "tests/journeys/test_bits_and_buffers.py"
+_OWN = "tests/unit/engine/test_exchange.py"
+_TABLE = "tests/conformance/test_conformance.py"
+
+ENGINE: Final[tuple[Fault, ...]] = (
+    Fault(
+        "a thread hears of the last bucket before the turn is given away",
+        _JOURNEYS,
+        "            self._launch()\n            if self._park():\n",
+        "            threading.Timer(0.1, self._launch).start()\n            if self._park():\n",
+        (_TURN, "-k", "before_anybody_hears and split or crossover"),
+    ),
+    Fault(
+        "the last Future is done before the turn is taken",
+        _TURNS,
+        "    bucket.exchanged()\n    turn.acquire(ahead=link.in_program_order and not waits)\n",
+        "    bucket.exchanged()\n    bucket.end(None, lambda: None)\n    bucket.end = lambda *_: None\n"
+        "    turn.acquire(ahead=link.in_program_order and not waits)\n",
+        (_TURN, "-k", "last_future_waits and crossover"),
+    ),
+    Fault(
+        "under the wrapper the last Future does not wait for the step's earlier ones",
+        _TURNS,
+        "for future in futures:",
+        "for future in futures[-1:]:",
+        (_TURN, "-k", "under_the_wrapper"),
+    ),
+    Fault(
+        "a failure has no cause",
+        _EXCHANGE,
+        "                failure.__cause__ = cause\n",
+        "                pass\n",
+        (_TURN, "-k", "carries_its_cause"),
+    ),
+    Fault(
+        "a failure is forgotten with its step",
+        _EXCHANGE,
+        "            self._failure = failure\n            if",
+        "            if",
+        (_OWN, "-k", "is_final"),
+    ),
+    Fault(
+        "a failure closes no connection, so that nobody else hears of it",
+        _EXCHANGE,
+        "            network.interrupt()\n",
+        "            pass\n",
+        (_OWN, "-k", "reaches_all"),
+    ),
+    Fault(
+        "a failure ends the journey that failed, and no other one",
+        _EXCHANGE,
+        "            doomed = [trip.journey for trip in self._under_way]\n",
+        "            doomed = []\n",
+        (_OWN, "-k", "ends_all", "--timeout=30"),
+    ),
+    Fault(
+        "a fork of a rank sends on its parent's connections",
+        _EXCHANGE,
+        "        if os.getpid() != self._pid:\n            raise ExchangeError",
+        "        if self._pid == 0:\n            raise ExchangeError",
+        (_ENDS, "-k", "fork_that_uses and split"),
+    ),
+    Fault(
+        "the process group goes and leaves the engine's threads behind",
+        _EXCHANGE,
+        "self._leave_group = on_destruction(group, self._end)",
+        "self._leave_group = lambda: None",
+        (_ENDS, "-k", "go_with_the_group and split"),
+    ),
+    Fault(
+        "the end of a group waits long for what nobody else needs",
+        _EXCHANGE,
+        "_NEEDED_BY_OTHERS_S if needed else _END_S",
+        "_NEEDED_BY_OTHERS_S",
+        (_ENDS, "-k", "late and crossover"),
+    ),
+    Fault(
+        "an error of a bucket leaves the hook's Future",
+        _BUCKETS,
+        "            if error is None or self.backward.leave(error):\n",
+        "            if error is None:\n",
+        (_FAILURES, "-k", "dead_peer and split"),
+    ),
+    Fault(
+        "the tags of the engine's messages are those of its users, counted from 0",
+        _GLOO,
+        "return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)",
+        "return number % 8",
+        (_BITS, "-k", "users_messages"),
+    ),
+    Fault(
+        "tags leave gloo's range when numbers are used up",
+        _GLOO,
+        "number % (1 << _NUMBER_BITS)",
+        "number",
+        (_BITS, "-k", "exact_up_to_rounding and anew"),
+    ),
+    Fault(
+        "owners add in their own order, not as a tree over ranks",
+        _GLOO,
+        "tree_sum([row.addends[rank] for rank in range(self.size)], row.addends[self.rank])",
+        "tree_sum([row.addends[(self.rank + k) % self.size] for k in range(self.size)], row.addends[self.rank])",
+        (_TABLE, "-k", "gloo-split-many_buckets-4 or gloo-split-many_buckets-3"),
+    ),
+    Fault(
+        "of what is left over by equal parts nothing travels",
+        _GLOO,
+        "    return part.split(_piece_numel(part.numel(), part.itemsize)) if part.numel() else ()\n",
+        "    pieces = part.split(_piece_numel(part.numel(), part.itemsize)) if part.numel() else ()\n"
+        "    return pieces[:1]\n",
+        (_BITS, "-k", "exact_up_to_rounding"),
+    ),
+    Fault(
+        "a piece is added before all ranks' addends of it have come",
+        _GLOO,
+        "            for work in row.arriving:\n                work.wait()\n",
+        "            row.arriving[0].wait()\n",
+        (_TABLE, "-k", "gloo-split-many_buckets-3 or gloo-split-many_buckets-4"),
+    ),
+    Fault(
+        "gradients are rounded to half precision on their way",
+        "crossover_ddp/_engine/split.py",
+        "    bucket.flat.div_(link.size)\n",
+        "    bucket.flat.copy_(bucket.flat.bfloat16() / link.size)\n",
+        (_BITS, "-k", "exact_up_to_rounding"),
+    ),
+    Fault(
+        "by collectives a rest that the last rank has is not summed",
+        _NATIVE,
+        "return front, [(self.size - 1, last)] if last.numel() else []",
+        "return front, []",
+        (_TABLE, "-k", "native-split-many_buckets-2"),
+    ),
+    Fault(
+        "the side stream does not follow the compute stream",
+        _PLACES,
+        "            self.stream.wait_stream(current)\n",
+        "            pass\n",
+        (_DEVICES, "-k", "late_changes and nccl"),
+    ),
+    Fault(
+        "a journey begins before the device has its gradients",
+        _PLACES,
+        "            there.synchronize()\n",
+        "            pass\n",
+        (_DEVICES, "-k", "late_changes and gloo"),
+    ),
+    Fault(
+        "the host reads a message before its copy from the device has come",
+        _STAGED,
+        "        there.synchronize()\n",
+        "        pass\n",
+        (_DEVICES, "-k", "late_changes and gloo"),
+    ),
+    Fault(
+        "the side stream does not wait for copies to the device",
+        _STAGED,
+        "        self.place.stream.wait_stream(self._up)\n",
+        "        pass\n",
+        (_DEVICES, "-k", "late_changes and gloo"),
+    ),
+    Fault(
+        "threads of journeys work on device 0",
+        _PLACES,
+        "        torch.cuda.set_device(self.device)\n",
+        "        pass\n",
+        (_DEVICES, "-k", "no_thread_makes"),
+    ),
+    Fault(
+        "the two halves of a journey have one name",
+        _SPANS,
+        'self._tell("all_gather", begin_s, flat)',
+        'self._tell("reduce_scatter", begin_s, flat)',
+        (_TOLD, "-k", "both_halves and split"),
+    ),
+)
