@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -287,23 +287,6 @@ def collectives(rank: int, world_size: int) -> str:
 def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
     for message in run_ranks(collectives, 2):
         assert "Talkative" in message and "allreduce" in message
-
-
-def built_differently(rank: int, world_size: int) -> str:
-    run = OwnedRun(mixture(), "adamw", owners=False)
-    turned = [*run.module.parameters()]
-    if rank:
-        turned.reverse()
-    state = DecoupledState(torch.optim.AdamW(turned, lr=0.1), owners="layers")
-    run.model.register_comm_hook(state, decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError) as error:
-        run.backward(batch(rank, 0))
-    return str(error.value)
-
-
-def test_ranks_whose_optimizers_differ_are_told() -> None:
-    for message in run_ranks(built_differently, 2):
-        assert "the same parameters in the optimizers on all ranks" in message
 
 
 def deferred(rank: int, world_size: int) -> tuple[bool, bool]:

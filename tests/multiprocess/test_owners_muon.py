@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Muon
+from torch import Tensor
+from torch.optim import Muon
 
 from crossover_ddp._decoupled import owned_muon
-from crossover_ddp._exchange.collectives import Ring
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -51,8 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no nesterov": {"kind": "muon without nesterov"},
     "the other order": {"kind": "adamw and muon"},
     "no views": {"options": {"gradient_as_bucket_view": False}},
-    "static graph": {"options": {"static_graph": True}},
-    "one bucket": {"options": {"bucket_cap_mb": 25}},
     "bfloat16": {"dtype": torch.bfloat16},
     "float64": {"dtype": torch.float64},
 }
@@ -106,61 +102,6 @@ def test_more_ranks_get_the_bits_of_muon_fed_the_owners_sums(world_size: int) ->
     whole_bytes = 4 * sum(matrix.numel() for matrix in mixture().matrices())
     assert sum(momentum_bytes for _, _, momentum_bytes, _ in results) == whole_bytes
     assert all(only_owned for _, _, _, only_owned in results)
-
-
-# --- what travels --------------------------------------------------------------------------------------------
-
-WIDTH, LAYERS = 128, 8
-WAYS = ("split", "muon", "derived", "adamw")
-
-
-def sent_bytes(rank: int, world_size: int, way: str) -> int:
-    """Return what this rank sends to another one in a step of a model of matrices."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.25)
-    optimizer: torch.optim.Optimizer = {"muon": Muon, "derived": DerivedMuon}.get(way, AdamW)(
-        net.parameters()
-    )
-    state = None
-    if way == "split":
-        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    else:
-        state = DecoupledState(optimizer, owners="layers")
-        model.register_comm_hook(state, decoupled_hook)
-    sizes: list[int] = []
-    send = Ring.send
-
-    def counted(ring: Ring, piece: Tensor, tag: int) -> Any:
-        sizes.append(piece.nbytes)
-        return send(ring, piece, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ring, "send", counted)
-        for step in range(FEW):
-            if step == FEW - 1:  # buckets are settled, and what is between two steps has been sent
-                sizes.clear()
-            model(torch.full((4, WIDTH), 1.0 + rank + step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if state is not None:
-                state.flush()
-    return sum(sizes)
-
-
-def sent_by_way(rank: int, world_size: int) -> dict[str, int]:
-    return {way: sent_bytes(rank, world_size, way) for way in WAYS}
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_directions_take_three_quarters_of_the_bytes_of_ddp(world_size: int) -> None:
-    by_rank = run_ranks(sent_by_way, world_size)
-    sent = {way: sum(of_rank[way] for of_rank in by_rank) for way in WAYS}
-    ddp = 2 * (world_size - 1) * 4 * LAYERS * WIDTH**2  # an all-reduce's, all ranks together
-    assert sent["split"] / ddp == pytest.approx(1, abs=0.01)
-    assert sent["muon"] / ddp == pytest.approx(0.75, abs=0.01)
-    for way in ("derived", "adamw"):
-        assert sent[way] / ddp == pytest.approx(1, abs=0.01), way
 
 
 # --- situations ----------------------------------------------------------------------------------------------
@@ -227,23 +168,6 @@ def walk(rank: int, world_size: int, situation: str) -> list[int]:
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_bits_are_the_same_in_each_situation(situation: str) -> None:
     assert run_ranks(walk, 2, args=(situation,)) == [[], []]
-
-
-def late(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Directions are applied when parameters are read, on the owner too; `flush` applies all of them."""
-    runs = pair()
-    ours = runs[0]
-    for step in range(FEW):
-        for each in runs:
-            each.step(batch(rank, step))
-    assert ours.state is not None
-    pending = ours.state.stats()["deferred"] > 0
-    ours.state.flush()
-    return pending and not ours.state.stats()["deferred"], equal(ours.parameters(), runs[1].parameters())
-
-
-def test_directions_are_applied_in_the_next_forward() -> None:
-    assert run_ranks(late, 2) == [(True, True)] * 2
 
 
 def built_differently(rank: int, world_size: int) -> str:

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from tests.harness.fuse import blow
-from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
+from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -85,17 +85,6 @@ def test_whoever_looks_finds_the_update_done(look: str, training: Training, plai
     LOOKS[look](training)
     assert not training.is_pending
     assert all(torch.equal(p, w) for p, w in zip(held, plain.weights(), strict=True))
-
-
-def test_a_moving_average_is_that_of_plain_ddp(training: Training, plain: Training) -> None:
-    averages = []
-    for each in (training, plain):
-        average = timm.utils.ModelEmaV3(each.model.module, decay=0.5)
-        for _ in range(STEPS):
-            each.step()
-            average.update(each.model.module)
-        averages.append(average.module.state_dict())
-    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[1])
 
 
 def test_reading_in_every_step_is_correct_and_said_once(
@@ -406,26 +395,6 @@ def test_the_state_dict_carries_the_order_of_forward(training: Training) -> None
     other.state.load_state_dict(saved)
     with pytest.raises(ValueError, match="forward_order"):
         other.state.load_state_dict({"order": []})
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_a_compiled_model_trains_as_plain_ddp(outside: bool, plain: Training) -> None:
-    module = network()
-    inner = module if outside else torch.compile(module, backend="eager")
-    # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
-    model = DistributedDataParallel(inner, bucket_cap_mb=1, gradient_as_bucket_view=True)  # type: ignore[arg-type]
-    optimizer = sgd(model)
-    state = DecoupledState(optimizer, defer="always")
-    model.register_comm_hook(state, decoupled_hook)
-    called = torch.compile(model, backend="eager") if outside else model
-    for step in range(7):
-        called(inputs(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    got = list(module.state_dict().values())
-    for a, b in zip(got, plain.run(7).weights(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-6)
-    state.close()
 
 
 def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain: Training) -> None:
