@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,13 @@ from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None
-Pending = TypeVar("Pending")
 
 
-class Watch(Generic[Pending]):
+class Watch:
     """The parameters that must not be read as they are, and what to do about it.
 
-    ``stale`` says by the parameter's id what is pending for it; ``order`` when forward first reads it; ``seen`` whether
-    that was seen in this process. While ``recording``, reads extend both.
+    ``stale`` says by the parameter's id what is pending for it; ``order`` when forward first reads it, as far as that
+    was seen. While ``recording``, reads extend it.
 
     Args:
         update: do what is pending; whatever is up to date then leaves ``stale``.
@@ -43,13 +42,12 @@ class Watch(Generic[Pending]):
 
     def __init__(
         self,
-        update: Callable[[Pending], None],
+        update: Callable[[Any], None],
         look: Callable[[], None] | None = None,
         call: Callable[[], None] | None = None,
     ) -> None:
-        self.stale: dict[int, Pending] = {}
+        self.stale: dict[int, Any] = {}
         self.order: dict[int, int] = {}
-        self.seen: set[int] = set()
         self.recording = False
         self.reads = uncompiled(self._reads)
         self.before_forward = uncompiled(self._before_forward)
@@ -67,7 +65,6 @@ class Watch(Generic[Pending]):
             if parameter is not None:
                 if self.recording:
                     self.order.setdefault(id(parameter), len(self.order))
-                    self.seen.add(id(parameter))
                 pending = self.stale.get(id(parameter))
                 if pending is not None:
                     self._update(pending)
@@ -99,7 +96,7 @@ class Watch(Generic[Pending]):
 class GuardedParameters(dict[str, Entry]):
     """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
 
-    def __init__(self, entries: dict[str, Entry], watch: Watch[Any]) -> None:
+    def __init__(self, entries: dict[str, Entry], watch: Watch) -> None:
         super().__init__(entries)
         self._watch = watch
 
@@ -161,7 +158,7 @@ class _Guard:
             len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
         )
 
-    def up(self, watch: Watch[Any], key: int) -> None:
+    def up(self, watch: Watch, key: int) -> None:
         variables = vars(self.module)
         self.plain = variables["_parameters"]
         self.guarded = variables["_parameters"] = GuardedParameters(self.plain, watch)
@@ -236,7 +233,7 @@ class Guards:
     On failure: raises ``UnsupportedConfigurationError`` for modules that cannot be guarded.
     """
 
-    def __init__(self, network: nn.Module, watch: Watch[Any]) -> None:
+    def __init__(self, network: nn.Module, watch: Watch) -> None:
         self.watch = watch
         self.are_up = False
         self.network = network

@@ -1,18 +1,27 @@
-"""A bucket whose parameters have owners: they make new values or directions of its sums, and everybody takes them."""
+"""A bucket whose parameters have owners: they make new values or directions of its sums, and everybody takes them.
+
+[Note: two buffers] The gradients of a bucket are packed by owner into one buffer, which is summed. What owners send
+back has places of its own where it is not as large: a direction of torch's Muon takes two bytes a number, in a second
+buffer of the bucket's type. Without directions the same buffer goes both ways.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from crossover_ddp._exchange.contents import contents_of
+from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Sharded
+from crossover_ddp._owners.packing import Item, packing
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .owned_optimizers import OwnedOptimizer, OwnedUpdate
+from .owned_optimizers import OwnedOptimizer, OwnedOptimizers, OwnedUpdate
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
-from .shares import Share
+from .shares import Share, view_of
 from .withheld import is_computed_with, withhold
 
 TOUCHED: Final = (
@@ -38,7 +47,43 @@ class Packed(NamedTuple):
     pieces: Mapping[int, torch.Tensor]
 
 
-@dataclass(eq=False, slots=True)
+@torch.no_grad()
+def pack(bucket: dist.GradBucket, owned: OwnedOptimizers, world_size: int) -> Packed:
+    """Return the bucket's gradients by owner, and withhold them in the bucket."""
+    buffer = bucket.buffer()
+    contents = contents_of(bucket, buffer)
+    if any(each.parameter.dtype != buffer.dtype for each in contents):
+        raise UnsupportedConfigurationError(
+            f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters travel "
+            "in their place: use owners=None"
+        )
+    parameters = [each.parameter for each in contents]
+    items = [
+        Item(
+            owned.owner_of[id(parameter)],
+            span.numel,
+            owned.of(parameter).returning_numel(span.numel, buffer.itemsize),
+        )
+        for parameter, _, span in contents
+    ]
+    plan = packing(world_size, tuple(items))
+    there = buffer.new_empty(plan.there.numel)
+    # No piece is larger than its gradient: as many elements in all means as many of each.
+    back = there if plan.back.numel == plan.there.numel else buffer.new_empty(plan.back.numel)
+    for each, place in zip(contents, plan.items, strict=True):
+        _part(there, place.there).copy_(_part(buffer, each.span))
+    withhold(buffer)
+    placed = [*zip(parameters, plan.items, strict=True)]
+    gradients = {id(p): view_of(there, p, place.there.start) for p, place in placed}
+    pieces = {id(p): owned.of(p).piece(_part(back, place.back), p) for p, place in placed}
+    return Packed(Sharded(there, plan.there), Sharded(back, plan.back), gradients, pieces)
+
+
+def _part(flat: torch.Tensor, span: Span) -> torch.Tensor:
+    return flat[span.start : span.stop]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class OwnedShare(Share):
     """A bucket of one step; see `Share`.
 
@@ -50,23 +95,17 @@ class OwnedShare(Share):
     ``steps``: the optimizers that have stepped, and what ``step()`` has used.
     """
 
-    packed: Packed | None = None
-    owner_of: Mapping[int, int] = field(default_factory=dict)
-    rank: int = 0
+    packed: Packed
+    owner_of: Mapping[int, int]
+    rank: int
     steps: Sequence[tuple[OwnedOptimizer, StepPlan]] = ()
     gathered: GradientFuture | None = None
 
     @property
     def travelling_bytes(self) -> int:
         """Memory of what travels."""
-        assert self.packed is not None
         buffers = {id(each.tensor): each.tensor for each in (self.packed.there, self.packed.back)}
         return sum(buffer.nbytes for buffer in buffers.values())
-
-    def travelling(self) -> Sharded:
-        """Return what owners have filled, for the gather."""
-        assert self.packed is not None
-        return self.packed.back
 
     def receive(self) -> None:
         """Wait for the mean, scale it, and put it where the optimizers of this rank, if it is the owner, see it.
@@ -82,7 +121,6 @@ class OwnedShare(Share):
 
     def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
         """Return what comes of the updates of one optimizer, that of ``plan``, which may reuse gradients' memory."""
-        assert self.packed is not None
         return [
             OwnedUpdate(
                 # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
@@ -106,7 +144,6 @@ class OwnedShare(Share):
             raise UnsupportedConfigurationError(TOUCHED)
 
     def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
-        assert self.packed is not None
         for update in self.updates:
             if self._is_own(update):
                 yield update, self.packed.gradients[id(update.parameter)]

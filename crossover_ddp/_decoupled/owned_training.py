@@ -31,8 +31,7 @@ from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from .coded import Coding
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
-from .owned_packing import pack
-from .owned_share import TOUCHED, OwnedShare
+from .owned_share import TOUCHED, OwnedShare, pack
 from .partial_optimizer import PartialOptimizer, StepPlan
 from .shares import Share
 from .training import DecoupledTraining, copies_gradients
@@ -48,15 +47,17 @@ class OwnedUpdates(Updates):
 
     Args:
         partial: of any of the optimizers.
+
+    ``plans``: by number, of the optimizers that have stepped, until all have.
     """
 
     def __init__(self, partial: PartialOptimizer) -> None:
         super().__init__(partial)
-        self.is_partly_stepped = False
+        self.plans: dict[int, StepPlan] = {}
 
     def look(self) -> None:
         """Refuse a read while only some of the optimizers have stepped: their updates have not begun."""
-        if self.is_partly_stepped:
+        if self.plans:
             raise UnsupportedConfigurationError(
                 "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
                 "call all of them after each backward(), one after the other"
@@ -89,7 +90,6 @@ class OwnedTraining(DecoupledTraining):
         self.owned = OwnedOptimizers(each, group.rank(), group.size())
         self._rank, self._world_size = group.rank(), group.size()
         self._owned_updates = OwnedUpdates(self.owned.each[0].partial)
-        self._plans: dict[int, StepPlan] = {}
         self._dropped: set[int] = set()
         self._skipped = 0
         self._failure: Exception | None = None
@@ -179,16 +179,23 @@ class OwnedTraining(DecoupledTraining):
             return future, None
         place = len(self.updates.round.shares)
         views = packed.gradients if copies_gradients(self.model()) else None
-        share = OwnedShare(deferred, parameters, bucket.buffer(), urgency, place, views, packed=packed)
-        share.owner_of, share.rank = self.owned.owner_of, self._rank
-        return future, share
+        return future, OwnedShare(
+            deferred,
+            parameters,
+            bucket.buffer(),
+            urgency,
+            place,
+            views,
+            packed=packed,
+            owner_of=self.owned.owner_of,
+            rank=self._rank,
+        )
 
     # --- around forward --------------------------------------------------------------------------------------
 
     def _before_forward(self, *args: Any) -> None:
-        if self._plans:
-            self._plans.clear()
-            self._owned_updates.is_partly_stepped = False
+        if self._owned_updates.plans:
+            self._owned_updates.plans.clear()
             raise UnsupportedConfigurationError(
                 "expected step() of all optimizers between backward() and the next forward, got only some that have "
                 "stepped; call all of them, or give the model's parameters to one"
@@ -245,7 +252,8 @@ class OwnedTraining(DecoupledTraining):
         self._guard_groups()
         if self._closed:
             return original()
-        if not self._plans:
+        plans = self._owned_updates.plans
+        if not plans:
             self.owned.kept.check_foreign()
             round_.collect(self.optimizers, self._known)
         if not round_.shares:
@@ -253,19 +261,18 @@ class OwnedTraining(DecoupledTraining):
             return original()
         _check_plain(owned)
         owned.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
-        if number in self._plans:
+        if number in plans:
             raise UnsupportedConfigurationError(
                 f"expected step() of all optimizers once after each backward(), got a second one of "
                 f"{type(owned.optimizer).__name__} before all had stepped; call each once, one after the other"
             )
         with updates.watch.unwatched():
-            self._plans[number] = owned.partial.plan()
+            plans[number] = owned.partial.plan()
         needed = {
             self.owned.number_of[id(each.parameter)] for share in round_.shares for each in share.updates
         }
-        self._owned_updates.is_partly_stepped = not needed <= set(self._plans)
-        if not self._owned_updates.is_partly_stepped:
-            plans, self._plans = self._plans, {}
+        if needed <= {*plans}:
+            self._owned_updates.plans = {}
             self._update_owned(cast(list[OwnedShare], round_.shares), plans)
         return None
 
@@ -287,7 +294,7 @@ class OwnedTraining(DecoupledTraining):
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
-            share.gathered = self.exchange.spread(share.travelling())
+            share.gathered = self.exchange.spread(share.packed.back)
         is_settled = self.updates.round.is_settled
         self.updates.defer(next(iter(plans.values())))
         if not is_settled:  # DDP may still rebuild its buckets

@@ -38,7 +38,7 @@ class Updates:
         self.round = Round()
         self.checks = Checks()
         self.times = StepTimes()
-        self.watch: Watch[Share] = Watch(self._bring_up_to_date, self.look, self.update_unseen)
+        self.watch = Watch(self._bring_up_to_date, self.look, self.update_unseen)
         self.stale = self.watch.stale
         self.guards: Guards | None = None
         self.in_forward = False
@@ -119,12 +119,11 @@ class Updates:
 
     def _defer(self, plan: StepPlan) -> None:
         self.steps += 1
-        seen = self.watch.seen
         for share in self.round.shares:
             share.take_step(plan, checked=self.checks.on)
             share.pending, share.unseen = (
                 True,
-                any([id(update.parameter) not in seen for update in share.updates]),
+                any([id(update.parameter) not in self.watch.order for update in share.updates]),
             )
             for parameter in share.parameters:
                 self.stale[id(parameter)] = share
@@ -140,7 +139,7 @@ class Updates:
         if not shares or self.guards is None:
             return
         self._warned_of_unseen = True
-        unseen = {id(update.parameter) for share in shares for update in share.updates} - self.watch.seen
+        unseen = {id(update.parameter) for share in shares for update in share.updates} - {*self.watch.order}
         names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
         logger.warning(
             "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "

@@ -52,7 +52,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients that only owners have look like gradients of zero",
-        "crossover_ddp/_decoupled/owned_packing.py",
+        "crossover_ddp/_decoupled/owned_share.py",
         "    withhold(buffer)\n",
         "    buffer.data.zero_()\n",
         (_DEFECTS, "-k", "scaler or through_data or no_number"),
@@ -67,7 +67,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "a second step of one optimizer takes the place of the first",
         "crossover_ddp/_decoupled/owned_training.py",
-        "        if number in self._plans:\n",
+        "        if number in plans:\n",
         "        if False:\n",
         (_DEFECTS, "-k", "two_steps_of_one"),
     ),

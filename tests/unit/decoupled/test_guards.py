@@ -37,7 +37,7 @@ class Watched:
         self.network = network
         self.names = {id(p): name for name, p in network.named_parameters()}
         self.updated: list[str] = []
-        self.watch: Watch[nn.Parameter] = Watch(self._update)
+        self.watch = Watch(self._update)
         self.guards = Guards(network, self.watch)
         self.guards.up()
         self.parameters = list(network.parameters())
