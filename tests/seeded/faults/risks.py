@@ -258,6 +258,13 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_BITS, "-k", "exact_up_to_rounding"),
     ),
     Fault(
+        "risk 25: on a backend of its own messages are decoded before they have come",
+        "crossover_ddp/_exchange/native_way.py",
+        "all_to_all(*messages.incoming, *messages.outgoing).wait()",
+        "all_to_all(*messages.incoming, *messages.outgoing)",
+        (_BITS, "-k", "same_bits"),
+    ),
+    Fault(
         "risk 26: a mistake of our own leaves the hook",
         "crossover_ddp/_exchange/hook.py",
         "    except Exception as error:\n        if refused",
