@@ -42,7 +42,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.faults.campaign --events 200
 	@$(BIN)/python -m tests.faults.averaging_campaign --events 1000
 	@$(BIN)/python -m tests.seeded
-	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit tests/multiprocess tests/recipes tests/faults/test_averaging_campaign.py
+	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit tests/multiprocess tests/recipes
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
 	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled

@@ -144,7 +144,6 @@ class Story:
     events: int
     directory: Path
     lane: Lane
-    sabotage: str = ""
     checkpoint: Path | None = None
     first: int = 0
     done: Counter[str] = field(default_factory=Counter)
@@ -189,7 +188,6 @@ class Story:
             "timeout_s": TIMEOUT_S,
             "pace_s": PACE_S,
             "poison": [plan.victim, self.first + plan.at] if plan.fault == "inf" else None,
-            "sabotage": self.sabotage,
         }
         return [
             self.lane.bear({**order, "rank": rank, "log": str(self.directory / f"life{number}-rank{rank}")})
@@ -364,9 +362,8 @@ def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk 
 class Campaign:
     """Stories, several at once."""
 
-    def __init__(self, keep: Path, sabotage: str = "") -> None:
+    def __init__(self, keep: Path) -> None:
         self._keep = keep
-        self._sabotage = sabotage
         self._lock = threading.Lock()
         self.done: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
@@ -397,7 +394,7 @@ class Campaign:
 
     def _run_one(self, seed: int, events: int, lane: Lane) -> None:
         with tempfile.TemporaryDirectory(prefix="averaging-campaign-") as temporary:
-            story = Story(seed, events, Path(temporary), lane, self._sabotage)
+            story = Story(seed, events, Path(temporary), lane)
             story.run()
             with self._lock:
                 self._add(story)
@@ -437,10 +434,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
     parser.add_argument("--lanes", type=int, default=2, help="stories at once")
     parser.add_argument("--keep", type=Path, default=Path("runs/averaging-faults"), help="for failures")
-    parser.add_argument("--sabotage", default="", help="break the package so, to see that it is noticed")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    campaign = Campaign(args.keep, args.sabotage)
+    campaign = Campaign(args.keep)
     begin_s = time.monotonic()
     campaign.run(args.seed, args.events, args.lanes)
     found = {"seed": args.seed, "wall_s": round(time.monotonic() - begin_s, 1), **campaign.summary()}

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import CrossoverError, ExchangeError
-from crossover_ddp._averaging import delayed, elastic_rules, means
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
 from tests.faults.forked import work_and_exit
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
@@ -140,47 +138,7 @@ class Life:
         print(json.dumps({"at_s": time.monotonic(), **what}), file=self._log)
 
 
-def ignore_infinities() -> None:
-    """Sabotage: a mean that is not finite is written."""
-    for module in (delayed, elastic_rules, means):
-        module.check_finite = lambda *_: None  # type: ignore[attr-defined]
-
-
-def land_twice() -> None:
-    """Sabotage: a correction is counted twice now and then."""
-    land = delayed.DelayedMeans._land
-
-    def landed(self: Any, flight: Any) -> None:
-        land(self, flight)
-        if self._steps % 8 == 7 and flight.sent is not None:
-            flight.block.add(flight.span, flight.values)
-
-    delayed.DelayedMeans._land = landed  # type: ignore[method-assign]
-
-
-def go_on() -> None:
-    """Sabotage: a failed exchange is noted, and forgotten."""
-    wait = delayed.DelayedMeans._land
-
-    def landed(self: Any, flight: Any) -> None:
-        try:
-            wait(self, flight)
-        except CrossoverError:
-            return
-
-    delayed.DelayedMeans._land = landed  # type: ignore[method-assign]
-
-
-SABOTAGES: dict[str, Callable[[], None]] = {
-    "infinities": ignore_infinities,
-    "bits": land_twice,
-    "silence": go_on,
-}
-
-
 def be(order: dict[str, Any]) -> None:
-    if order["sabotage"]:
-        SABOTAGES[order["sabotage"]]()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
