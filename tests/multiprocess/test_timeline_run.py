@@ -1,12 +1,10 @@
 """Two sibling jobs of two ranks each record themselves into one directory, and are merged from there."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from crossover_ddp import cli
 from crossover_ddp._timeline.files import FoundTimelines, read
 from crossover_ddp._timeline.merge import merge
 from crossover_ddp._timeline.spans import occupancy
@@ -15,7 +13,6 @@ from tests.harness.groups import new_group
 from tests.harness.networks import mlp
 from tests.harness.training import WIDTH, Training
 from tests.multiprocess.test_crossover import STEPS, environment
-from tests.unit.timeline.trace_format import check_format
 
 
 def train(rank: int, world_size: int, seed: int) -> float:
@@ -70,16 +67,3 @@ def test_no_two_jobs_computed_at_once(recorded: Path) -> None:
         shares = occupancy(found.spans, device, window_s=whole)
         assert shares["several"] == 0
         assert shares["one"] > 0
-
-
-def test_the_command_merges_the_run(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace, picture = tmp_path / "trace.json", tmp_path / "run.png"
-    arguments = ["timeline", str(recorded), "--json", "--trace", str(trace), "--picture", str(picture)]
-    assert cli.main(arguments) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [device["device"] for device in document["devices"]] == ["device0", "device1"]
-    assert all(device["several"] == 0 and device["turns"] > 0 for device in document["devices"])
-    check_format(json.loads(trace.read_text()))
-    assert picture.read_bytes().startswith(b"\x89PNG")

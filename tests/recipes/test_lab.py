@@ -362,13 +362,6 @@ def test_only_names_of_labs_are_recognised() -> None:
         network.delete_namespace("default")
 
 
-def test_an_exception_in_the_block_cleans_up() -> None:
-    with pytest.raises(ZeroDivisionError), Cluster(shaped=_REASON is None) as cluster:
-        process = cluster.popen(0, ["sleep", "300"])
-        _ = 1 / 0
-    assert gone(process.pid)
-
-
 def test_without_root_it_is_said_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_has_network_admin", lambda: False)
     with (
