@@ -7,12 +7,14 @@ float32, so all ranks that decode the same bytes have the same numbers.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+TILE_NUMEL = 1 << 17
+"""Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
 _HEAD_BYTES = 16
 
 
@@ -61,6 +63,11 @@ def all_finite(values: torch.Tensor) -> bool | torch.Tensor:
         return torch.isfinite(values).all()
     # Of finite float32 the sum may overflow, so a second look decides.
     return math.isfinite(values.sum()) or bool(torch.isfinite(values).all())
+
+
+def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut all tensors alike, into so many rows, for a core; a device takes all at once."""
+    return zip(*[each.split(rows) if each.device.type == "cpu" else [each] for each in tensors], strict=True)
 
 
 # --- codecs as former versions took them ---------------------------------------------------------------------------

@@ -1,13 +1,17 @@
 """Sixteen bits for an element, and all of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from .codec import all_finite
+from .codec import TILE_NUMEL, all_finite, tiles
+from .scratch import Scratch
 
 _DTYPES: Final = (torch.float16, torch.bfloat16)
+# Of the size of a tile; no caller sees it. See [Note: used again].
+_scratch: Final = Scratch()
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,20 @@ class Half:
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
         """Write rounded values; see `Codec.encode`."""
-        limit = torch.finfo(self.dtype).max
-        _encode(values, values.clamp(-limit, limit), message.view(self.dtype), residual)
+        _encode(values, message.view(self.dtype), residual, torch.finfo(self.dtype).max)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add the values; see `Codec.add_decoded`."""
         out.add_(message.view(self.dtype))
+
+    def write_decoded(
+        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> None:
+        """Write the values to ``pieces``; see `PieceWriter.write_decoded`."""
+        for piece, start in zip(pieces, starts, strict=True):
+            values = message.view(self.dtype)[start : start + len(piece)]
+            for out, sent in tiles(TILE_NUMEL, piece, values):
+                out.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
 
 
 @dataclass(frozen=True)
@@ -64,20 +76,26 @@ class Whole:
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
         """Write the values; see `Codec.encode`."""
-        _encode(values, values, message.view(torch.float32), residual)
+        _encode(values, message.view(torch.float32), residual)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add the values; see `Codec.add_decoded`."""
         out.add_(message.view(torch.float32))
 
 
-def _encode(values: torch.Tensor, sent: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+def _encode(
+    values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor, limit: float | None = None
+) -> None:
     finite = all_finite(values)
-    message.copy_(sent)
-    if finite is True:
-        torch.sub(values, message, out=residual)
-    elif finite is False:
+    if finite is False:
         message.fill_(torch.nan)
-    else:
-        torch.where(finite, values - message, residual, out=residual)
+        return
+    for piece, sent, kept in tiles(TILE_NUMEL, values, message, residual):
+        cut = piece if limit is None else torch.clamp(piece, -limit, limit, out=_scratch.like(piece))
+        sent.copy_(cut)
+        if finite is True:
+            torch.sub(piece, sent, out=kept)
+        else:
+            torch.where(finite, piece - sent, kept, out=kept)
+    if finite is not True:
         message.masked_fill_(finite.logical_not(), torch.nan)

@@ -7,12 +7,10 @@ from typing import Final
 
 import torch
 
-from .codec import all_finite
+from .codec import TILE_NUMEL, all_finite, tiles
 from .scratch import Scratch
 
 _LARGEST: Final = 127
-# Elements that one operation works on, so that they stay in the core's cache from operation to operation.
-_TILE_NUMEL: Final = 1 << 17
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
@@ -77,9 +75,7 @@ class Int8:
         inverse = scales.reciprocal().masked_fill_(scales.eq(0), 0)
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
-        for row, code, kept, factor, scale in zip(
-            *map(self._tiles, (rows, codes, left, inverse, scales)), strict=True
-        ):
+        for row, code, kept, factor, scale in tiles(self._tile_rows, rows, codes, left, inverse, scales):
             rounded = torch.mul(row, factor, out=_scratch.like(row)).round_()
             if finite is True:
                 code.copy_(rounded)
@@ -91,7 +87,7 @@ class Int8:
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add codes times scales; see `Codec.add_decoded`."""
         scales, codes = self._views(message)
-        for row, code, scale in zip(*map(self._tiles, (out.view(codes.shape), codes, scales)), strict=True):
+        for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
             row.addcmul_(_scratch.like(row).copy_(code), scale)
 
     def write_decoded(
@@ -103,7 +99,7 @@ class Int8:
             first, (whole, left) = start // self.block, divmod(piece.numel(), self.block)
             rows = slice(first, first + whole)
             out = piece[: whole * self.block].view(whole, self.block)
-            for row, code, scale in zip(*map(self._tiles, (out, codes[rows], scales[rows])), strict=True):
+            for row, code, scale in tiles(self._tile_rows, out, codes[rows], scales[rows]):
                 row.copy_(code).mul_(scale)
             if left:
                 piece[-left:].copy_(codes[first + whole, :left]).mul_(scales[first + whole])
@@ -118,14 +114,14 @@ class Int8:
         """Return each block's largest magnitude."""
         largest, smallest = rows.new_empty(2, len(rows), 1)
         # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
-        for row, most, least in zip(*map(self._tiles, (rows, largest, smallest)), strict=True):
+        for row, most, least in tiles(self._tile_rows, rows, largest, smallest):
             torch.amax(row, dim=1, keepdim=True, out=most)
             torch.amin(row, dim=1, keepdim=True, out=least)
         return torch.maximum(largest, smallest.neg_(), out=largest)
 
-    def _tiles(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Cut rows for a core; a device takes all at once."""
-        return rows.split(max(1, _TILE_NUMEL // self.block)) if rows.device.type == "cpu" else [rows]
+    @property
+    def _tile_rows(self) -> int:
+        return max(1, TILE_NUMEL // self.block)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
