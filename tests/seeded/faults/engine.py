@@ -65,6 +65,13 @@ ENGINE: Final[tuple[Fault, ...]] = (
         (_OWN, "-k", "reaches_all"),
     ),
     Fault(
+        "what is to close the connections at the end has a tag that gloo refuses",
+        _GLOO,
+        "self.others[0], _PRIVATE_TAG - 1)",
+        "self.others[0], -1)",
+        (_ENDS, "-k", "process_ends and split"),
+    ),
+    Fault(
         "a failure ends the journey that failed, and no other one",
         _EXCHANGE,
         "            doomed = [trip.journey for trip in self._under_way]\n",

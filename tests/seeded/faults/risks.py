@@ -94,14 +94,14 @@ RISKS: Final[tuple[Fault, ...]] = (
         _EXCHANGE,
         "        ring.interrupt()\n",
         "",
-        (_ENDS, "-k", "process_ends and split"),
+        (_ENDS, "-k", "process_ends and int8"),
     ),
     Fault(
         "risk 8: what is to close the connections has a tag that gloo refuses",
         "crossover_ddp/_exchange/collectives.py",
         "self.size, _PRIVATE_TAG - 1)",
         "self.size, -1)",
-        (_ENDS, "-k", "process_ends and split"),
+        (_ENDS, "-k", "process_ends and int8"),
     ),
     Fault(
         "risk 9: an idle thread keeps its last bucket, and with it the model",
