@@ -156,7 +156,7 @@ class Rows:
         place = self.places[rank]
         # See [Note: copies before products] in `factors`.
         turned = self._view(there, place.there).to(self._solver.right.dtype, copy=True)
-        made = self._solver.rows(self._rows[rank].start, turned)
+        made = turned @ self._solver.right
         self._view(back, place.back).copy_(made)
         if now.kl_clip is None:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .columns import LayerShape
-from .factors import BatchFactor, Solver, is_finite, multiplied, update_running
+from .factors import BatchFactor, DampedInverse, Solver, is_finite, multiplied, update_running
 from .spread import SpreadSolver
 
 Start = Literal["batch", "identity"]
@@ -75,8 +75,8 @@ class Curvature:
             self.solver, self._spread = solver, None
 
     def spread(self) -> SpreadSolver | None:
-        """Return the solver as all ranks get it if the layer is spread; None if there is none yet."""
-        if self._spread is None and self.solver is not None:
+        """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
+        if self._spread is None and isinstance(self.solver, DampedInverse):
             self._spread = SpreadSolver.of(self.solver, self._shape)
         return self._spread
 
@@ -121,6 +121,6 @@ class Curvature:
             tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
             self.solver = self._solver_type.from_tensors(tensors)
             root = state.get("root")  # as all ranks had it, if the layer was spread
-            if root is not None:
+            if root is not None and isinstance(self.solver, DampedInverse):
                 self._spread = SpreadSolver.of(self.solver, self._shape, root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]

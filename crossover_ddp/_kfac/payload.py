@@ -192,10 +192,7 @@ class BucketPayload:
             numel = self._message.nbytes // buffer.itemsize
         behind = [Item(rank, numel, numel) for rank in range(ranks)]
         senders = [each for each in layers if each.sends_solver]
-        behind += [
-            Item(owned.owners[each.index], 0, spread_numel(each.shape, solver=owned.setup.solver))
-            for each in senders
-        ]
+        behind += [Item(owned.owners[each.index], 0, spread_numel(each.shape)) for each in senders]
         items = tuple([item for each in self._layers for item in each.items])
         self._packing = made = packing(ranks, items, passing, tuple(behind))
         places = iter(made.items)
@@ -279,8 +276,7 @@ class BucketPayload:
             if curvature is not None:
                 solver = curvature.spread()
             else:
-                packed = _part(self._back, place.back)
-                solver = SpreadSolver.unpack(packed, layer.shape, solver=self._owned.setup.solver)
+                solver = SpreadSolver.unpack(_part(self._back, place.back), layer.shape)
             self._owned.spread.keep(layer.index, solver)
         self.has_arrived = True
         self._round.unload(self)

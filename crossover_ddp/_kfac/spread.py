@@ -8,8 +8,7 @@ they have its solver. With the inverse of the smaller factor written as TᵀT, t
 
 and a row of U needs only that row of T ∇. So every rank sends T times its own gradient; the sum over the ranks of a
 rank's rows is multiplied by the larger inverse there; all rows are gathered, and every rank multiplies them by Tᵀ. What
-the KL clip adds up, V · ∇ = U · (T ∇), is a sum over rows, too. The same holds in the eigenbasis, where T are the
-eigenvectors of the smaller factor. Our design.
+the KL clip adds up, V · ∇ = U · (T ∇), is a sum over rows, too. Our design.
 
 The owner makes the solver, and sends it to all in the step in which it is new, in which the layer travels whole. That
 is worth it if solvers serve for some steps: see `placement.spreads`. T is the owner's on all ranks, so that they
@@ -28,7 +27,7 @@ from torch import Tensor
 from crossover_ddp._exchange.layout import Layout, Span
 
 from .columns import LayerShape, triangle_numel
-from .factors import DampedInverse, Eigenbasis, Solver, pack_triangle, unpack_triangle
+from .factors import DampedInverse, pack_triangle, unpack_triangle
 
 
 def sides(shape: LayerShape) -> tuple[int, int]:
@@ -43,12 +42,10 @@ def rows_of(shape: LayerShape, world_size: int) -> tuple[Span, ...]:
     return tuple([layout.part(rank) for rank in range(world_size)])
 
 
-def spread_numel(shape: LayerShape, *, solver: str) -> int:
-    """Return the elements that a solver takes on its way to all ranks; ``solver`` as in ``KFACState``."""
+def spread_numel(shape: LayerShape) -> int:
+    """Return the elements that a solver takes on its way to all ranks."""
     small, large = sides(shape)
-    if solver == "inverse":
-        return 1 + small**2 + triangle_numel(1, large)
-    return 1 + small**2 + large**2 + small + large + 1
+    return 1 + small**2 + triangle_numel(1, large)
 
 
 @dataclass(frozen=True)
@@ -58,52 +55,35 @@ class SpreadSolver:
     Args:
         shape: of the layer, which has no groups.
         root: T, [s, s].
-        right: the larger factor's inverse, or its eigenvectors, [l, l].
-        values: in the eigenbasis: those of the smaller factor, of the larger one, and the damping, [s + l + 1].
+        right: the larger factor's inverse, [l, l].
     """
 
     shape: LayerShape
     root: Tensor
     right: Tensor
-    values: Tensor | None = None
 
     @classmethod
-    def of(cls, solver: Solver, shape: LayerShape, root: Tensor | None = None) -> "SpreadSolver":
+    def of(cls, solver: DampedInverse, shape: LayerShape, root: Tensor | None = None) -> "SpreadSolver":
         """Make it of the owner's solver; ``root`` if it is known from a checkpoint."""
-        transposed = _transposed(shape)
-        if isinstance(solver, DampedInverse):
-            pair = solver.g_inverse[0], solver.a_inverse[0]
-            small, large = pair[::-1] if transposed else pair
-            return cls(shape, _root(small) if root is None else root, large)
-        assert isinstance(solver, Eigenbasis)
-        vectors = solver.g_vectors[0], solver.a_vectors[0]
-        values = solver.g_values[0], solver.a_values[0]
-        if transposed:
-            vectors, values = vectors[::-1], values[::-1]
-        numbers = torch.cat([*values, solver.damping.reshape(1)])
-        return cls(shape, vectors[0].mT.contiguous(), vectors[1], numbers)
+        pair = solver.g_inverse[0], solver.a_inverse[0]
+        small, large = pair[::-1] if _transposed(shape) else pair
+        return cls(shape, _root(small) if root is None else root, large)
 
     def pack(self, out: Tensor) -> None:
         """Write it as `spread_numel` elements; see `unpack`."""
         numel = self.root.numel()
         out[0] = 1.0
         out[1 : 1 + numel].copy_(self.root.flatten())
-        if self.values is None:
-            pack_triangle(self.right.unsqueeze(0), out[1 + numel :])
-            return
-        out[1 + numel : -self.values.numel()].copy_(self.right.flatten())
-        out[-self.values.numel() :].copy_(self.values)
+        pack_triangle(self.right.unsqueeze(0), out[1 + numel :])
 
     @classmethod
-    def unpack(cls, packed: Tensor, shape: LayerShape, *, solver: str) -> "SpreadSolver | None":
+    def unpack(cls, packed: Tensor, shape: LayerShape) -> "SpreadSolver | None":
         """Read it again; None if the owner had none (zeros). On a GPU the host waits here."""
         if not bool(packed[0]):
             return None
         small, large = sides(shape)
-        root, rest = packed[1 : 1 + small**2].view(small, small).clone(), packed[1 + small**2 :]
-        if solver == "inverse":
-            return cls(shape, root, unpack_triangle(rest, 1, large)[0])
-        return cls(shape, root, rest[: large**2].view(large, large).clone(), rest[large**2 :].clone())
+        root = packed[1 : 1 + small**2].view(small, small).clone()
+        return cls(shape, root, unpack_triangle(packed[1 + small**2 :], 1, large)[0])
 
     def before(self, matrix: Tensor, rows: Span, out: Tensor) -> None:
         """Write these rows of T ∇, for a gradient [g, a], to ``out``, [rows, l]."""
@@ -114,16 +94,6 @@ class SpreadSolver:
         else:
             torch.mm(root, gradient.mT if _transposed(self.shape) else gradient, out=out)
 
-    def rows(self, first: int, turned: Tensor) -> Tensor:
-        """Return the rows of U for the rows of T ∇ that begin with ``first``."""
-        if self.values is None:
-            return turned @ self.right
-        small, large = sides(self.shape)
-        own = self.values[first : first + turned.shape[0]]
-        rotated = turned @ self.right
-        rotated /= own.unsqueeze(-1) * self.values[small : small + large] + self.values[-1]
-        return rotated @ self.right.mT
-
     def after(self, rows: Sequence[Tensor]) -> Tensor:
         """Return V, [g, a], of all rows of U in their order."""
         # A copy of the pieces, see [Note: copies before products] in `factors`.
@@ -133,7 +103,7 @@ class SpreadSolver:
     @property
     def nbytes(self) -> int:
         """Memory."""
-        return sum(each.nbytes for each in (self.root, self.right, self.values) if each is not None)
+        return self.root.nbytes + self.right.nbytes
 
 
 class SpreadLayers:

@@ -73,15 +73,15 @@ def test_a_dominant_layer_is_spread_to_the_same_direction(world_size: int, width
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def train_in_its_eigenbasis(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
+def train_otherwise(rank: int, world_size: int, options: dict[str, Any]) -> list[float]:
     """Return how far the spread layer's gradients are, relative to the greatest, from those of its owner."""
     errors = []
     with pytest.MonkeyPatch.context() as patch:
         # With local factors the owner decides whose they are.
         patch.setattr(kfac_hooks, "place", lambda layers, *_: [0] * len(layers))
-        spread = training_of(rank, WIDE["wide"], solver="eigen", **options)
+        spread = training_of(rank, WIDE["wide"], **options)
         patch.setattr(kfac_costs, "spreads", lambda *costs: False)
-        whole = training_of(rank, WIDE["wide"], solver="eigen", **options)
+        whole = training_of(rank, WIDE["wide"], **options)
     for _ in range(STEPS):
         spread.step()
         whole.step()
@@ -92,9 +92,9 @@ def train_in_its_eigenbasis(rank: int, world_size: int, options: dict[str, Any])
     return errors
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_clip": None}, {"factors": "local"}], ids=str)
-def test_a_layer_is_spread_in_its_eigenbasis_too(options: dict[str, Any]) -> None:
-    for errors in run_ranks(train_in_its_eigenbasis, 2, args=(options,)):
+@pytest.mark.parametrize("options", [{"kl_clip": None}, {"factors": "local"}], ids=str)
+def test_a_layer_is_spread_without_a_clip_and_with_local_factors_too(options: dict[str, Any]) -> None:
+    for errors in run_ranks(train_otherwise, 2, args=(options,)):
         assert errors[0] == 0.0, "the first step makes the solvers"
         assert 0.0 < max(errors) < RELATIVE, errors
 
@@ -126,6 +126,16 @@ def train_on_ranks_that_round_differently(rank: int, world_size: int) -> list[st
     for _ in range(2):
         training.step()
     return spread_lines(training)
+
+
+def train_in_its_eigenbasis(rank: int, world_size: int) -> list[str]:
+    training = training_of(rank, WIDE["wide"], solver="eigen")
+    training.trained(2)
+    return spread_lines(training)
+
+
+def test_in_its_eigenbasis_no_layer_is_spread() -> None:
+    assert run_ranks(train_in_its_eigenbasis, 2) == [[], []]
 
 
 def test_ranks_that_round_differently_spread_nothing() -> None:
