@@ -34,7 +34,6 @@ class Call:
         step, micro_batch: in which it was made.
         count: of A's columns.
         make_a: returns A, or its columns; None where they are more than may be sent. None: A is counted already.
-        ahead: whether A was taken before its backward came.
     """
 
     number: int
@@ -42,7 +41,6 @@ class Call:
     micro_batch: int
     count: int
     make_a: Callable[[], Tensor | None] | None
-    ahead: bool = False
 
 
 @dataclass
@@ -130,14 +128,14 @@ class LayerSums:
         self.a, self.g = Sum(), Sum()
         self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
-        self._ahead = 0  # calls whose A was taken ahead, and whose backward has not come
+        self._ahead: set[int] = set()  # numbers of calls whose A was taken ahead, and whose backward has not come
         self._took_ahead = False
         self._spoiled = False
 
     @property
     def spoiled(self) -> bool:
         """Whether the sums hold what must not be used."""
-        return self._spoiled or self._ahead > 0
+        return self._spoiled or bool(self._ahead)
 
     def trial(self, task: int) -> PassSums:
         """Return what the backward pass ``task`` has brought."""
@@ -146,8 +144,7 @@ class LayerSums:
     def commit(self, trial: PassSums, room: ColumnRoom) -> None:
         """The pass of ``trial`` has added to the weight's gradient."""
         for call in sorted(trial.calls, key=lambda call: call.number):
-            self._ahead -= call.ahead
-            call.ahead = False
+            self._ahead.discard(call.number)
             self._count(call, room.a)
         self.g.merge(trial.g, room.g)
 
@@ -160,8 +157,7 @@ class LayerSums:
     def take_input_ahead(self, room: int) -> Tensor | None:
         """Return A of what was committed and of all calls so far, assuming that their backward will come."""
         for call in sorted(self.open, key=lambda call: call.number):
-            self._ahead += 1
-            call.ahead = True
+            self._ahead.add(call.number)
             self._count(call, room)
         self._took_ahead = True
         return self.take_input(room)
