@@ -8,7 +8,6 @@ the same parameter ("error feedback"). Parameters of one dimension travel exact.
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,16 +18,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from crossover_ddp._compression.choice import CodecChoice, PerPair
 from crossover_ddp._compression.codec import Codec, Encoded
+from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.half import Half
 from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.split import split
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -183,9 +182,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         compression = state._compression
-        if compression is None:
-            return Journeys.of(group).carry(bucket, split, turn=state.mutex, state=state)
-        messages = functools.partial(compression.messages, bucket, group)
-        return Exchange.of(group).submit(bucket, turn=state.mutex, messages=messages, state=state)
+        way = None if compression is None else around(compression, bucket, group)
+        return Exchange.of(group).carry(bucket, split, turn=state.mutex, state=state, around=way)
 
     return guarded(bucket, answer)

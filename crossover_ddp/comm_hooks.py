@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.choice import CodecChoice
+from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
 from crossover_ddp._engine.endings import on_destruction
-from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
@@ -90,7 +90,7 @@ def reduce_scatter_all_gather_hook(
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        return Journeys.of(resolve_group(process_group)).carry(bucket, split, state=process_group)
+        return Exchange.of(resolve_group(process_group)).carry(bucket, split, state=process_group)
 
     return guarded(bucket, answer)
 
@@ -221,10 +221,8 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         compression, turn = state.compression, _turn_of(state, bucket)
-        if compression is None:
-            return Journeys.of(group).carry(bucket, split, turn=turn, state=state)
-        messages = functools.partial(compression.messages, bucket, group)
-        return Exchange.of(group).submit(bucket, turn=turn, messages=messages, state=state)
+        way = None if compression is None else around(compression, bucket, group)
+        return Exchange.of(group).carry(bucket, split, turn=turn, state=state, around=way)
 
     return guarded(bucket, answer)
 
@@ -262,7 +260,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
             if turns_disabled():
                 return future
             check_not_capturing(bucket)
-            return Journeys.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
+            return Exchange.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
 
         return guarded(bucket, answer)
 

@@ -33,7 +33,6 @@ async def late_mean(
         owner_step: changes the own part of the mean in place.
         sent: is taken off the result, see [Note: delta rule] in ``delayed.py``.
     """
-    values.div_(link.size)
     own = await link.reduce_scatter(values, layout)
     if owner_step is not None:
         await link.compute()

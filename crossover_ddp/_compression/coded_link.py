@@ -1,50 +1,37 @@
 """A codec as a link around a link, so that every journey can travel coded without knowing it."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._engine.links import Layout, Link, parts
 
-from .bucket import Buffers, CodedBucket
-
-
-class MessageLink(Link, Protocol):
-    """A link that also carries what nobody can add on its way."""
-
-    async def all_to_all(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send a tensor to each other rank, and receive one from each."""
+from .bucket import CodedBucket
+from .compression import Compression
 
 
 class CodedLink:
     """Sends codes to owners, who add what they mean, and send codes of the mean, or of what they make of it, to all.
 
-    Unlike other links it brings the mean, not the sum: the codes are those of whole gradients, and are added in
-    float32. Own parts are what all ranks will decode as soon as `reduce_scatter` is done, but where owners have work.
+    The codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will
+    decode as soon as `reduce_scatter` is done, but where owners have work.
 
     Args:
         link: that carries the messages.
-        coded: the bucket's.
-        buffers: of this step, without work.
-        whole: see `CodedBucket.encode`.
+        coded: the bucket's; its messages to owners are encoded.
     """
 
-    def __init__(
-        self, link: MessageLink, coded: CodedBucket, buffers: Buffers, *, whole: bool = False
-    ) -> None:
-        self._link, self._coded, self._buffers, self._whole = link, coded, buffers, whole
-        self.rank, self.size = link.rank, link.size
-        self.compute = link.compute
+    def __init__(self, link: Link, coded: CodedBucket) -> None:
+        self._link, self._coded = link, coded
+        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
+        self.all_to_all, self.compute, self.settle = link.all_to_all, link.compute, link.settle
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
-        coded, others = self._coded, [rank for rank in range(self.size) if rank != self.rank]
-        coded.encode(self._buffers, whole=self._whole)
-        outgoing, incoming = coded.outgoing, coded.incoming
-        await self._link.all_to_all(
-            {rank: outgoing.part(rank) for rank in others}, {rank: incoming.part(rank) for rank in others}
-        )
+        coded, out, into = self._coded, self._coded.outgoing, self._coded.incoming
+        await self._link.all_to_all(out.tensor, out.layout.lengths, into.tensor, into.layout.lengths)
+        await self._link.compute()
         coded.add()
         if not coded.has_work:
             coded.unload_own()
@@ -57,3 +44,22 @@ class CodedLink:
         gather = self._coded.gather
         await self._link.all_gather(gather.tensor, gather.layout.lengths)
         self._coded.unload()
+
+    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
+        """See `Coded` in ``_engine/spans.py``."""
+        exact, back = flat.numel() * flat.itemsize * (self.size - 1) // self.size, self._coded.gather.layout
+        if kind == "reduce_scatter":
+            return self._coded.outgoing.layout.numel, exact
+        return (self.size - 1) * back.part(self.rank).numel, exact
+
+
+def around(
+    compression: Compression, bucket: dist.GradBucket, group: dist.ProcessGroup
+) -> Callable[[Link], Link]:
+    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then."""
+
+    def coded(link: Link) -> Link:
+        messages = compression.messages(bucket, group, None)
+        return link if messages is None else CodedLink(link, messages)
+
+    return coded

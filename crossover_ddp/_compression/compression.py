@@ -23,7 +23,7 @@ from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._exchange.transfer import Messages, Payload, Travelling
+from crossover_ddp._exchange.transfer import Payload, Travelling
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .bucket import Buffers, CodedBucket
@@ -81,7 +81,7 @@ class Compression:
 
     def messages(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
-    ) -> Messages | None:
+    ) -> CodedBucket | None:
         """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
         flat = flat_gradients(bucket) if payload is None else payload.scatter.tensor
         on_ring = self._check(flat, group)

@@ -26,13 +26,13 @@ from crossover_ddp._ddp.checks import Bucket, check_not_joined
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.transfer import MakeMessages
-from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .coded import Coding
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
 from .owned_share import TOUCHED, OwnedShare, pack
+from .partial_optimizer import PartialOptimizer, StepPlan
 from .shares import Share
 from .training import DecoupledTraining, copies_gradients
 from .updates import Updates, as_in_step
@@ -279,7 +279,7 @@ class OwnedTraining(DecoupledTraining):
     def _update_owned(self, shares: list[OwnedShare], plans: dict[int, StepPlan]) -> None:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         assert self.exchange is not None
-        if not self._has_turn:
+        if not self._held_turn.is_held:
             shares[0].deferred.own_part()  # there is something to compute
             self._take_turn()
         with as_in_step(shares[0].buffer.device.type), self.updates.watch.unwatched():

@@ -38,6 +38,7 @@ from .trips import Trip
 from .turns import Turn, behind, check_turn, in_turns
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
+Around = Callable[[Link], Link]
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
@@ -101,7 +102,13 @@ class Exchange:
         return trip
 
     def carry(
-        self, grad_bucket: dist.GradBucket, way: BucketWay, *, turn: Turn | None = None, state: object = None
+        self,
+        grad_bucket: dist.GradBucket,
+        way: BucketWay,
+        *,
+        turn: Turn | None = None,
+        state: object = None,
+        around: Around | None = None,
     ) -> GradientFuture:
         """Send a bucket on its way, in its hook; the Future holds what the way has made of the bucket's buffer.
 
@@ -110,6 +117,7 @@ class Exchange:
             way: of the bucket. What it raises before its first stop refuses the bucket if nothing was sent.
             turn: given away after the last bucket, taken again before the last Future completes.
             state: that the hook was registered with; see `ModuleBuffers`.
+            around: makes the link that the bucket travels on of the group's, where there are several ranks.
 
         Raises what refuses the bucket.
         """
@@ -117,6 +125,8 @@ class Exchange:
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
         try:
             bucket = self._bucket(grad_bucket, backward, turn)
+            if around is not None and self.size > 1:
+                link = around(link)
         except Exception:
             if grad_bucket.is_last():
                 self._compute_ends(backward, turn)
@@ -274,7 +284,7 @@ class Exchange:
             return Alone(place)
         if not by_messages:
             return Native(group, place)
-        inner = Gloo(group, place)
+        inner = Gloo(group, place, divides=device.type == "cpu")
         return Staged(inner, place) if isinstance(place, Device) else inner
 
     # --- failures and ends -----------------------------------------------------------------------------------

@@ -49,12 +49,13 @@ class Gloo:
     Args:
         group: has gloo for CPU tensors; held weakly.
         place: of the tensors that journeys compute with, if others bring them here.
+        divides: whether what it adds has yet to be divided.
     """
 
     alignment_bytes = 1
 
-    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
-        self._group, self.place = weakref.ref(group), place
+    def __init__(self, group: dist.ProcessGroup, place: Place, *, divides: bool = True) -> None:
+        self._group, self.place, self.divides = weakref.ref(group), place, divides
         self.rank, self.size = group.rank(), group.size()
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = Station("crossover-reduce", place.adopt_thread)
@@ -116,6 +117,8 @@ class _GlooLink:
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `links.Link`."""
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
+        if net.divides:
+            flat.div_(self.size)
         own = cut[self.rank]
         rows = net.sums.post(own, tag)
         leaving = [net.send(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
@@ -140,6 +143,15 @@ class _GlooLink:
         works += [net.send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
         await net.gathering
         for work in reversed(works):  # the last one first: fewer wake-ups
+            work.wait()
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `links.Link`."""
+        net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
+        works = [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
+        works += [net.send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
+        await net.reducing
+        for work in works:
             work.wait()
 
     async def compute(self) -> None:

@@ -33,13 +33,20 @@ class Link(Protocol):
     )
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Sum ``flat`` over the ranks into each part's owner; return the own part, in place.
+        """Average ``flat`` over the ranks into each part's owner; return the own part, in place.
 
-        What stands in the other parts afterwards is nobody's.
+        It is divided before it is added, so that half precision does not overflow. What stands in the other parts
+        afterwards is nobody's.
         """
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """Copy each owner's part to all."""
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each.
+
+        Nothing is sent to this rank.
+        """
 
     async def compute(self) -> None:
         """Go on where an owner may compute for long."""
@@ -141,6 +148,9 @@ class Alone:
         return flat
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `Link`."""
 
     async def compute(self) -> None:

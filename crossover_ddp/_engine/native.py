@@ -50,6 +50,7 @@ class Native:
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `links.Link`: an equal front in one collective, each longer part's rest by itself."""
         group, (front, rest) = self._alive(), self._front_and_rest(flat, layout)
+        flat.div_(self.size)
         if front.numel():
             _wait(_REDUCE_SCATTER(front.chunk(self.size)[self.rank], front, group=group, async_op=True))
         for owner, part in rest:
@@ -63,6 +64,11 @@ class Native:
             _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
         for owner, part in rest:
             _wait(dist.broadcast(part, group=group, group_src=owner, async_op=True))
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `links.Link`."""
+        sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
+        _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True))
 
     async def compute(self) -> None:
         """See `links.Link`: the device computes, whoever launches it."""

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +23,14 @@ _log = logging.getLogger(__name__)
 _JOB_KEY: Final = "crossover-timeline-job"
 _of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline | None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+@runtime_checkable
+class Coded(Protocol):
+    """A link that sends something else than the tensors that it is given."""
+
+    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
+        """Return what this rank has sent in the half of this kind, and what it would have sent of ``flat`` as it is."""
 
 
 class TracedLink:
@@ -51,6 +59,10 @@ class TracedLink:
         await self._link.all_gather(flat, layout)
         self._tell("all_gather", begin_s, flat)
 
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `Link`."""
+        await self._link.all_to_all(outgoing, to, incoming, of)
+
     async def compute(self) -> None:
         """See `Link`."""
         await self._link.compute()
@@ -62,6 +74,8 @@ class TracedLink:
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.
         said = {"bytes": flat.numel() * flat.itemsize, "device_type": flat.device.type, **self._details}
+        if isinstance(self._link, Coded):
+            said["sent_bytes"], said["exact_bytes"] = self._link.sent_bytes(kind, flat)
         self._timeline.span(kind, begin_s, time.monotonic(), **said)
 
 

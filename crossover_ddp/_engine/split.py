@@ -6,6 +6,5 @@ from .links import Link
 
 async def split(bucket: Bucket, link: Link) -> None:
     """Average over the ranks by a reduce-scatter and an all-gather."""
-    bucket.flat.div_(link.size)
     await link.reduce_scatter(bucket.flat, bucket.layout)
     await link.all_gather(bucket.flat, bucket.layout)

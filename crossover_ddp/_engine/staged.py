@@ -27,7 +27,7 @@ class Staged:
     """A network around one of host memory, for the tensors of a device.
 
     Args:
-        inner: whose journeys' threads are the device's.
+        inner: whose journeys' threads are the device's, and which divides nothing.
         place: the device.
     """
 
@@ -80,6 +80,7 @@ class _StagedLink:
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `links.Link`."""
         host, own = _pinned(flat), parts(flat, layout)[self.rank]
+        flat.div_(self.size)
         await self._net.down([(host, flat)])
         self._net.up([(own, await self._inner.reduce_scatter(host, layout))])
         return own
@@ -92,6 +93,13 @@ class _StagedLink:
         await self._net.down([(own_host, own)])
         await self._inner.all_gather(host, layout)
         self._net.up(pairs)
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `links.Link`."""
+        leaving, coming = _pinned(outgoing), _pinned(incoming)
+        await self._net.down([(leaving, outgoing)])
+        await self._inner.all_to_all(leaving, to, coming, of)
+        self._net.up([(incoming, coming)])
 
     async def compute(self) -> None:
         """See `links.Link`: launching kernels takes a thread's time, too."""

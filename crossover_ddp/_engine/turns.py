@@ -75,6 +75,10 @@ class _HalfWay:
         """See `Link`."""
         await self._link.all_gather(flat, layout)
 
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `Link`."""
+        await self._link.all_to_all(outgoing, to, incoming, of)
+
     async def compute(self) -> None:
         """See `Link`."""
         await self._link.compute()

@@ -59,9 +59,9 @@ class Row:
         optimizers: of the walk, plain DDP's, too.
         like: the row that it walks with; None: plain DDP.
         order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
-            identical: ``"tree"`` over ranks; ``"ring"``, where buckets are deferred, begins behind the owner;
-            ``"ranks"`` is for messages of a codec. None: equal within ``tolerance`` there. With fewer ranks there is
-            one order only.
+            identical: ``"tree"`` over ranks; ``"ring"``, where buckets are deferred, begins behind the owner; after
+            the first step ``"ranks"`` for messages of a codec. None: equal within ``tolerance`` there. With fewer ranks
+            there is one order only.
         tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
             what is not identical.
         lossy: results are close, whatever the number of ranks.
@@ -76,7 +76,7 @@ class Row:
     options: Mapping[str, bool] = field(default_factory=dict)
     optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
     like: str | None = None
-    order: Literal["tree", "ring", "ranks"] | None = "tree"
+    order: Literal["tree", "ring", "tree, then ranks", "ring, then ranks"] | None = "tree"
     tolerance: float = EPSILONS
     lossy: bool = False
     is_like_others: bool = False
@@ -167,12 +167,12 @@ HOOKS: dict[str, Row] = {
         decoupled(), options=VIEWS, order="ring", reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
     "compressed_by_nothing": Row(compressed(None), is_like_others=True),
-    "identity_codec": Row(compressed(Identity()), order="ranks", refuses=IN_DOUBLE),
+    "identity_codec": Row(compressed(Identity()), order="tree, then ranks", refuses=IN_DOUBLE),
     "decoupled_identity_codec": Row(
         decoupled(codec=Identity()),
         options=VIEWS,
         reads="never",
-        order="ranks",
+        order="ring, then ranks",
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "int8": Row(compressed(Int8()), lossy=True, tolerance=2.0**20, refuses=IN_DOUBLE),

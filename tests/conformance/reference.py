@@ -14,20 +14,21 @@ class Additions:
 
     Divided first, as torch's hook does, and added as a tree over ranks; where buckets are deferred, around the ring:
     each part begins behind its owner. Of messages of a codec: in the order of ranks, divided last; but a codec's first
-    step is exact, and goes around the ring.
+    step is exact.
     """
 
     def __init__(self, order: str) -> None:
-        self._order = order
+        self._order, _, self._later = order.partition(", then ")
         self._is_first = True
 
     def mean(self, bucket: dist.GradBucket) -> torch.Tensor:
         flat, world_size = bucket.buffer(), dist.get_world_size()
         everyone = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(everyone, flat)
-        if self._order == "tree":
+        order = self._order if self._is_first or not self._later else self._later
+        if order == "tree":
             flat.copy_(tree_sum([each / world_size for each in everyone]))
-        elif self._order == "ring" or self._is_first:
+        elif order == "ring":
             cut = [(each / world_size).tensor_split(_edges(flat.numel(), world_size)) for each in everyone]
             parts = [sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(world_size)]
             flat.copy_(torch.cat(parts))

@@ -111,7 +111,7 @@ def reference_of(row: Row, world_size: int, backend: Backend) -> Row:
 ORDERED = {
     (order, row.optimizers): Row(order and (lambda *_, by=order: adding(by)), optimizers=row.optimizers)
     for row in HOOKS.values()
-    for order in (None, "tree", "ring", "ranks")
+    for order in {each.order for each in HOOKS.values()}
 }
 
 

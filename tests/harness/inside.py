@@ -142,8 +142,8 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
 
     original_gloo = gloo.Gloo.__init__
 
-    def begin_gloo(self: gloo.Gloo, *args: Any) -> None:
-        original_gloo(self, *args)
+    def begin_gloo(self: gloo.Gloo, *args: Any, **options: Any) -> None:
+        original_gloo(self, *args, **options)
         self._channel = (1 << links.CHANNEL_BITS) - 1
         self._numbers = itertools.count((1 << gloo._NUMBER_BITS) // gloo._STAGES - left)
 

@@ -223,6 +223,8 @@ class Arriving:
 class WorldLink:
     """One rank's link of one journey: the three collectives, and nothing else between ranks."""
 
+    in_program_order = False
+
     def __init__(self, world: World, rank: int, number: int) -> None:
         self.rank, self.size = rank, world.size
         self._world, self._number, self._calls = world, number, 0
@@ -242,8 +244,8 @@ class WorldLink:
         return [self._world.mail.pop(key) for key in mail.keys]
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Sum ``flat`` over the ranks into each part's owner; what stands in other parts is nobody's afterwards."""
-        parts = flat.split(list(layout))
+        """Average ``flat`` into each part's owner; what stands in other parts is nobody's afterwards."""
+        parts = flat.div_(self.size).split(list(layout))
         mail = self._post({other: parts[other] for other in self._others})
         await until(mail)
         received = self._take(mail)
@@ -271,12 +273,16 @@ class WorldLink:
         await until(arriving.is_there)
         arriving.wait()
 
-    async def all_to_all(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send a tensor to each other rank, and receive one from each."""
-        mail = self._post(outgoing)
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each."""
+        leaving, coming = outgoing.split(list(to)), incoming.split(list(of))
+        mail = self._post({other: leaving[other] for other in self._others})
         await until(mail)
         for source, part in zip(self._others, self._take(mail), strict=True):
-            incoming[source].copy_(part)
+            coming[source].copy_(part)
+
+    async def settle(self) -> None:
+        """Go on where a journey may block."""
 
     async def compute(self) -> None:
         """Go on where an owner may compute for long."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossover_ddp._averaging.means import late_mean
+from crossover_ddp._engine.split import split
 from tests.harness.oracles import tree_sum
 from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, until
 
@@ -55,14 +56,7 @@ class Turn:
 Journey = Callable[[Bucket, WorldLink], Coroutine[Any, Any, None]]
 
 
-async def split(bucket: Bucket, link: WorldLink) -> None:
-    bucket.flat.div_(link.size)
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    await link.all_gather(bucket.flat, bucket.layout)
-
-
 async def decoupled(bucket: Bucket, link: WorldLink) -> None:
-    bucket.flat.div_(link.size)
     bucket.hand_back()
     await link.reduce_scatter(bucket.flat, bucket.layout)
     arriving = link.begin_all_gather(bucket.flat, bucket.layout)
@@ -73,7 +67,6 @@ async def decoupled(bucket: Bucket, link: WorldLink) -> None:
 
 async def on_owners(bucket: Bucket, link: WorldLink) -> None:
     """Owners send back another vector than they got, cut otherwise, after a long computation."""
-    bucket.flat.div_(link.size)
     own = await link.reduce_scatter(bucket.flat, bucket.layout)
     await link.compute()
     back = torch.zeros(2 * bucket.flat.numel(), dtype=bucket.flat.dtype)
@@ -87,10 +80,11 @@ async def on_owners(bucket: Bucket, link: WorldLink) -> None:
 async def by_all_to_all(bucket: Bucket, link: WorldLink) -> None:
     """Everybody sends all it has to everybody: a split without halves."""
     bucket.flat.div_(link.size)
-    others = [rank for rank in range(link.size) if rank != link.rank]
-    incoming = {rank: torch.empty_like(bucket.flat) for rank in others}
-    await link.all_to_all(dict.fromkeys(others, bucket.flat), incoming)
-    bucket.flat.copy_(tree_sum([{**incoming, link.rank: bucket.flat}[rank] for rank in range(link.size)]))
+    layout = [bucket.flat.numel()] * link.size
+    outgoing = bucket.flat.repeat(link.size)
+    incoming = outgoing.clone()
+    await link.all_to_all(outgoing, layout, incoming, layout)
+    bucket.flat.copy_(tree_sum(incoming.split(layout)))
 
 
 @dataclass
@@ -172,8 +166,7 @@ class Run:
         ]
         kind = torch.float16 if journey is coded else torch.float32
         self.expected = [
-            tree_sum([(value / self.world.size).to(kind) for value in of_ranks]).float()
-            for of_ranks in values
+            tree_sum([value.to(kind) / self.world.size for value in of_ranks]).float() for of_ranks in values
         ]
         self.buckets = [
             [
@@ -356,6 +349,7 @@ async def never_sent(bucket: Bucket, link: WorldLink) -> None:
 
 
 async def sum_for_mean(bucket: Bucket, link: WorldLink) -> None:
+    bucket.flat.mul_(link.size)
     await link.reduce_scatter(bucket.flat, bucket.layout)
     await link.all_gather(bucket.flat, bucket.layout)
 

@@ -23,7 +23,7 @@ WAYS = {
     "int8": 27,
     "averaged": 24,
     "muon": 23,
-    "owned": 37,
+    "owned": 38,
     "kfac": 35,
 }
 

@@ -145,8 +145,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "gradients are rounded to half precision on their way",
         "crossover_ddp/_engine/split.py",
-        "    bucket.flat.div_(link.size)\n",
-        "    bucket.flat.copy_(bucket.flat.bfloat16() / link.size)\n",
+        "    await link.reduce_scatter(",
+        "    bucket.flat.copy_(bucket.flat.bfloat16())\n    await link.reduce_scatter(",
         (_BITS, "-k", "exact_up_to_rounding"),
     ),
     Fault(

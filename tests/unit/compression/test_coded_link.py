@@ -26,7 +26,8 @@ def travel(
         coded, flat, back = ranks.buckets[rank], flats[rank], backs[rank]
         layout = [sum(each.span.numel for each in (*part.coded, *part.exact)) for part in ranks.parts]
         buffers = Buffers(flat, ranks.parts, back, ranks.parts)
-        link = CodedLink(world.link(rank), coded, buffers, whole=whole)
+        coded.encode(buffers, whole=whole)
+        link = CodedLink(world.link(rank), coded)
         own = await link.reduce_scatter(flat, layout)
         await link.compute()
         if coded.has_work:

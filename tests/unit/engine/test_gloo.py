@@ -1,4 +1,4 @@
-"""The link of gloo by itself: sums in the order of a tree, whatever ranks do when, in bounded memory."""
+"""The link of gloo by itself: means in the order of a tree, whatever ranks do when, in bounded memory."""
 
 import random
 import time
@@ -28,7 +28,7 @@ def sums(rank: int, size: int) -> tuple[int, int]:
         ]
         cuts = sorted(choose.choices(range(numel + 1), k=size - 1))
         layout = [stop - start for start, stop in zip([0, *cuts], [*cuts, numel], strict=True)]
-        jobs.append((everyone[rank].clone(), layout, tree_sum(everyone)))
+        jobs.append((everyone[rank].clone(), layout, tree_sum([each / size for each in everyone])))
 
     async def both(link: Any, flat: torch.Tensor, layout: Any) -> None:
         await link.reduce_scatter(flat, layout)
