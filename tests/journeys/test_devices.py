@@ -51,6 +51,29 @@ def test_no_thread_makes_a_context_on_another_ranks_device(way: str) -> None:
     assert contexts == [False, True]
 
 
+def consolidated(rank: int, world_size: int, way: str) -> set[str]:
+    """Return the devices on which the owners' state lies when all ranks have it."""
+    torch.cuda.set_device(rank)
+    training = Training(way, rank, device=f"cuda:{rank}").run(3)
+    training.state.consolidate()
+    kept = [each.state_dict()["state"].values() for each in training.optimizers]
+    training.run(1)
+    training.close()
+    return {
+        str(t.device)
+        for states in kept
+        for state in states
+        for t in state.values()
+        if t is not None and t.dim()
+    }
+
+
+@pytest.mark.parametrize("way", ["owned", "muon"])
+@pytest.mark.parametrize("backend", LATE)
+def test_state_of_owners_comes_to_each_ranks_own_device(way: str, backend: str) -> None:
+    assert run_ranks(consolidated, 2, args=(way,), backend=backend) == [{"cuda:0"}, {"cuda:1"}]
+
+
 LATE_S = 0.2
 
 

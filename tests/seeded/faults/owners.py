@@ -146,6 +146,13 @@ OWNERS: Final[tuple[Fault, ...]] = (
         ),
     ),
     Fault(
+        "an owner's state comes to the device of the rank that has sent it",
+        "crossover_ddp/_owners/kept.py",
+        'place if place == "cpu" else str(device)',
+        "place",
+        ("tests/journeys/test_devices.py", "-k", "own_device"),
+    ),
+    Fault(
         "owners send what their parameters were before the step",
         "crossover_ddp/_decoupled/owned_optimizers.py",
         "        self.partial.apply(plan, [each.update for each in own])\n"
