@@ -68,6 +68,7 @@ class Compression:
         self._scale: float | None = None
         self._buckets: dict[int, CodedBucket] = {}
         self._scratch = Scratch()
+        self._checked: set[tuple[torch.dtype, torch.device]] = set()
         # See [Note: residuals aside].
         self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
@@ -84,7 +85,9 @@ class Compression:
     ) -> CodedBucket | None:
         """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
         flat = flat_gradients(bucket) if payload is None else payload.scatter.tensor
-        on_ring = self._check(flat, group)
+        if (flat.dtype, flat.device) not in self._checked:
+            self._check(flat, group)
+            self._checked.add((flat.dtype, flat.device))
         model = None if self._has_work else self._model.enter(bucket, self._state)
         if model is not None:
             self._begin_model(model)
@@ -117,7 +120,7 @@ class Compression:
                 flat.device,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
-                by_collectives=not on_ring,
+                by_collectives=not Exchange.of(group).routes.is_on_ring(flat.device),
                 scratch=self._scratch,
             )
         known.encode(buffers, whole=is_draining)
@@ -126,8 +129,8 @@ class Compression:
             self._exact_bytes += journey.exact_bytes * (group.size() - 1) // group.size()
         return known
 
-    def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Return whether messages travel over gloo, not by a backend's own collectives; refuse what does not work."""
+    def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Refuse what does not work."""
         check_size(self.codecs.push, group.size())
         on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
         if on_ring and flat.device.type != "cpu":
@@ -150,7 +153,6 @@ class Compression:
                 f"expected gradients of float32, bfloat16 or float16, got dtype={flat.dtype}: residuals and sums "
                 "of a codec are float32; pass codec=None"
             )
-        return on_ring
 
     def _begin_model(self, model: DistributedDataParallel) -> None:
         self._buckets.clear()
