@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._exchange.contents import contents_of
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp._exchange.transfer import Payload, Travelling
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -120,7 +120,7 @@ class Compression:
                 flat.device,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
-                by_collectives=not Exchange.of(group).routes.is_on_ring(flat.device),
+                by_collectives=not Exchange.of(group).sends_messages(flat.device),
                 scratch=self._scratch,
             )
         known.encode(buffers, whole=is_draining)
@@ -132,7 +132,7 @@ class Compression:
     def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Refuse what does not work."""
         check_size(self.codecs.push, group.size())
-        on_ring = Exchange.of(group).routes.is_on_ring(flat.device)
+        on_ring = Exchange.of(group).sends_messages(flat.device)
         if on_ring and flat.device.type != "cpu":
             raise UnsupportedConfigurationError(
                 f"expected gradients on a device whose own backend exchanges them, got device={flat.device} on gloo; "

@@ -262,6 +262,11 @@ class Exchange:
                 "this process is a fork of a rank; train in the rank, or start a process anew"
             )
 
+    @property
+    def devices(self) -> set[str]:
+        """Return the types of devices whose tensors travel."""
+        return {device.type for device in self._networks}
+
     def sends_messages(self, device: torch.device) -> bool:
         """Tell whether ranks exchange messages, not collectives, for tensors on ``device``."""
         return self._backends.get(device.type) == "gloo"
