@@ -107,22 +107,8 @@ def test_more_ranks_get_the_bits_of_muon_fed_the_owners_sums(world_size: int) ->
 # --- situations ----------------------------------------------------------------------------------------------
 
 
-def accumulated(rank: int, step: int, run: OwnedRun) -> None:
-    with run.model.no_sync():
-        run.backward(batch(rank, 500 + step))
-    run.step(batch(rank, step))
-
-
 def unused(rank: int, step: int, run: OwnedRun) -> None:
     run.module.is_short = step % 3 == 1
-    run.step(batch(rank, step))
-
-
-def skipped(rank: int, step: int, run: OwnedRun) -> None:
-    if step % 3 == 1:
-        run.backward(batch(rank, 700 + step))
-        for optimizer in run.optimizers:
-            optimizer.zero_grad()
     run.step(batch(rank, step))
 
 
@@ -148,7 +134,7 @@ def tensor_rate(rank: int, step: int, run: OwnedRun) -> None:
         group["lr"].mul_(0.9)
 
 
-SITUATIONS = {each.__name__: each for each in (accumulated, unused, skipped, changed, tensor_rate)}
+SITUATIONS = {each.__name__: each for each in (unused, changed, tensor_rate)}
 
 
 def walk(rank: int, world_size: int, situation: str) -> list[int]:

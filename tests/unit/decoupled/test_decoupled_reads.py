@@ -112,23 +112,6 @@ def clamp(parameters: list[nn.Parameter]) -> None:
         parameter.data.clamp_(-0.1, 0.1)
 
 
-def test_data_of_gradients_changed_in_a_first_step_is_refused_at_step(
-    pair: tuple[Training, Training],
-) -> None:
-    for step in range(5):
-        training = Training(decoupled=True).run(step)
-        training.backward()
-        for parameter in training.held:
-            assert parameter.grad is not None
-            parameter.grad.data.mul_(0.5)
-        with pytest.raises(
-            UnsupportedConfigurationError, match=r"p\.grad\.data\.mul_.*state\.clip_grad_norm_"
-        ):
-            training.optimizer.step()
-        with contextlib.suppress(UnsupportedConfigurationError):
-            training.state.close()  # type: ignore[union-attr]
-
-
 def test_data_of_gradients_changed_after_step_is_refused_in_forward(pair: tuple[Training, Training]) -> None:
     training, _ = pair
     training.run(3)
@@ -321,14 +304,6 @@ def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyP
     assert_same(training, plain)
 
 
-def test_a_lookahead_is_refused_in_favour_of_what_it_wraps() -> None:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    with pytest.raises(
-        UnsupportedConfigurationError, match=r"got Lookahead, which wraps another.*pass the optimizer"
-    ):
-        DecoupledState(timm.optim.Lookahead(sgd(model)))
-
-
 def test_a_lookahead_around_the_optimizer_of_the_state_is_that_of_plain_ddp() -> None:
     weights = []
     for decoupled in (True, False):
@@ -340,15 +315,6 @@ def test_a_lookahead_around_the_optimizer_of_the_state_is_that_of_plain_ddp() ->
             outer.zero_grad()
         weights.append(each.weights())
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_a_scripted_model_is_refused() -> None:
-    model = DistributedDataParallel(torch.jit.script(network()), gradient_as_bucket_view=True)
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
-    with pytest.raises(
-        UnsupportedConfigurationError, match=r"torch\.jit.*script it afterwards, or use crossover"
-    ):
-        model(inputs(0)).sum().backward()
 
 
 def test_a_scripted_module_inside_is_refused_by_name() -> None:
