@@ -64,9 +64,9 @@ class CompressedState(Pausable):
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
-    gradients of float64, for those of a GPU on gloo, and for a `PerPair` of another number of ranks. ``ExchangeError``
-    from ``backward()`` when a peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all
-    ranks, for GradScaler to find; residuals stay finite.
+    gradients of float64, and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when a
+    peer dies. A gradient with Inf or NaN makes its owner's part of the bucket NaN on all ranks, for GradScaler to find;
+    residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
     same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.

@@ -133,17 +133,13 @@ class Compression:
         """Refuse what does not work."""
         check_size(self.codecs.push, group.size())
         on_ring = Exchange.of(group).sends_messages(flat.device)
-        if on_ring and flat.device.type != "cpu":
-            raise UnsupportedConfigurationError(
-                f"expected gradients on a device whose own backend exchanges them, got device={flat.device} on gloo; "
-                "make the process group with NCCL, or pass codec=None"
-            )
-        if self._has_work and not (on_ring and flat.dtype == torch.float32):
+        on_host = on_ring and flat.device.type == "cpu"
+        if self._has_work and not (on_host and flat.dtype == torch.float32):
             raise UnsupportedConfigurationError(
                 "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
                 f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
             )
-        if not on_ring and any(isinstance(each, Former) for each in self.codecs.all()):
+        if not on_host and any(isinstance(each, Former) for each in self.codecs.all()):
             raise UnsupportedConfigurationError(
                 f"expected codecs with nbytes(numel) for gradients on {flat.device}, got {self.codecs.push!r} and "
                 f"{self.codecs.pull!r}; codecs of former versions work on the CPU with gloo"

@@ -61,14 +61,14 @@ def switched_off() -> Iterator[None]:
 
 # All that runs there in the short form.
 SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers")
-CODED = ("identity_codec", "decoupled_identity_codec", "int8", "decoupled_int8")
+DEFERRED = ("decoupled_identity_codec", "decoupled_int8")
 _CUDA: dict[str, Any] = {"around": on_cuda, "marks": (pytest.mark.fake_cuda,), "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
     "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
     "cuda_gloo": Backend(
-        refuses=dict.fromkeys(CODED, dict.fromkeys(CASES, "make the process group with NCCL")), **_CUDA
+        refuses=dict.fromkeys(DEFERRED, dict.fromkeys(CASES, "make the process group with NCCL")), **_CUDA
     ),
     "cuda_nccl": Backend("nccl", adds_in_order=False, **_CUDA),
 }
