@@ -48,13 +48,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_TURN, "-k", "last_future_waits"),
     ),
     Fault(
-        "risk 4: whoever fails has no cause",
-        "crossover_ddp/_exchange/transfer.py",
-        "        error.__cause__ = self.cause\n",
-        "",
-        (_TURN, "-k", "carries_its_cause"),
-    ),
-    Fault(
         "risk 4: a failure is forgotten with its step",
         _ENGINE,
         "failure = self._failure = self._failure or Failure(text, cause)",
@@ -69,13 +62,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_FAILURES, "-k", "owner_that_fails"),
     ),
     Fault(
-        "risk 5: a failure ends the bucket that failed, and no other one under way",
-        _ENGINE,
-        "doomed = list(self._in_flight)",
-        "doomed = [transfer]",
-        (_FAILURES, "-k", "ends_all"),
-    ),
-    Fault(
         "risk 6: whoever needs a native gather waits for it although it was never issued",
         "crossover_ddp/_exchange/transfer.py",
         "if not is_launched and not transfer.future.done():",
@@ -88,20 +74,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         "if self._stopped or os.getpid() != self._pid:",
         "if self._stopped:",
         (_ENDS, "-k", "fork_that_uses"),
-    ),
-    Fault(
-        "risk 8: at exit threads are left inside of gloo",
-        _EXCHANGE,
-        "        ring.interrupt()\n",
-        "",
-        (_ENDS, "-k", "process_ends and int8"),
-    ),
-    Fault(
-        "risk 8: what is to close the connections has a tag that gloo refuses",
-        "crossover_ddp/_exchange/collectives.py",
-        "self.size, _PRIVATE_TAG - 1)",
-        "self.size, -1)",
-        (_ENDS, "-k", "process_ends and int8"),
     ),
     Fault(
         "risk 9: an idle thread keeps its last bucket, and with it the model",
@@ -165,20 +137,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         "    return _PRIVATE_TAG | key\n",
         "    return key % 8\n",
         (_BITS, "-k", "users_messages"),
-    ),
-    Fault(
-        "risk 15: tags leave gloo's range when the numbers of transfers are used up",
-        "crossover_ddp/_exchange/collectives.py",
-        "    sequence %= 1 << _SEQUENCE_BITS\n",
-        "",
-        (_BITS, "-k", "exact_up_to_rounding and anew"),
-    ),
-    Fault(
-        "risk 16: of a part only whole chunks travel",
-        "crossover_ddp/_exchange/layout.py",
-        "for start in range(self.start, self.stop, chunk_numel):",
-        "for start in range(self.start, self.stop - chunk_numel + 1, chunk_numel):",
-        (_BITS, "-k", "exact_up_to_rounding"),
     ),
     Fault(
         "risk 17: alone the step's last bucket is completed by a thread",
