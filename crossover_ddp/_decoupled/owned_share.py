@@ -3,6 +3,10 @@
 [Note: two buffers] The gradients of a bucket are packed by owner into one buffer, which is summed. What owners send
 back has places of its own where it is not as large: a direction of torch's Muon takes two bytes a number, in a second
 buffer of the bucket's type. Without directions the same buffer goes both ways.
+
+[Note: gradients that are withheld] Whatever looks at such a gradient must not take it for the mean. So it is NaN, a
+signalling one: arithmetic makes an ordinary NaN of it, so that a change of it shows in its bits, even one that counts
+no version, as those by GradScaler and through ``.data`` do not. Copies keep the bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +26,37 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers, OwnedUpdate
 from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import Share, view_of
-from .withheld import is_computed_with, withhold
 
 TOUCHED: Final = (
     "expected the gradients that backward() left, got gradients that were changed (by "
     "torch.nn.utils.clip_grad_norm_, GradScaler, p.grad.mul_): with owners='layers' they are NaN, and only a "
     "parameter's owner has its mean; use state.clip_grad_norm_ to clip, and bfloat16 instead of a GradScaler"
 )
+
+
+class _BitPattern(NamedTuple):
+    bits: torch.dtype
+    value: int
+
+
+_MARKS: Final = {
+    torch.float16: _BitPattern(torch.int16, 0x7D00),
+    torch.bfloat16: _BitPattern(torch.int16, 0x7FA0),
+    torch.float32: _BitPattern(torch.int32, 0x7FA00000),
+    torch.float64: _BitPattern(torch.int64, 0x7FF4000000000000),
+}
+
+
+def withhold(gradient: torch.Tensor) -> None:
+    """Mark what owners alone have; counts no version."""
+    mark = _MARKS[gradient.dtype]
+    gradient.data.view(mark.bits).fill_(mark.value)
+
+
+def is_computed_with(gradient: torch.Tensor) -> bool:
+    """Tell whether somebody has changed a withheld gradient by arithmetic; dropping or zeroing it is none."""
+    mark = _MARKS[gradient.dtype]
+    return bool((gradient.isnan() & (gradient.view(mark.bits) != mark.value)).any())
 
 
 class Packed(NamedTuple):

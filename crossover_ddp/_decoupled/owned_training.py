@@ -279,7 +279,7 @@ class OwnedTraining(DecoupledTraining):
     def _update_owned(self, shares: list[OwnedShare], plans: dict[int, StepPlan]) -> None:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         assert self.exchange is not None
-        if not self._held_turn.is_held:
+        if not self._has_turn:
             shares[0].deferred.own_part()  # there is something to compute
             self._take_turn()
         with as_in_step(shares[0].buffer.device.type), self.updates.watch.unwatched():

@@ -8,6 +8,7 @@ The hook hands in buckets, the optimizer its steps, forward asks for parameters;
 import contextlib
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +40,6 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .clipping import check_finite, clip_whole, gradient_norm
 from .coded import Coding
 from .guards import Guards
-from .held_turn import HeldTurn
 from .partial_optimizer import PartialOptimizer
 from .round import Round, parameters_of
 from .shares import CHANGED, Share, views_of
@@ -81,7 +81,7 @@ class DecoupledTraining:
         self._known: set[int] = set()
         self._closed = False
         self._buffers: BufferCopy | None = None
-        self._held_turn = HeldTurn(turn)
+        self._has_turn = turn is None
         self._hooks = contextlib.ExitStack()
         for number, each in enumerate(optimizers):
             methods = intercept(
@@ -169,7 +169,7 @@ class DecoupledTraining:
             times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
             self._buffers = share.deferred.buffers
         if bucket.is_last():
-            self._held_turn.given_away()
+            self._has_turn = self._turn is None
             self._end_round()
             self._end_trial_step(bucket)
         return future
@@ -209,7 +209,7 @@ class DecoupledTraining:
         # Two addends have one sum, and DDP's way costs least.
         if self._turn is None and exchange.world_size <= 2 and messages is None:
             return allreduce_hook(process_group, bucket)
-        self._held_turn.given_away(and_taken=True)
+        self._has_turn = True  # the exchange gives it away, and takes the next one before backward ends
         return exchange.submit(bucket, turn=self._turn, messages=messages, state=state)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
@@ -298,8 +298,20 @@ class DecoupledTraining:
             buffers.unpack()
 
     def _take_turn(self) -> None:
-        if self.exchange is not None:
-            self._held_turn.take([*self.updates.stale.values()], self.exchange.waited)
+        """Take the turn, unless it is held, once there is something to compute: the first gradients have come."""
+        if self._turn is None or self._has_turn or self.exchange is None:
+            return
+        first = min([*self.updates.stale.values()], key=lambda share: share.urgency, default=None)
+        if first is not None:
+            # Alone the host runs ahead of the device as it would without a mutex.
+            if self._turn.shared:
+                first.deferred.wait_on_host()
+            else:
+                first.deferred.wait()
+        since_s = time.monotonic()
+        self._turn.acquire()
+        self.exchange.waited(since_s)
+        self._has_turn = True
 
     def _after_forward(self, *_: Any) -> None:
         """Leave nothing open that backward would write into."""

@@ -84,7 +84,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
         "a forward without gradients forgets that the turn is held",
         "crossover_ddp/_decoupled/training.py",
         "            self._take_turn()\n        if self",
-        "            self._take_turn()\n        self._held_turn.given_away()\n        if self",
+        "            self._take_turn()\n        self._has_turn = False\n        if self",
         (_DEFECTS, "-k", "no_further_turn"),
     ),
     Fault(

@@ -175,7 +175,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 21: beside a sibling the turn is taken when gradients are launched",
-        "crossover_ddp/_decoupled/held_turn.py",
+        "crossover_ddp/_decoupled/training.py",
         "if self._turn.shared:",
         "if False:",
         (_DEVICES, "-k", "beside_a_sibling"),
