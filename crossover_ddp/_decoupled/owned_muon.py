@@ -22,9 +22,9 @@ from crossover_ddp._owners.muon import (
     put_momentum,
     take_step,
 )
+from crossover_ddp._owners.partial_optimizer import Group, PartialOptimizer, StepPlan
 
 from .owned_optimizers import OwnedOptimizer, OwnedUpdate
-from .partial_optimizer import Group, PartialOptimizer, StepPlan
 
 
 class OwnedMuon(OwnedOptimizer):

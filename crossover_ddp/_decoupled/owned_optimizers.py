@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owner_trial import costs_of
-from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import view_of
 
 

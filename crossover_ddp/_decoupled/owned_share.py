@@ -21,10 +21,10 @@ from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Sharded
 from crossover_ddp._owners.packing import Item, packing
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers, OwnedUpdate
-from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .shares import Share, view_of
 
 TOUCHED: Final = (

@@ -26,13 +26,13 @@ from crossover_ddp._ddp.checks import Bucket, check_not_joined
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.transfer import MakeMessages
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .coded import Coding
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
 from .owned_share import TOUCHED, OwnedShare, pack
-from .partial_optimizer import PartialOptimizer, StepPlan
 from .shares import Share
 from .training import DecoupledTraining, copies_gradients
 from .updates import Updates, as_in_step

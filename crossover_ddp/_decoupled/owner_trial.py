@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossover_ddp._owners.kept import tensors_in
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, Update, copy_on
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from .partial_optimizer import PartialOptimizer, Update, copy_on
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _STEPS = 2

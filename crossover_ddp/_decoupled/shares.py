@@ -7,9 +7,9 @@ from typing import Final
 import torch
 
 from crossover_ddp._exchange.transfer import Deferred
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .partial_optimizer import PartialOptimizer, StepPlan, Update
 from .seals import Seal
 
 CHANGED: Final = (

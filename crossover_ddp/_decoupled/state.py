@@ -21,13 +21,13 @@ from crossover_ddp._ddp.compiled import compiled_modules
 from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._owners.interception import check_not_intercepted
+from crossover_ddp._owners.partial_optimizer import check_separable
 from crossover_ddp._planning import BucketPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
 from .owned_training import OwnedTraining
-from .partial_optimizer import check_separable
 from .payload_training import PayloadTraining
 from .payloads import Deferrable, check_deferrable, check_group
 from .planning import plan_from

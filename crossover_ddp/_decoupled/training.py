@@ -35,12 +35,12 @@ from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._exchange.step import after_backward
 from crossover_ddp._exchange.transfer import MakeMessages, Payload
 from crossover_ddp._owners.interception import guard_groups, intercept
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .clipping import check_finite, clip_whole, gradient_norm
 from .coded import Coding
 from .guards import Guards
-from .partial_optimizer import PartialOptimizer
 from .round import Round, parameters_of
 from .shares import CHANGED, Share, views_of
 from .trial import Trial

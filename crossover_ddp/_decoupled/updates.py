@@ -13,10 +13,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from crossover_ddp._exchange.step_times import StepTimes
+from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .guards import Guards, Watch, named_entries
-from .partial_optimizer import PartialOptimizer, StepPlan
 from .round import Round
 from .seals import Checks
 from .shares import UNSTEPPED, Share

@@ -146,7 +146,7 @@ def test_an_optimizer_may_reuse_the_memory_of_gradients() -> None:
 @pytest.mark.defect("strangers-37")
 @pytest.mark.parametrize("owners", [None, "layers"])
 def test_a_frozen_integer_parameter_may_be_in_the_optimizer(owners: str | None) -> None:
-    """SGD takes a model with a quantisation table that is a frozen integer parameter."""
+    """An optimizer that is tried takes a model with a quantisation table that is a frozen integer parameter."""
 
     def quantised() -> nn.Module:
         net = network()
@@ -154,7 +154,13 @@ def test_a_frozen_integer_parameter_may_be_in_the_optimizer(owners: str | None) 
         return net
 
     plain, ours = (
-        Training(decoupled=decoupled, net=quantised, owners=owners).run() for decoupled in (False, True)
+        Training(
+            decoupled=decoupled,
+            net=quantised,
+            make=lambda m: Decaying(m.parameters(), lr=0.1),
+            owners=owners,
+        ).run()
+        for decoupled in (False, True)
     )
     assert_same(plain, ours)
 

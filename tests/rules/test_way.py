@@ -23,7 +23,7 @@ WAYS = {
     "int8": 27,
     "averaged": 24,
     "muon": 23,
-    "owned": 38,
+    "owned": 37,
     "kfac": 35,
 }
 

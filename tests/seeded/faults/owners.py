@@ -45,7 +45,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a rank that owns nothing of a group does not count its steps",
-        "crossover_ddp/_decoupled/partial_optimizer.py",
+        "crossover_ddp/_owners/partial_optimizer.py",
         "        self._count(groups, plan.attributes)\n",
         "",
         (_OWNERS, "-k", "parameters_without_gradients"),
