@@ -168,7 +168,7 @@ class CodedBucket:
 
         ``whole``: all messages of this step, in both halves, hold all that is kept, in float32.
         """
-        self._buffers, self._is_own_unloaded = buffers, False
+        self._buffers = buffers
         self._lay_out(whole=whole)
         flat = buffers.scatter
         for owner, message in self._sent.items():
@@ -244,8 +244,10 @@ class CodedBucket:
         self._encode_own(self._addend)
 
     def _encode_own(self, values: torch.Tensor) -> None:
+        """Write the message to all, and decode it into the bucket: all ranks have the same, the owner, too."""
         unused = self._unused(self._views(values, self.rank))
         self._encode(values.add_(self._kept[self.rank]), self.rank, self._returned[self.rank], unused)
+        self._unload(self.rank)
 
     def _mean(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean over the ranks of what is coded, and of what is exact."""
@@ -266,15 +268,10 @@ class CodedBucket:
                 values.add_(own)
         return values.div_(self._divisor), exact.div_(self._divisor)
 
-    def unload_own(self) -> None:
-        """Decode this owner's message into the bucket."""
-        self._unload(self.rank)
-        self._is_own_unloaded = True
-
     def unload(self) -> None:
-        """Decode all owners' messages into the bucket."""
+        """Decode the other owners' messages into the bucket."""
         for owner in range(len(self.parts)):
-            if owner != self.rank or not self._is_own_unloaded:
+            if owner != self.rank:
                 self._unload(owner)
 
     def _unload(self, owner: int) -> None:

@@ -33,8 +33,6 @@ class CodedLink:
         await self._link.all_to_all(out.tensor, out.layout.lengths, into.tensor, into.layout.lengths)
         await self._link.compute()
         coded.add()
-        if not coded.has_work:
-            coded.unload_own()
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:

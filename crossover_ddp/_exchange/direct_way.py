@@ -97,7 +97,6 @@ class DirectWay:
     def _step_ahead(self, engine: Engine, transfer: Transfer, messages: Messages) -> None:
         """Do the owner's step of a deferred bucket. On the stepper, see [Note: deferred messages]."""
         messages.step()
-        messages.unload_own()
         part = transfer.layout.part(self._ring.rank)
         arrive_half_way(transfer, transfer.tensor[part.start : part.stop])
         self._order.scatter_ends(transfer)

@@ -75,8 +75,6 @@ class NativeWay:
             return
         self._halves.all_to_all(*messages.incoming, *messages.outgoing).wait()
         messages.step()
-        if transfer.deferred:
-            messages.unload_own()
 
     def _bring_back(self, transfer: Transfer) -> None:
         back: Sharded | None = Sharded(transfer.tensor, transfer.layout)

@@ -106,10 +106,10 @@ class Messages(Protocol):
         """By owner."""
 
     def step(self) -> None:
-        """Make the own part of ``gather`` of what has come. On the gatherer, or the stepper if deferred."""
+        """Make the own part of ``gather`` of what has come, and fill the bucket's own part from it.
 
-    def unload_own(self) -> None:
-        """Fill the own part of the bucket's buffer from ``gather`` after `step`, ahead of all that comes."""
+        On the gatherer, or the stepper if deferred.
+        """
 
     def unload(self) -> None:
         """Fill the rest of the bucket's buffer from ``gather``. On the gatherer."""

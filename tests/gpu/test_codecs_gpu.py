@@ -39,7 +39,6 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
         for bucket, flat in zip(ranks.buckets, flats, strict=True):
             bucket.encode(Buffers(flat, ranks.parts, flat, ranks.parts))
             bucket.step()
-            bucket.unload_own()
             bucket.unload()
     finally:
         torch.cuda.set_sync_debug_mode("default")
