@@ -55,14 +55,14 @@ ENGINE: Final[tuple[Fault, ...]] = (
         _EXCHANGE,
         "            self._failure = failure\n            if",
         "            if",
-        (_OWN, "-k", "is_final"),
+        (_FAILURES, "-k", "dead_peer and split"),
     ),
     Fault(
         "a failure closes no connection, so that nobody else hears of it",
         _EXCHANGE,
         "            network.interrupt()\n",
         "            pass\n",
-        (_OWN, "-k", "reaches_all"),
+        (_ENDS, "-k", "process_ends and split"),
     ),
     Fault(
         "what is to close the connections at the end has a tag that gloo refuses",
@@ -197,5 +197,19 @@ ENGINE: Final[tuple[Fault, ...]] = (
         'self._tell("all_gather", begin_s, flat)',
         'self._tell("reduce_scatter", begin_s, flat)',
         (_TOLD, "-k", "both_halves and split"),
+    ),
+    Fault(
+        "on a backend of its own a codec's messages are decoded before they have come",
+        _NATIVE,
+        "_wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True))",
+        "dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True)",
+        (_BITS, "-k", "same_bits"),
+    ),
+    Fault(
+        "a coded bucket does not tell what it sent",
+        _SPANS,
+        'said["sent_bytes"], said["exact_bytes"] = self._link.sent_bytes(kind, flat)',
+        "pass",
+        (_TOLD, "-k", "int8"),
     ),
 )

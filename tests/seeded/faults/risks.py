@@ -34,13 +34,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         _BEFORE,
     ),
     Fault(
-        "risk 1: with messages the reducer hears of the last bucket before the turn is given away",
-        "crossover_ddp/_exchange/direct_way.py",
-        "        engine.end_compute(transfer)\n",
-        "",
-        _BEFORE,
-    ),
-    Fault(
         "risk 2: the last Future is done before the turn is taken",
         _ENGINE,
         "            done_s = time.monotonic()\n",
@@ -195,32 +188,11 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_TOLD,),
     ),
     Fault(
-        "risk 22: a coded bucket does not tell what it sent",
-        _SPANS,
-        "{} if sent is None else",
-        "{} if True else",
-        (_TOLD, "-k", "int8"),
-    ),
-    Fault(
         "risk 23: with a codec all steps travel exact",
         "crossover_ddp/_compression/compression.py",
         "max(0, self._exact_left - 1), False",
         "self._exact_left, False",
         (_BITS, "-k", "bytes_on"),
-    ),
-    Fault(
-        "risk 24: gradients are rounded to half precision on their way",
-        _RING,
-        "must not overflow.\n        transfer.tensor.div_(engine.world_size)",
-        "must not overflow.\n        transfer.tensor.copy_(transfer.tensor.bfloat16() / engine.world_size)",
-        (_BITS, "-k", "exact_up_to_rounding"),
-    ),
-    Fault(
-        "risk 25: on a backend of its own messages are decoded before they have come",
-        "crossover_ddp/_exchange/native_way.py",
-        "all_to_all(*messages.incoming, *messages.outgoing).wait()",
-        "all_to_all(*messages.incoming, *messages.outgoing)",
-        (_BITS, "-k", "same_bits"),
     ),
     Fault(
         "risk 26: a mistake of our own leaves the hook",
