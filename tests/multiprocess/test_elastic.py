@@ -13,6 +13,7 @@ import torch.distributed as dist
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
 from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import MAKERS, Trainer
 from tests.multiprocess.elastic_oracle import Replay, together_oracle
 
@@ -69,10 +70,12 @@ PACES = [(2, "adamw"), (4, "momentum"), *([(2, "sgd")] if IN_CAMPAIGN else [])]
 def train_at_own_pace(
     rank: int, world_size: int, optimizer: str
 ) -> tuple[torch.Tensor, list[Any], dict[str, Any]]:
-    """Rank 1 is much slower than the others, and ends much later."""
+    """Rank 1 is slower than the others: before its fourth step it waits for a round without it."""
     trainer = trainer_of(rank, optimizer, "async")
-    for _ in range(OWN_STEPS[rank]):
+    for step in range(OWN_STEPS[rank]):
         trainer.step()
+        if rank == 1 and step == 2:  # after the second forward, in which DDP arranges its buckets
+            assert eventually(lambda: any(each.offered[1] is None for each in trainer.state.rounds()))
         time.sleep(0.02 if rank == 1 else 0.004)
     values = trainer.values
     trainer.state.close()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._averaging.shared_centre import chunks_from, share
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 from crossover_ddp.errors import SegmentError
 from tests.harness import run_ranks

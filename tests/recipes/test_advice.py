@@ -3,6 +3,7 @@
 The jobs' compute is sleep and their links are slow, so that a busy machine changes neither by much.
 """
 
+import functools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from lab import Cluster, Job
 from tests.harness._preloaded import forked_if_script
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.groups import free_port
-from tests.harness.waiting import gone
+from tests.harness.waiting import eventually, gone
 
 from . import RECIPES
 
@@ -118,7 +119,8 @@ def test_a_wrapped_job_is_measured_and_ended(
     try:
         check_measured("wrapped", [sys.executable, str(pair)], capfd)
     finally:
-        left = [pid for path in tmp_path.glob("[01]") if not gone(pid := int(path.read_text()))]
+        pids = [int(path.read_text()) for path in tmp_path.glob("[01]")]
+        left = [pid for pid in pids if not eventually(functools.partial(gone, pid), timeout_s=10)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert len(list(tmp_path.glob("[01]"))) == 2
