@@ -18,7 +18,7 @@ LATE: Mapping[str, Mapping[str, str]] = {
     "gloo": {"FAKE_COPY_US": "3000", "FAKE_COPY_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
     "nccl": {"FAKE_NCCL_US": "3000", "FAKE_NCCL_JITTER_US": "5000", "FAKE_KERNEL_JITTER_US": "300"},
 }
-WAYS = ("split", "crossover", "decoupled", "owned", "kfac", "muon")
+WAYS = ("split", "crossover", "int8", "averaged", "decoupled", "owned", "kfac", "muon")
 
 
 def on_device(rank: int, world_size: int, way: str) -> tuple[torch.Tensor, list[bool]]:

@@ -213,13 +213,6 @@ ENGINE: Final[tuple[Fault, ...]] = (
         (_DEVICES, "-k", "late_changes and nccl"),
     ),
     Fault(
-        "what a journey computes is issued on the stream of whoever runs it",
-        _JOURNEYS,
-        "                with self._where():\n",
-        "                if self._where:\n",
-        (_DEVICES, "-k", "late_changes and nccl"),
-    ),
-    Fault(
         "threads of journeys work on device 0",
         _PLACES,
         "        torch.cuda.set_device(self.device)\n",
