@@ -37,7 +37,7 @@ _STAGES: Final = 8  # collectives of one link, at most
 # Measured, see docs/measurements.md: two pieces of a part keep the link busy while the first one is added; below the
 # lower bound the cost per message shows, above the upper one nothing is gained.
 _PIECES: Final = 2
-_MIN_PIECE_BYTES: Final = 128 << 10
+_MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_PIECE_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 16 << 20
 _AHEAD_ROWS: Final = 2
