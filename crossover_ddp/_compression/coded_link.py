@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from crossover_ddp._engine.links import Layout, Link, parts
+from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
 from .bucket import CodedBucket
 from .compression import Compression
 
 
-class CodedLink:
+class CodedLink(LinkAround):
     """Sends codes to owners, who add what they mean, and send codes of the mean, or of what they make of it, to all.
 
     The codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will
@@ -23,15 +23,14 @@ class CodedLink:
     """
 
     def __init__(self, link: Link, coded: CodedBucket) -> None:
-        self._link, self._coded = link, coded
-        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
-        self.all_to_all, self.compute, self.settle = link.all_to_all, link.compute, link.settle
+        super().__init__(link)
+        self._coded = coded
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
         coded, out, into = self._coded, self._coded.outgoing, self._coded.incoming
-        await self._link.all_to_all(out.tensor, out.layout.lengths, into.tensor, into.layout.lengths)
-        await self._link.compute()
+        await self.all_to_all(out.tensor, out.layout.lengths, into.tensor, into.layout.lengths)
+        await self.compute()
         coded.add()
         return parts(flat, layout)[self.rank]
 
@@ -40,7 +39,7 @@ class CodedLink:
         if self._coded.has_work:
             self._coded.write()
         gather = self._coded.gather
-        await self._link.all_gather(gather.tensor, gather.layout.lengths)
+        await super().all_gather(gather.tensor, gather.layout.lengths)
         self._coded.unload()
 
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp._exchange.transfer import Sharded
 from crossover_ddp._owners.packing import Item, packing
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update

@@ -56,6 +56,15 @@ class Backward:
                 self._error = self._error or error
             return self._watching > 0
 
+    def refuse(self, grad_bucket: dist.GradBucket, error: Exception) -> GradientFuture:
+        """Answer a bucket of which nothing was sent: it completes as it is."""
+        future = GradientFuture()
+        if self.leave(error):
+            future.set_result(grad_bucket.buffer())
+        else:
+            future.set_exception(error)  # type: ignore[arg-type]
+        return future
+
     def _at_end_of_backward(self) -> None:
         if not _queue(self._after_ddp):
             self._after_ddp()

@@ -114,33 +114,21 @@ class Exchange:
 
         Args:
             grad_bucket: what DDP gave to the hook.
-            way: of the bucket. What it raises before its first stop refuses the bucket if nothing was sent.
+            way: of the bucket.
             turn: given away after the last bucket, taken again before the last Future completes.
             state: that the hook was registered with; see `ModuleBuffers`.
-            around: makes the link that the bucket travels on of the group's, where there are several ranks.
+            around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
+                to refuse the bucket.
 
         Raises what refuses the bucket.
         """
-        backward = self._enter(grad_bucket)
-        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
-        try:
-            bucket = self._bucket(grad_bucket, backward, turn)
-            if around is not None and self.size > 1:
-                link = around(link)
-        except Exception:
-            if grad_bucket.is_last():
-                self._compute_ends(backward, turn)
-            raise
+        bucket, link = self._taken(grad_bucket, self._enter(grad_bucket), turn, around)
         if self._timeline is not None:
-            largest = largest_bytes(grad_bucket)
-            link = self._traced(
-                link, step=backward.number, bucket=bucket.index, largest_bytes=largest, owner=0
-            )
-        coroutine = (
-            way(bucket, link) if not bucket.last or turn is None else in_turns(way, bucket, link, turn)
-        )
-        launched = functools.partial(self._compute_ends, backward, turn) if bucket.last else None
-        self._start(bucket, coroutine, bucket.place, launched)
+            number, largest = bucket.backward.number, largest_bytes(grad_bucket)
+            link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
+        if turn is not None and bucket.last:
+            way = functools.partial(in_turns, way, turn)
+        self._send(bucket, way(bucket, link), turn)
         if bucket.last and self.size > 1:
             self._send_buffers(grad_bucket, state)
         return bucket.future
@@ -155,10 +143,8 @@ class Exchange:
         backward.futures.append(future)
         if not grad_bucket.is_last():
             return future
-        bucket = self._bucket(grad_bucket, backward, turn)
-        launched = functools.partial(self._compute_ends, backward, turn)
-        link = self.network(bucket.flat.device).link()
-        self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place, launched)
+        bucket, link = self._taken(grad_bucket, backward, turn)
+        self._send(bucket, behind(backward.futures, bucket, link, turn), turn)
         return bucket.future
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
@@ -168,6 +154,23 @@ class Exchange:
         if grad_bucket.is_last():
             self._backward = Backward(backward.number + 1)
         return backward
+
+    def _taken(
+        self,
+        grad_bucket: dist.GradBucket,
+        backward: Backward,
+        turn: Turn | None,
+        around: Around | None = None,
+    ) -> tuple[Bucket, Link]:
+        """Return the bucket and its link; a refused last one ends the step's compute, too."""
+        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
+        try:
+            bucket = self._bucket(grad_bucket, backward, turn)
+            return bucket, link if around is None or self.size == 1 else around(link)
+        except Exception:
+            if grad_bucket.is_last():
+                self._compute_ends(backward, turn)
+            raise
 
     def _bucket(self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
@@ -184,6 +187,10 @@ class Exchange:
         if self._timeline is None:
             return link
         return TracedLink(link, self._timeline, ready_s=time.monotonic(), **details)
+
+    def _send(self, bucket: Bucket, way: Coroutine[Any, Any, None], turn: Turn | None) -> None:
+        compute_ends = functools.partial(self._compute_ends, bucket.backward, turn)
+        self._start(bucket, way, bucket.place, compute_ends if bucket.last else None)
 
     def _start(
         self,
@@ -224,7 +231,6 @@ class Exchange:
     def _send_buffers(self, grad_bucket: dist.GradBucket, state: object) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
         device = grad_bucket.buffer().device
-
         copy = self.buffers.copy(grad_bucket, state, functools.partial(self.have_all, device))
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)

@@ -24,13 +24,13 @@ class Link(Protocol):
 
     Collective: all ranks make the same calls in the same order, on links that were drawn in the same order. What comes
     back is for work that is issued where the journey is; on a device it need not be there yet.
+
+    ``in_program_order``: all ranks must issue all collectives in one order, on the thread that starts journeys.
     """
 
     rank: int
     size: int
-    in_program_order: (
-        bool  # all ranks must issue all collectives in one order, on the thread that starts journeys
-    )
+    in_program_order: bool
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Average ``flat`` over the ranks into each part's owner; return the own part, in place.
@@ -119,8 +119,29 @@ class Channels:
                 cls._used.get(group, set()).discard(channel)
 
 
+class LinkAround:
+    """A link around a link, which does all that a subclass leaves to it.
+
+    Args:
+        link: does the work.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
+        self.all_to_all, self.compute, self.settle = link.all_to_all, link.compute, link.settle
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """See `Link`."""
+        return await self._link.reduce_scatter(flat, layout)
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+        await self._link.all_gather(flat, layout)
+
+
 class Alone:
-    """One rank, whose own values are the sum: a network, and its own link.
+    """One rank, whose own values are the mean: a network, and its own link.
 
     Args:
         place: of its tensors.

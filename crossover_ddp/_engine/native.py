@@ -10,9 +10,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor
 
-from .endings import stop_workers
-from .journeys import Station
-from .links import Layout, Link, parts
+from .links import Alone, Layout, parts
 from .places import Place
 
 # Torch 2.14 gave them new names, and warns of the old ones.
@@ -20,8 +18,10 @@ _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.re
 _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Native:
-    """A network, and its own link. On a device all goes to the stream that is current, which `Journey` has chosen.
+class Native(Alone):
+    """As `Alone` a network, and its own link.
+
+    On a device all goes to the stream that is current, which `Journey` has chosen.
 
     Args:
         group: whose collectives; held weakly.
@@ -32,20 +32,9 @@ class Native:
     alignment_bytes = 128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
-        self._group, self.place = weakref.ref(group), place
+        super().__init__(place)
+        self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self._settling = Station("crossover-settle", place.adopt_thread)
-
-    def link(self) -> Link:
-        """See `links.Network`."""
-        return self
-
-    def interrupt(self) -> None:
-        """See `links.Network`: the backend's own watchdog does."""
-
-    def close(self, timeout_s: float) -> bool:
-        """See `links.Network`."""
-        return all([self.place.close(timeout_s), stop_workers([self._settling], timeout_s)])
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `links.Link`: an equal front in one collective, each longer part's rest by itself."""
@@ -69,13 +58,6 @@ class Native:
         """See `links.Link`."""
         sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
         _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True))
-
-    async def compute(self) -> None:
-        """See `links.Link`: the device computes, whoever launches it."""
-
-    async def settle(self) -> None:
-        """See `links.Link`."""
-        await self._settling
 
     def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""

@@ -16,7 +16,7 @@ from crossover_ddp._system import environment
 from crossover_ddp._system.device import default_device, sibling_name
 from crossover_ddp._timeline.record import Detail, Timeline
 
-from .links import Layout, Link
+from .links import Layout, Link, LinkAround
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Coded(Protocol):
         """Return what this rank has sent in the half of this kind, and what it would have sent of ``flat`` as it is."""
 
 
-class TracedLink:
+class TracedLink(LinkAround):
     """A link around a link that tells a timeline when its halves began and ended.
 
     Args:
@@ -43,33 +43,21 @@ class TracedLink:
     """
 
     def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
-        self._link, self._timeline, self._details = link, timeline, details
-        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
+        super().__init__(link)
+        self._timeline, self._details = timeline, details
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
         begin_s = time.monotonic()
-        own = await self._link.reduce_scatter(flat, layout)
+        own = await super().reduce_scatter(flat, layout)
         self._tell("reduce_scatter", begin_s, flat)
         return own
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `Link`."""
         begin_s = time.monotonic()
-        await self._link.all_gather(flat, layout)
+        await super().all_gather(flat, layout)
         self._tell("all_gather", begin_s, flat)
-
-    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `Link`."""
-        await self._link.all_to_all(outgoing, to, incoming, of)
-
-    async def compute(self) -> None:
-        """See `Link`."""
-        await self._link.compute()
-
-    async def settle(self) -> None:
-        """See `Link`."""
-        await self._link.settle()
 
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.

@@ -1,6 +1,6 @@
 """The job's turn on its devices: siblings compute while this job's last bucket travels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .buckets import Bucket, BucketWay
-from .links import Layout, Link
+from .links import Layout, Link, LinkAround
 from .places import GradientFuture, Place
 
 
@@ -50,45 +50,28 @@ def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> No
         )
 
 
-class _HalfWay:
-    """A link that joins the siblings' queue early: when the sums of a last bucket are there.
+class _HalfWay(LinkAround):
+    """A link that joins the siblings' queue early: when the means of a last bucket are there.
 
-    Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that; it is
-    left to the end of the journey then.
+    Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that: what
+    waits for it is left in ``reached``.
     """
 
     def __init__(self, link: Link, place: Place, turn: Turn) -> None:
-        self._link, self._place, self._turn = link, place, turn
-        self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
-        self.reached: Callable[[], None] | None = None
+        super().__init__(link)
+        self._turn, self._place, self.reached = turn, place, place.reached()
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
-        own = await self._link.reduce_scatter(flat, layout)
+        own = await super().reduce_scatter(flat, layout)
         if self.in_program_order:
             self.reached = self._place.reached()
         elif self.size > 1:
             self._turn.request()
         return own
 
-    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
-        await self._link.all_gather(flat, layout)
 
-    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `Link`."""
-        await self._link.all_to_all(outgoing, to, incoming, of)
-
-    async def compute(self) -> None:
-        """See `Link`."""
-        await self._link.compute()
-
-    async def settle(self) -> None:
-        """See `Link`."""
-        await self._link.settle()
-
-
-async def in_turns(way: BucketWay, bucket: Bucket, link: Link, turn: Turn) -> None:
+async def in_turns(way: BucketWay, turn: Turn, bucket: Bucket, link: Link) -> None:
     """Go the way of a step's last bucket, and take the turn again; `Exchange.carry` has given it away.
 
     A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without us.
@@ -97,15 +80,15 @@ async def in_turns(way: BucketWay, bucket: Bucket, link: Link, turn: Turn) -> No
     await way(bucket, half_way)
     whole_way = bucket.place.reached()
     await link.settle()
-    waits = link.in_program_order and turn.shared
-    if waits and half_way.reached is not None:
+    ahead = link.in_program_order and not turn.shared
+    if link.in_program_order and not ahead:
         half_way.reached()
-    if waits or link.size == 1:
         turn.request()
-    if waits:
         whole_way()
+    elif link.size == 1:
+        turn.request()
     bucket.exchanged()
-    turn.acquire(ahead=link.in_program_order and not waits)
+    turn.acquire(ahead=ahead)
 
 
 async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:

@@ -82,7 +82,7 @@ class Engine:
 
     def _fail(self, transfer: Transfer, doing: str, cause: Exception) -> None:
         text = (
-            f"rank {self.rank} of {self.world_size}: the {doing} of bucket {transfer.index} failed: {cause}; "
+            f"rank {self.rank} of {self.world_size}: the {doing} {transfer.whose} failed: {cause}; "
             "no later exchange on this process group can succeed, restart the job"
         )
         with self._lock:
@@ -140,7 +140,7 @@ class Engine:
             if transfer.turn is not None:
                 with transfer.side.current():
                     transfer.turn.acquire(ahead=ahead)
-            self.records.add(transfer.step.buckets, self._turn_taken_s)
+            self.records.add(transfer.step.ready, self._turn_taken_s)
             self._turn_taken_s = time.monotonic()
             self.spans.exchange(transfer, done_s)
             self.spans.wait(transfer.step.number + 1, done_s, self._turn_taken_s)

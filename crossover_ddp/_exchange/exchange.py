@@ -14,14 +14,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
-import torch
 import torch.distributed as dist
 
 from crossover_ddp._ddp.checks import Bucket
 from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._engine.buckets import after_backward
 from crossover_ddp._engine.endings import on_destruction, stop_workers
 from crossover_ddp._engine.exchange import Exchange as Journeys
 from crossover_ddp._engine.links import Channels
+from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp._engine.spans import timeline_of
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system.worker import Worker
@@ -33,7 +34,7 @@ from .gathers import GatherOrder
 from .layout import Layout
 from .routes import Routes
 from .spans import ExchangeSpans
-from .step import GradientFuture, Step, after_backward
+from .step import Step
 from .transfer import Deferred, MakeMessages, OwnerStep, Payload, Sharded, Transfer
 
 _JOIN_TIMEOUT_S: Final = 5.0
@@ -136,7 +137,7 @@ class Exchange:
             if carried is not None:
                 transfer.carry(carried)
         except Exception as error:  # whatever it is, it must not leave the hook
-            future = _refused(bucket, step, error)
+            future = step.refuse(bucket, error)
             for held in step.let_go(refused=True) if _is_last(bucket) else ():
                 self.engine.finish(held, None)
         else:
@@ -200,7 +201,7 @@ class Exchange:
             if payload is not None:
                 transfer.carry(payload())
         except Exception as error:  # whatever it is, it must not leave the hook
-            future = _refused(bucket, step, error)
+            future = step.refuse(bucket, error)
         else:
             deferred = Deferred(transfer, self.spans.timeline)
             future = transfer.side.future()
@@ -220,13 +221,6 @@ class Exchange:
         """Note that forward waited for its turn until now, for the timeline."""
         self.spans.wait(self._step.number, since_s, time.monotonic())
 
-    @staticmethod
-    def refuse(bucket: dist.GradBucket, error: Exception) -> GradientFuture:
-        """Answer a bucket that cannot be exchanged: ``error`` is raised after backward, not out of the hook."""
-        step = Step()
-        step.raise_after_backward()
-        return _refused(bucket, step, error)
-
     def close(self) -> None:
         """End the threads, after the buckets in flight. Later buckets fail. May be called again."""
         with Exchange._registry_lock:
@@ -240,11 +234,7 @@ class Exchange:
 
     def _enter(self, bucket: dist.GradBucket) -> Step:
         step = self._step
-        # The first bucket's watch catches early failures; the last one's sees the end of backward even if
-        # earlier buckets were ready in a nested backward pass that ended before.
-        if not step.entered or _is_last(bucket):
-            step.raise_after_backward()
-        step.entered = True
+        step.watch(is_last=_is_last(bucket))
         return step
 
     def _leave(self, step: Step, turn: Turn | None) -> None:
@@ -287,16 +277,6 @@ class Exchange:
         spread = functools.partial(way.spread, self.engine, transfer)
         self.engine.guarded(transfer, "start", spread)
         return transfer.future
-
-
-def _refused(bucket: Bucket, step: Step, error: Exception) -> GradientFuture:
-    """Answer a bucket that cannot be exchanged; nothing was sent, so the engine goes on."""
-    future: GradientFuture = torch.futures.Future()
-    if step.leave(error):
-        future.set_result(bucket[0] if isinstance(bucket, tuple) else bucket.buffer())
-    else:
-        future.set_exception(error)  # type: ignore[arg-type]
-    return future
 
 
 def _is_last(bucket: Bucket) -> bool:

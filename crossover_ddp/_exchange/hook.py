@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from crossover_ddp._ddp.checks import PYTHON_REDUCER, Bucket
+from crossover_ddp._engine.buckets import Backward
+from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp.errors import UnsupportedConfigurationError
-
-from .exchange import Exchange
-from .step import GradientFuture
 
 
 def guarded(
@@ -29,7 +28,9 @@ def guarded(
     except Exception as error:
         if refused is not None:
             refused()
-        return Exchange.refuse(bucket, error)
+        backward = Backward()
+        backward.watch(is_last=True)
+        return backward.refuse(bucket, error)
 
 
 def check_state(state: object, kind: type, remedy: str) -> None:

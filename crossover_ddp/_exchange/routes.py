@@ -102,7 +102,7 @@ class Routes:
         self._check_group(bucket)
         check_turn(turn, self._group())
         step.last_hook_s = time.monotonic()
-        step.buckets.append((tensor.nbytes, step.last_hook_s))
+        step.ready.append((tensor.nbytes, step.last_hook_s))
         return Transfer(
             index=bucket.index(),
             tensor=tensor,

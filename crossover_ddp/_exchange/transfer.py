@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._timeline.record import Detail, Timeline
 from crossover_ddp.errors import CrossoverError, ExchangeError
@@ -15,7 +16,7 @@ from crossover_ddp.errors import CrossoverError, ExchangeError
 from .collectives import HostBuffer, RingAllGather, RingReduceScatter
 from .layout import Layout, Span
 from .staging import Side
-from .step import GradientFuture, Step
+from .step import Step
 
 OwnerStep = Callable[[torch.Tensor], None]
 
@@ -198,6 +199,11 @@ class Transfer:
     def goes_back(self) -> bool:
         """Whether the same buffer goes both ways."""
         return self.payload is None or self.payload.gather is self.payload.scatter
+
+    @property
+    def whose(self) -> str:
+        """Say in an error what travels: a bucket, or what leaves ahead of one, such as K-FAC's factors."""
+        return f"of bucket {self.index}" if self.index >= 0 else f"ahead of bucket {len(self.step.ready)}"
 
     @property
     def keeps_turn(self) -> bool:

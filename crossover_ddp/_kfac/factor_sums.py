@@ -128,9 +128,8 @@ class LayerSums:
         self.a, self.g = Sum(), Sum()
         self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
-        self._ahead: set[int] = (
-            set()
-        )  # numbers of calls whose A was taken ahead, and whose backward has not come
+        # Numbers of calls whose A was taken ahead, and whose backward has not come.
+        self._ahead: set[int] = set()
         self._took_ahead = False
         self._spoiled = False
 

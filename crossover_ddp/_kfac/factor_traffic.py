@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.step import GradientFuture
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture

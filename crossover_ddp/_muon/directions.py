@@ -108,9 +108,8 @@ class Directions:
         self._rank, self._world_size = rank, world_size
         self._loss_scale, self._keeps_turn = loss_scale, keeps_turn
         self._state = weakref.ref(state)
-        self._next: dict[
-            int, Tensor
-        ] = {}  # the new momentum of owned matrices, beside the old one until the step
+        # The new momentum of owned matrices, beside the old one until the step.
+        self._next: dict[int, Tensor] = {}
         self._is_checked = self._is_closed = False
         self._round: Round | None = None
         self._waiting: Round | None = None
@@ -253,9 +252,8 @@ class Directions:
         if packed.there.is_cuda:
             round_.travelled.append(packed.there)  # the device is behind the host
         else:
-            packed.there.untyped_storage().resize_(
-                0
-            )  # the engine holds what has travelled until backward ends
+            # The engine holds what has travelled until backward ends.
+            packed.there.untyped_storage().resize_(0)
 
     # --- muon.step() and its relatives -----------------------------------------------------------------------
 

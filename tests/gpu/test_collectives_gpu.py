@@ -6,13 +6,15 @@ run once more with the order taken out, and must then find wrong values.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.links import Link
 from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.layout import Layout
 from crossover_ddp._exchange.routes import Routes
@@ -81,6 +83,38 @@ def average_all(rank: int, world_size: int) -> list[str]:
                     if not torch.equal(tensor.cpu(), expected):
                         wrong.append(f"{dtype}, {name}")
     return wrong
+
+
+def average_by_journeys(rank: int, world_size: int) -> list[str]:
+    """Do the same by the links of journeys."""
+    wrong, device = [], torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    assert dist.group.WORLD is not None
+    exchange = Journeys.of(dist.group.WORLD)
+
+    async def both_halves(flat: torch.Tensor, layout: Sequence[int], link: Link) -> None:
+        own = await link.reduce_scatter(flat, layout)
+        own.add_(0)  # reads what the half has brought
+        await link.all_gather(flat, layout)
+
+    for dtype in DTYPES:
+        for name, cut in LAYOUTS.items():
+            tensors = [addend(rank, dtype).to(device) for _ in range(3)]
+            ways = [functools.partial(both_halves, each, cut(NUMEL, world_size).lengths) for each in tensors]
+            for trip in [exchange.begin(way, device, "it") for way in ways]:
+                trip.wait()
+            if not all(torch.equal(each.cpu(), mean(world_size, dtype)) for each in tensors):
+                wrong.append(f"{dtype}, {name}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [("gloo", 2), ("gloo", 4), pytest.param("nccl", 2, marks=pytest.mark.gpu(count=2))],
+)
+def test_journeys_average_every_dtype_and_layout(backend: str, world_size: int) -> None:
+    found = run_ranks(average_by_journeys, world_size, backend=backend, timeout_s=TIMEOUT_S)
+    assert found == [[]] * world_size
 
 
 def test_staged_halves_average_every_dtype_and_layout() -> None:

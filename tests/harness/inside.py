@@ -117,18 +117,6 @@ def kfac_of_no_layer() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fail_buckets(error: Exception) -> Iterator[None]:
-    """Let the owner's part of each bucket fail that is under way, which is the end of its exchange."""
-    submit = Exchange.submit
-
-    def failing(self: Exchange, bucket: dist.GradBucket, **options: Any) -> Any:
-        return submit(self, bucket, **{**options, "owner_step": mock.Mock(side_effect=error)})
-
-    with mock.patch.object(Exchange, "submit", failing):
-        yield
-
-
-@contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
     """Let engines made here begin a million transfers later, ``left`` before numbers begin anew, on channel 15."""
     original, begun = Routes.__init__, (1 << 20) - left

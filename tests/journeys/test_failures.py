@@ -236,7 +236,7 @@ REFUSING = [
 # the wrapper another library's exchange goes on.
 AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
 # Without a turn, or with one that stays until the next step where the last bucket was refused, a lease at most.
-KEEPING = ("split", "wrapped", "muon")
+KEEPING = ("split", "muon")
 
 
 def refused_in_the_middle(

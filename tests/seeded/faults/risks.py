@@ -106,8 +106,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     Fault(
         "risk 12: the last bucket's refusal does not end its backward pass",
         _EXCHANGE,
-        "            future = _refused(bucket, step, error)\n        else:\n            deferred = ",
-        "            return _refused(bucket, step, error), None\n        else:\n            deferred = ",
+        "            future = step.refuse(bucket, error)\n        else:\n            deferred = ",
+        "            return step.refuse(bucket, error), None\n        else:\n            deferred = ",
         (_FAILURES, "-k", "refused_bucket_is and decoupled-last"),
     ),
     Fault(
@@ -203,7 +203,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 27: where no backward runs an error is kept for the next one",
-        "crossover_ddp/_exchange/step.py",
+        "crossover_ddp/_engine/buckets.py",
         "            return self._watching > 0\n",
         "            return True\n",
         (_FAILURES, "-k", "future_carries"),
