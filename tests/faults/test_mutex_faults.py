@@ -23,7 +23,7 @@ LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
 AT_ONCE_S = 1.0  # generous: the machine may be busy
 LEASE_S = 0.6
 STOP_S = 1.5
-TIMEOUT_S = 40.0
+TIMEOUT_S = 60.0
 TURNS_AFTER = 30
 pytestmark = pytest.mark.quiet
 

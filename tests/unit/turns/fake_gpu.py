@@ -34,7 +34,7 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests.unit.turns.mutexes import membership_of
 
 GPU = torch.device("cuda", 0)
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class Record:

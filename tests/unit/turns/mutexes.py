@@ -16,8 +16,8 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.groups import files_of, new_group
 
 DEVICE = "dev0"
-LEASE_S = 20.0  # longer than any test: a turn that overlaps another one was not forgiven
-SOON_S = 5.0  # far less than the lease, and enough on a busy machine
+LEASE_S = 300.0  # longer than any test: a turn that overlaps another one was not forgiven
+SOON_S = 60.0  # far less than the lease, and enough on a busy machine
 
 Make = Callable[..., GPUMutex]
 

@@ -26,7 +26,7 @@ from crossover_ddp._turns.event_order import Pools
 from crossover_ddp._turns.slots import EVENT_COUNT, EVENT_HANDLE_BYTES
 
 GPU = torch.device("cuda", 0)
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class Alone:

@@ -47,7 +47,7 @@ def take_turns(mutex: GPUMutex, count: int) -> list[tuple[float, float, GPUMutex
 def test_jobs_that_always_want_a_turn_alternate(count: int, make: Make, threads: ThreadPoolExecutor) -> None:
     mutexes = [make() for _ in range(count)]
     taken = [threads.submit(take_turns, mutex, 40) for mutex in mutexes]
-    spans = sorted((span for each in taken for span in each.result(30.0)), key=lambda span: span[0])
+    spans = sorted((span for each in taken for span in each.result(SOON_S)), key=lambda span: span[0])
     for (_, end_s, _), (begin_s, _, _) in itertools.pairwise(spans):
         assert begin_s >= end_s
     assert sorted(mutex.stats()["turns"] for mutex in mutexes) == [40] * count
@@ -204,7 +204,7 @@ def test_many_jobs_of_several_groups_share_a_device(
 ) -> None:
     mutexes = [make(f"{group}-{number % 3}") for number in range(9)]
     taken = [threads.submit(take_turns, mutex, 8) for mutex in mutexes]
-    spans = [span for each in taken for span in each.result(30.0)]
+    spans = [span for each in taken for span in each.result(SOON_S)]
     for name in {mutex.name for mutex in mutexes}:
         own = sorted((begin_s, end_s) for begin_s, end_s, mutex in spans if mutex.name == name)
         assert len(own) == 3 * 8
@@ -268,7 +268,7 @@ def test_a_turn_that_does_not_end_costs_its_lease_once(
     for _ in range(5):
         mutex.acquire()
         mutex.release()
-    assert time.monotonic() - begin_s < 0.3, "a turn once forgiven is not waited for again"
+    assert time.monotonic() - begin_s < SOON_S, "a turn once forgiven is not waited for again"
     assert mutex.stats()["leases_expired"] == 1
     assert len(warnings(caplog)) == 1
     assert "longer than its lease of 0.3 s" in warnings(caplog)[0]
@@ -366,14 +366,13 @@ def test_a_stopped_job_costs_one_lease_however_many_slots_it_has(make: Make, gro
     for _ in range(3):
         mutex.acquire()
         mutex.release()
-    first_s = time.monotonic() - begin_s
-    assert 0.4 <= first_s < 0.4 + 1.2
+    assert time.monotonic() - begin_s >= 0.4
+    assert mutex.stats()["leases_expired"] == 1
     segments[0].draw_turn()
     for _ in range(3):
         mutex.acquire()
         mutex.release()
-    assert time.monotonic() - begin_s < first_s + 0.4, "nothing of it has moved since"
-    assert mutex.stats()["leases_expired"] == 1
+    assert mutex.stats()["leases_expired"] == 1, "nothing of it has moved since"
     segments[3].publish_started(2)
     segments[0].draw_turn()
     mutex.acquire()

@@ -14,7 +14,7 @@ from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.unit.turns.mutexes import membership_of
 
-SOON_S = 10.0
+SOON_S = 60.0
 numbers = itertools.count()
 
 

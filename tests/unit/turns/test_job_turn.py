@@ -30,10 +30,10 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
     turns = [JobTurn(None), JobTurn(None)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(turns[0].acquire)
-        assert first_is_joining.wait(5.0)
+        assert first_is_joining.wait(60.0)
         second = threads.submit(turns[1].request)
-        first.result(5.0)
-        second.result(5.0)
+        first.result(60.0)
+        second.result(60.0)
     assert len(made) == 1
     assert turns[0].mutex is turns[1].mutex is made[0]
     made[0].close()

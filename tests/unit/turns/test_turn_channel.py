@@ -14,7 +14,7 @@ from crossover_ddp._turns.channel import TurnChannel
 from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
 
-SOON_S = 10.0
+SOON_S = 60.0
 Make = Callable[..., list[TurnChannel]]
 
 

@@ -36,7 +36,7 @@ from tests.unit.turns.joined_segments import (
     member,
 )
 
-AT_ONCE_S = 0.5  # generous: the machine may be busy
+AT_ONCE_S = 60.0  # far less than the waits that would go on, and enough on a busy machine
 
 
 @pytest.fixture
@@ -165,9 +165,9 @@ def test_giving_back_wakes_a_waiting_sibling(join: Join) -> None:
     giving, waiting = join(job=1), join(job=2)
     timer = threading.Timer(0.1, giving.publish_returned, [3])
     timer.start()
-    elapsed_s = time_of(lambda: waiting.wait([member(waiting, 1)], 10.0))
+    elapsed_s = time_of(lambda: waiting.wait([member(waiting, 1)], 300.0))
     timer.join()
-    assert 0.05 < elapsed_s < 5.0
+    assert 0.05 < elapsed_s < AT_ONCE_S
     assert member(waiting, 1).returned == 3
 
 
@@ -175,14 +175,14 @@ def test_a_bell_rung_before_the_wait_is_not_lost(join: Join) -> None:
     giving, waiting = join(job=1), join(job=2)
     watched = [member(waiting, 1)]
     giving.publish_returned(1)
-    assert time_of(lambda: waiting.wait(watched, 10.0)) < 5.0
+    assert time_of(lambda: waiting.wait(watched, 300.0)) < AT_ONCE_S
 
 
 def test_many_rings_wake_once(join: Join) -> None:
     giving, waiting = join(job=1), join(job=2)
     for turn in range(5000):
         giving.publish_returned(turn)
-    waiting.wait([], 10.0)
+    waiting.wait([], 300.0)
     assert time_of(lambda: waiting.wait([], 0.1)) >= 0.1
 
 
@@ -201,14 +201,14 @@ def test_own_bell_ends_the_own_wait(join: Join) -> None:
     waiting = join()
     timer = threading.Timer(0.1, waiting.ring_self)
     timer.start()
-    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+    assert time_of(lambda: waiting.wait([], 300.0)) < AT_ONCE_S
     timer.join()
 
 
 def test_waiting_ends_with_the_time(join: Join) -> None:
     waiting = join()
     waiting.wait([], 0.0)
-    assert 0.1 <= time_of(lambda: waiting.wait([], 0.1)) < 5.0
+    assert 0.1 <= time_of(lambda: waiting.wait([], 0.1)) < AT_ONCE_S
 
 
 @pytest.mark.parametrize("timeout_s", [1e12, float("inf")])
@@ -222,7 +222,7 @@ def test_leaving_wakes_a_waiting_sibling(join: Join) -> None:
     leaving, waiting = join(job=1), join(job=2)
     timer = threading.Timer(0.1, leaving.leave)
     timer.start()
-    assert time_of(lambda: waiting.wait([member(waiting, 1)], 10.0)) < 5.0
+    assert time_of(lambda: waiting.wait([member(waiting, 1)], 300.0)) < AT_ONCE_S
     timer.join()
     assert jobs(waiting) == [2]
 
@@ -231,7 +231,7 @@ def test_joining_wakes_a_waiting_sibling(join: Join) -> None:
     """It may have taken the new owner of a slot for the old one, whom it waits for."""
     waiting = join(job=1)
     join(job=2)
-    assert time_of(lambda: waiting.wait([], 10.0)) < 5.0
+    assert time_of(lambda: waiting.wait([], 300.0)) < AT_ONCE_S
 
 
 # --- death --------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_death_of_a_sibling_ends_the_wait_at_once(join: Join, tmp_path: Path) ->
         waiting.wait([], 0.0)  # its joining rang
         timer = threading.Timer(0.2, sibling.kill)
         timer.start()
-        assert 0.1 < time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        assert 0.1 < time_of(lambda: waiting.wait([member(waiting, 2)], 300.0)) < 0.2 + AT_ONCE_S
         timer.join()
         assert jobs(waiting) == [1]
 
@@ -254,7 +254,7 @@ def test_a_sibling_that_is_dead_already_is_not_waited_for(join: Join, tmp_path: 
         seen = member(waiting, 2)
         waiting.wait([], 0.0)
         sibling.kill()
-    assert time_of(lambda: waiting.wait([seen], 10.0)) < AT_ONCE_S
+    assert time_of(lambda: waiting.wait([seen], 300.0)) < AT_ONCE_S
 
 
 def test_the_slot_of_a_dead_process_is_used_again(join: Join, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
     segment = join_at(base, job=2)
     child = os.fork()
     if child == 0:
-        time.sleep(60.0)  # as a DataLoader's worker that waits for work
+        time.sleep(200.0)  # as a DataLoader's worker that waits for work
         os._exit(0)
     orders.send((segment.slot, child))
     orders.recv()
@@ -300,7 +300,7 @@ def test_a_forked_child_does_not_keep_the_slot_of_its_dead_parent(join: Join, tm
         waiting.wait([], 0.0)
         timer = threading.Timer(0.2, parent.kill)
         timer.start()
-        assert time_of(lambda: waiting.wait([member(waiting, 2)], 10.0)) < 0.2 + AT_ONCE_S
+        assert time_of(lambda: waiting.wait([member(waiting, 2)], 300.0)) < 0.2 + AT_ONCE_S
         timer.join()
         assert jobs(waiting) == [1]
         assert join_slot(join, slot, job=3).slot == slot
@@ -359,7 +359,7 @@ def test_turn_numbers_of_several_processes_are_unique_and_without_gaps(join: Joi
     for orders, _ in pipes:
         orders.send(None)
     for process in processes:
-        process.join(10.0)
+        process.join(60.0)
     assert sorted(turn for turns in drawn for turn in turns) == list(range(1, 3 * count + 1))
     last = watching.draw_turn()
     log = watching.read_log(0, last - 1)
@@ -395,7 +395,7 @@ def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
         process.start()
     problems = [orders.recv() for orders, _ in pipes]
     for process in processes:
-        process.join(10.0)
+        process.join(60.0)
     assert problems == [""] * len(pipes)
     assert list(tmp_path.iterdir()) == []
 

@@ -42,7 +42,7 @@ class Gap:
         """Run ``work`` in a thread, fork in its gap, and return which files of a directory the child has open."""
         self._thread = threading.Thread(target=work)
         self._thread.start()
-        assert self.entered.wait(10.0)
+        assert self.entered.wait(60.0)
         try:
             return _held_by_fork(below)
         finally:
