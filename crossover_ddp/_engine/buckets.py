@@ -14,12 +14,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import Variable
 
+from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._timeline.record import Timeline
+from crossover_ddp.errors import ExchangeError
+
+from .journeys import Gate
 from .links import Layout, Link
 from .places import GradientFuture, Place
-from .trips import Trip
+from .trips import Milestone, Trip
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
 
@@ -29,15 +33,20 @@ class Backward:
 
     Args:
         number: of the pass.
+
+    ``gathers``: where buckets that backward does not wait for stay until all are summed, since forward needs the last
+    one first. ``is_whole``: the last one was handed out.
     """
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
+        self.gathers, self.is_whole = Gate(), False
         self.ready: list[tuple[int, float]] = []  # by bucket: bytes, moment of the hook
         self.futures: list[GradientFuture] = []  # of somebody else's hook
         self._lock = threading.Lock()
         self._watching = 0
         self._error: BaseException | None = None
+        self.compute_ended = False
 
     def watch(self, *, is_last: bool) -> None:
         """Have a failure raised when DDP is through with this backward pass; call it in each bucket's hook.
@@ -84,29 +93,91 @@ class Bucket(Trip):
 
     Args:
         grad_bucket: DDP's.
-        flat: its buffer.
         layout: equal parts.
         backward: the pass that it belongs to.
         place: where its tensors are.
+        timeline: is told who waits for it.
+
+    ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
+    ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is part of the turn, which
+    ``compute_ends`` gives away. ``half``: reached with the own part of the sums. ``buffers``: the model's, behind the
+    last bucket.
     """
 
     def __init__(
-        self, grad_bucket: dist.GradBucket, flat: Tensor, layout: Layout, backward: Backward, place: Place
+        self,
+        grad_bucket: dist.GradBucket,
+        layout: Layout,
+        backward: Backward,
+        place: Place,
+        timeline: Timeline | None,
     ) -> None:
         super().__init__(f"bucket {grad_bucket.index()}")
         self.index, self.last = grad_bucket.index(), grad_bucket.is_last()
-        self.flat, self.layout, self.result = flat, layout, flat
+        self.result = grad_bucket.buffer()
+        self.flat, self.layout = self.result.data, layout
         self.backward, self.place = backward, place
-        self.future = place.future()
+        self.future, self.half = place.future(), Milestone()
+        self.buffers: BufferCopy | None = None
         self.done_s: float | None = None
+        self.keeps_turn = False
+        self.compute_ends: Callable[[], None] = _nothing
+        self._timeline, self._is_dropped = timeline, False
+
+    # --- for its journey -------------------------------------------------------------------------------------
+
+    def hand_back(self) -> None:
+        """Let backward go on as if it were exchanged, in the hook; from now on whoever needs it waits for it."""
+        self.deferred = True
+        self.future.set_result(self.result)
+
+    async def summed(self) -> bool:
+        """Note that the own part is there, and wait for the other buckets' sums; return whether it is still needed."""
+        self.half.reach(None, self.place.mark())
+        gathers = self.backward.gathers
+        await (gathers.passed_first() if self.last else gathers)
+        return not self._is_dropped
 
     def exchanged(self) -> None:
         """Note that nothing travels any more, before the turn is waited for."""
         self.done_s = time.monotonic()
 
+    # --- for whoever needs one that was handed back ----------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until the mean is there; on a device order what the caller does behind it. May be called again."""
+        if not (self.backward.is_whole or self.backward.gathers.is_open):
+            raise ExchangeError(
+                "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
+            )
+        self._wait(super().wait)
+
+    def wait_for_sum(self) -> None:
+        """Do so until the own part of the mean is there."""
+        self._wait(self.half.wait)
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        begin_s = time.monotonic()
+        wait()
+        if self._timeline is not None:
+            self._timeline.span("stall", begin_s, time.monotonic(), bucket=self.index)
+
+    def drop(self) -> None:
+        """Let its memory be used by the next backward pass, on all ranks: nobody is going to wait for it."""
+        if self.backward.is_whole:
+            self.wait()
+        else:
+            self._is_dropped = True
+            self.wait_for_sum()
+
+    # --- for the exchange ------------------------------------------------------------------------------------
+
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
-        """Complete the Future, or leave the error to be raised after backward."""
+        """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
         super().end(error, follow)
+        self.half.reach(error, follow)
+        if self.deferred:
+            return
         with self.place.side():
             if error is None or self.backward.leave(error):
                 self.future.set_result(self.result)
@@ -133,3 +204,7 @@ def _queue(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _nothing() -> None:
+    return None

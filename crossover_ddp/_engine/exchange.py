@@ -5,13 +5,14 @@ final for the group: it is thrown into every journey of this rank, and the conne
 hear of it.
 """
 
+import contextlib
 import functools
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -35,10 +36,11 @@ from .spans import TracedLink, timeline_of
 from .staged import Staged
 from .step_records import StepRecords
 from .trips import Trip
-from .turns import Turn, behind, check_turn, in_turns
+from .turns import Turn, TurnLink, behind, check_turn
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
 Around = Callable[[Link], Link]
+Step = Callable[[], Coroutine[Any, Any, None]]
 
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
@@ -114,23 +116,28 @@ class Exchange:
 
         Args:
             grad_bucket: what DDP gave to the hook.
-            way: of the bucket.
-            turn: given away after the last bucket, taken again before the last Future completes.
+            way: makes the bucket's journey; may raise, to refuse the bucket. May hand the bucket back.
+            turn: given away after the last bucket, taken again before the last Future completes; not if that was
+                handed back.
             state: that the hook was registered with; see `ModuleBuffers`.
             around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
                 to refuse the bucket.
 
         Raises what refuses the bucket.
         """
-        bucket, link = self._taken(grad_bucket, self._enter(grad_bucket), turn, around)
-        if self._timeline is not None:
-            number, largest = bucket.backward.number, largest_bytes(grad_bucket)
-            link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
-        if turn is not None and bucket.last:
-            way = functools.partial(in_turns, way, turn)
-        self._send(bucket, way(bucket, link), turn)
+        backward = self._enter(grad_bucket)
+        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
+        with self._refusing(grad_bucket, backward, turn):
+            bucket = self._bucket(grad_bucket, backward, turn)
+            link = link if around is None or self.size == 1 else around(link)
+            if self._timeline is not None:
+                number, largest = backward.number, largest_bytes(grad_bucket)
+                link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
+            turns = TurnLink(link, bucket, turn) if turn is not None and bucket.last else None
+            journey = way(bucket, link if turns is None else turns)
+        self._send(bucket, journey, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1:
-            self._send_buffers(grad_bucket, state)
+            self._send_buffers(bucket, grad_bucket, state)
         return bucket.future
 
     def follow(self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
@@ -143,8 +150,10 @@ class Exchange:
         backward.futures.append(future)
         if not grad_bucket.is_last():
             return future
-        bucket, link = self._taken(grad_bucket, backward, turn)
-        self._send(bucket, behind(backward.futures, bucket, link, turn), turn)
+        link = self.network(grad_bucket.buffer().device).link()
+        with self._refusing(grad_bucket, backward, turn):
+            bucket = self._bucket(grad_bucket, backward, turn)
+        self._send(bucket, behind(backward.futures, bucket, link, turn))
         return bucket.future
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
@@ -152,24 +161,20 @@ class Exchange:
         backward = self._backward
         backward.watch(is_last=grad_bucket.is_last())
         if grad_bucket.is_last():
-            self._backward = Backward(backward.number + 1)
+            backward.is_whole, self._backward = True, Backward(backward.number + 1)
         return backward
 
-    def _taken(
-        self,
-        grad_bucket: dist.GradBucket,
-        backward: Backward,
-        turn: Turn | None,
-        around: Around | None = None,
-    ) -> tuple[Bucket, Link]:
-        """Return the bucket and its link; a refused last one ends the step's compute, too."""
-        link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
+    @contextlib.contextmanager
+    def _refusing(
+        self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None
+    ) -> Iterator[None]:
+        """Where a bucket may be refused: a refused last one ends the step's compute, too."""
         try:
-            bucket = self._bucket(grad_bucket, backward, turn)
-            return bucket, link if around is None or self.size == 1 else around(link)
+            yield
         except Exception:
             if grad_bucket.is_last():
                 self._compute_ends(backward, turn)
+                backward.gathers.open()
             raise
 
     def _bucket(self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None) -> Bucket:
@@ -181,16 +186,18 @@ class Exchange:
         check_turn(turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         network = self.network(flat.device)
-        return Bucket(grad_bucket, flat, equal_layout(flat, network), backward, network.place)
+        bucket = Bucket(grad_bucket, equal_layout(flat, network), backward, network.place, self._timeline)
+        bucket.compute_ends = functools.partial(self._compute_ends, backward, turn)
+        return bucket
 
     def _traced(self, link: Link, **details: Detail) -> Link:
         if self._timeline is None:
             return link
         return TracedLink(link, self._timeline, ready_s=time.monotonic(), **details)
 
-    def _send(self, bucket: Bucket, way: Coroutine[Any, Any, None], turn: Turn | None) -> None:
-        compute_ends = functools.partial(self._compute_ends, bucket.backward, turn)
-        self._start(bucket, way, bucket.place, compute_ends if bucket.last else None)
+    def _send(self, bucket: Bucket, way: Coroutine[Any, Any, None], then: Step | None = None) -> None:
+        launched = bucket.compute_ends if bucket.last and not bucket.keeps_turn else None
+        self._start(bucket, way, bucket.place, launched, then)
 
     def _start(
         self,
@@ -198,9 +205,10 @@ class Exchange:
         way: Coroutine[Any, Any, None],
         place: Place,
         launched: Callable[[], None] | None = None,
+        then: Step | None = None,
     ) -> None:
         ended = functools.partial(self._ended, trip, place)
-        journey = trip.journey = Journey(_after(place.follow(), way), ended, place.side, launched)
+        journey = trip.journey = Journey(_between(place.follow(), way, then), ended, place.side, launched)
         with self._lock:
             self._under_way.add(trip)
             failure = self._failure
@@ -210,7 +218,10 @@ class Exchange:
             journey.go_on() if failure is None else journey.throw(failure)
 
     def _compute_ends(self, backward: Backward, turn: Turn | None) -> None:
-        """The step's compute is launched: let a sibling have the turn, before another thread may take it again."""
+        """The step's compute is launched: let a sibling have the turn, before another one may take it. Once."""
+        if backward.compute_ended:
+            return
+        backward.compute_ended = True
         if self._timeline is not None and self._turn_taken_s is not None and backward.ready:
             end_s = backward.ready[-1][1]
             self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number)
@@ -228,7 +239,7 @@ class Exchange:
             self._timeline.span("exchange", ready_s, done_s, step=number, device_type=where)
             self._timeline.span("wait", done_s, now_s, step=number + 1)
 
-    def _send_buffers(self, grad_bucket: dist.GradBucket, state: object) -> None:
+    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
         device = grad_bucket.buffer().device
         copy = self.buffers.copy(grad_bucket, state, functools.partial(self.have_all, device))
@@ -236,7 +247,9 @@ class Exchange:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
             copy.arrived = self.begin(lambda link: link.all_gather(flat, layout), device, name)
-            after_backward(copy.claim_and_unpack)
+            # Who needs a bucket that was handed back unpacks before the next forward.
+            after_backward(copy.claim if bucket.deferred else copy.claim_and_unpack)
+        bucket.buffers = copy
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
@@ -267,6 +280,15 @@ class Exchange:
             raise ExchangeError(
                 "this process is a fork of a rank; train in the rank, or start a process anew"
             )
+
+    def compute_begins(self) -> None:
+        """Note that forward begins, for the timeline."""
+        self._turn_taken_s = time.monotonic()
+
+    def waited(self, since_s: float) -> None:
+        """Note that forward waited for its turn until now, for the timeline."""
+        if self._timeline is not None:
+            self._timeline.span("wait", since_s, time.monotonic(), step=self._backward.number)
 
     @property
     def devices(self) -> set[str]:
@@ -304,8 +326,10 @@ class Exchange:
         failure = None if error is None else self._fail(trip.name, error)
         with self._lock:
             self._under_way.discard(trip)
-        if isinstance(trip, Bucket) and trip.last and failure is None:
-            self._step_ends(trip)
+        if isinstance(trip, Bucket) and trip.last:
+            trip.compute_ends()  # kept for owners' work that was not done
+            if failure is None and not trip.deferred:
+                self._step_ends(trip)
         trip.end(failure, place.mark())
 
     def _fail(self, name: str, cause: BaseException) -> CrossoverError:
@@ -355,10 +379,12 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _after(begin: Begin, way: Coroutine[Any, Any, None]) -> None:
+async def _between(begin: Begin, way: Coroutine[Any, Any, None], then: Step | None) -> None:
     try:
         await begin()
     except BaseException:
         way.close()
         raise
     await way
+    if then is not None:
+        await then()

@@ -27,11 +27,55 @@ class Station(Worker):
         yield self.put
 
 
+class Gate:
+    """Where journeys wait until it is opened, once, on whatever thread; there they go on, the latest one first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Job] = []
+        self.is_open = False
+
+    def __await__(self) -> Stops:
+        """Go on when it is open."""
+        yield self._put
+
+    async def passed_first(self) -> None:
+        """Open it, and go on before all that wait."""
+        await _Yield(self._put_and_open)
+
+    def open(self) -> None:
+        """Let all go on that wait, and all later ones at once. May be called again."""
+        with self._lock:
+            self.is_open = True
+            waiting, self._waiting = self._waiting, []
+        for go_on in reversed(waiting):
+            go_on()
+
+    def _put(self, go_on: Job) -> None:
+        with self._lock:
+            if is_closed := not self.is_open:
+                self._waiting.append(go_on)
+        if not is_closed:
+            go_on()
+
+    def _put_and_open(self, go_on: Job) -> None:
+        self._put(go_on)
+        self.open()
+
+
+class _Yield:
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+
+    def __await__(self) -> Stops:
+        yield self._stop
+
+
 class Journey:
     """One coroutine on its way. At most one thread runs it at a time.
 
     Args:
-        way: awaits nothing but stations, and coroutines made of these.
+        way: awaits nothing but stations, gates, and coroutines made of these.
         ended: called once, on the thread of its last piece, with what it raised, or None.
         where: makes the context of each piece of the way. Not by `contextlib.contextmanager`: a coroutine ends with a
             StopIteration, which a generator may not let through.

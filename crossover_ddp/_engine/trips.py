@@ -6,23 +6,16 @@ from collections.abc import Callable
 from .journeys import Journey
 
 
-class Trip:
-    """A journey under way.
+class Milestone:
+    """A place on a journey's way that the program waits for."""
 
-    Args:
-        name: of what travels, in errors.
-        deferred: the program goes on without it; other ranks may need it although this one ends.
-    """
-
-    def __init__(self, name: str, *, deferred: bool = False) -> None:
-        self.name, self.deferred = name, deferred
-        self.journey: Journey | None = None
+    def __init__(self) -> None:
         self._arrived = threading.Event()
         self._error: BaseException | None = None
         self._follow: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Block until it has ended; on a device order what the caller does behind it. May be called again.
+        """Block until it is reached; on a device order what the caller does behind it. May be called again.
 
         Raises what has ended the journeys of the group, if anything has.
         """
@@ -32,8 +25,27 @@ class Trip:
         if self._follow is not None:
             self._follow()
 
+    def reach(self, error: BaseException | None, follow: Callable[[], None]) -> None:
+        """Let nobody wait any more; what comes first counts."""
+        if not self._arrived.is_set():
+            self._error, self._follow = error, follow
+            self._arrived.set()
+
+
+class Trip(Milestone):
+    """A journey under way; its end is what is waited for.
+
+    Args:
+        name: of what travels, in errors.
+        deferred: the program goes on without it; other ranks may need it although this one ends.
+    """
+
+    def __init__(self, name: str, *, deferred: bool = False) -> None:
+        super().__init__()
+        self.name, self.deferred = name, deferred
+        self.journey: Journey | None = None
+
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Let nobody wait any more."""
         self.journey = None  # no cycle that keeps its tensors
-        self._error, self._follow = error, follow
-        self._arrived.set()
+        self.reach(error, follow)

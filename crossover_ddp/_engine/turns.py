@@ -8,9 +8,9 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .buckets import Bucket, BucketWay
+from .buckets import Bucket
 from .links import Layout, Link, LinkAround
-from .places import GradientFuture, Place
+from .places import GradientFuture
 
 
 class Turn(Protocol):
@@ -50,45 +50,56 @@ def check_turn(turn: Turn | None, process_group: dist.ProcessGroup | None) -> No
         )
 
 
-class _HalfWay(LinkAround):
-    """A link that joins the siblings' queue early: when the means of a last bucket are there.
+class TurnLink(LinkAround):
+    """The link of a step's last bucket, which joins the siblings' queue early: when the means are there.
 
     Where collectives go in the program's order, only a thread that issues nothing afterwards may wait for that: what
-    waits for it is left in ``reached``.
+    waits for it is left to `take`.
     """
 
-    def __init__(self, link: Link, place: Place, turn: Turn) -> None:
+    def __init__(self, link: Link, bucket: Bucket, turn: Turn) -> None:
         super().__init__(link)
-        self._turn, self._place, self.reached = turn, place, place.reached()
+        self._bucket, self._turn = bucket, turn
+        self._reached = bucket.place.reached()
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
         own = await super().reduce_scatter(flat, layout)
-        if self.in_program_order:
-            self.reached = self._place.reached()
-        elif self.size > 1:
-            self._turn.request()
+        if not self._bucket.keeps_turn:
+            self._half_way()
         return own
 
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`: owners' work is done."""
+        if self._bucket.keeps_turn:
+            self._bucket.compute_ends()
+            self._half_way()
+        await super().all_gather(flat, layout)
 
-async def in_turns(way: BucketWay, turn: Turn, bucket: Bucket, link: Link) -> None:
-    """Go the way of a step's last bucket, and take the turn again; `Exchange.carry` has given it away.
+    def _half_way(self) -> None:
+        if self.in_program_order:
+            self._reached = self._bucket.place.reached()
+        elif self.size > 1 and not self._bucket.deferred:
+            self._turn.request()
 
-    A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without us.
-    """
-    half_way = _HalfWay(link, bucket.place, turn)
-    await way(bucket, half_way)
-    whole_way = bucket.place.reached()
-    await link.settle()
-    ahead = link.in_program_order and not turn.shared
-    if link.in_program_order and not ahead:
-        half_way.reached()
-        turn.request()
-        whole_way()
-    elif link.size == 1:
-        turn.request()
-    bucket.exchanged()
-    turn.acquire(ahead=ahead)
+    async def take(self) -> None:
+        """Take the turn again, which `Exchange.carry` has given away; the bucket has gone its way.
+
+        A job that shares its device with nobody does not wait for the device: the host runs ahead as it would without
+        us.
+        """
+        bucket, turn = self._bucket, self._turn
+        whole_way = bucket.place.reached()
+        await self.settle()
+        ahead = self.in_program_order and not turn.shared
+        if self.in_program_order and not ahead:
+            self._reached()
+            turn.request()
+            whole_way()
+        elif self.size == 1:
+            turn.request()
+        bucket.exchanged()
+        turn.acquire(ahead=ahead)
 
 
 async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:
