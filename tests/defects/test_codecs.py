@@ -121,7 +121,7 @@ def train_with(rank: int, world_size: int, name: str, choices: list[Any]) -> str
 @pytest.mark.parametrize("name", ["compressed", "crossover", "decoupled"])
 def test_ranks_with_other_codecs_are_told(name: str, choices: list[Any]) -> None:
     """A user whose ranks have different codecs gets an error on all ranks, and no abort of the process."""
-    for message in run_ranks(train_with, 2, args=(name, choices), timeout_s=20.0):
+    for message in run_ranks(train_with, 2, args=(name, choices)):
         assert message.startswith("expected the same codec on all ranks, got codec by rank {0: ")
         assert "Int8(block=256)" in message
 
@@ -179,7 +179,7 @@ def resume_with(rank: int, world_size: int, prefix: str) -> str | float:
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "another."])
 def test_loaded_residuals_arrive_or_are_refused(prefix: str) -> None:
     """A user who resumes in another wrapping gets what was left out, or is told that the names are others'."""
-    for found in run_ranks(resume_with, 2, args=(prefix,), timeout_s=20.0):
+    for found in run_ranks(resume_with, 2, args=(prefix,)):
         if prefix == "another.":
             assert isinstance(found, str) and "another.weight" in found
         else:

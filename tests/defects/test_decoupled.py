@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
 from tests.harness import inside, run_ranks
+from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
 from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
@@ -196,7 +196,7 @@ def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
 
 def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> str:
     """Go on behind a bucket that rank 1 refuses, as a script that leaves a bad batch out; return the next error."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = impatient_group(4)
     ddp = {"process_group": group, "bucket_cap_mb": cap_mb}
     training = Training(decoupled=True, ddp=ddp, process_group=group, defer=defer).run(12)
     if rank:

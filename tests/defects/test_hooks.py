@@ -261,9 +261,7 @@ def with_environment(rank: int, world_size: int, name: str) -> str:
 )
 def test_ranks_of_other_environments_are_told(name: str, variable: str) -> None:
     """A user who has set a variable on one rank alone gets an error on all ranks, in no time."""
-    for message in run_ranks(
-        with_environment, 2, args=(name,), environment=[{variable: "1"}, {}], timeout_s=30.0
-    ):
+    for message in run_ranks(with_environment, 2, args=(name,), environment=[{variable: "1"}, {}]):
         assert message.startswith(f"expected the same {variable} on all ranks, got")
 
 

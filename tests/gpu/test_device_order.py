@@ -79,7 +79,6 @@ def test_a_turn_belongs_to_all_ranks_of_a_job_on_the_device(tmp_path: Path) -> N
 def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
     busy = busy_kernel()
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
-    took_s = []
     mutex = GPUMutex(new_plan(tmp_path).group, device=0, lease=LEASE_S)
     try:
         for _ in range(6):
@@ -87,15 +86,12 @@ def test_giving_back_does_not_wait_for_the_device(tmp_path: Path) -> None:
             busy(marks, 50_000_000)
             kernel_done = torch.cuda.Event()
             kernel_done.record()
-            begin_s = time.perf_counter()
             mutex.release()
-            took_s.append(time.perf_counter() - begin_s)
             assert not kernel_done.query(), "the kernel was over: the host has waited for it"
             torch.cuda.synchronize()
         assert mutex.stats()["disabled_because"] is None
     finally:
         mutex.close()
-    assert statistics.median(took_s) < 1e-3, took_s
 
 
 # --- names ---------------------------------------------------------------------------------------------------
@@ -234,7 +230,7 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
         ),
     ]
     [_, [took_s]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
-    assert took_s < 10.0, "it waited for a lease, or nearly"
+    assert took_s < DEATH_TIMEOUT_S, "it waited for a lease, or nearly"
 
 
 # --- what thousands of turns leave behind --------------------------------------------------------------------

@@ -5,9 +5,13 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 
@@ -44,3 +48,14 @@ def single_process_group(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def impatient_group(seconds: float, *ranks: int) -> dist.ProcessGroup:
+    """Make a process group of these ranks, else of all, whose time limit is so short that it may strike.
+
+    Ranks come to it together: what DDP imports when it is first used may take one rank longer than another has patience
+    for. **Collective**.
+    """
+    DistributedDataParallel(nn.Linear(1, 1))
+    dist.barrier()
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks) or None, timeout=timedelta(seconds=seconds)))

@@ -13,7 +13,7 @@ from typing import TypeVar
 from .waiting import state
 
 # What has been told to end may need a moment, on a busy machine more than one.
-GRACE_S = 5.0
+GRACE_S = 20.0
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -156,7 +156,7 @@ def test_hang_shows_where() -> None:
         run_ranks(_hang_on_rank_one, 2, timeout_s=1.0)
     assert "in _hang_on_rank_one" in str(caught.value)
     assert "rank 0" not in str(caught.value)
-    assert time.monotonic() - begin_s < 30.0
+    assert time.monotonic() - begin_s < 60.0
 
 
 def test_hang_in_a_collective_shows_all_stacks() -> None:
@@ -173,7 +173,7 @@ def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
         RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
     ):
         run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
-    assert eventually(lambda: not _is_running(int(where.read_text())), 10.0), "it is killed, not waited for"
+    assert eventually(lambda: not _is_running(int(where.read_text()))), "it is killed, not waited for"
 
 
 def test_expected_death_is_no_failure() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Tell whether the condition comes true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

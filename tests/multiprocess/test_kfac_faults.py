@@ -2,7 +2,6 @@
 
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,19 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
+from tests.harness.groups import impatient_group
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
 
-PATIENCE_S = 3.0
-LIMIT_S = 20.0  # of a busy machine
-
-
-def impatient_group(*ranks: int) -> dist.ProcessGroup:
-    # What DDP imports when it is first used may take one rank longer than another has patience for.
-    DistributedDataParallel(mlp(WIDTH, OUTPUTS))
-    dist.barrier()
-    group = dist.new_group(list(ranks) or None, timeout=timedelta(seconds=PATIENCE_S))
-    assert group is not None
-    return group
+PATIENCE_S = 10.0
+LIMIT_S = 60.0  # of a busy machine
 
 
 def failure_of(training: Training, steps: int = 3) -> tuple[str, float]:
@@ -40,7 +31,7 @@ def failure_of(training: Training, steps: int = 3) -> tuple[str, float]:
 
 def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tuple[str, float]:
     # Who is no neighbour of the dead one on the ring hears of it when a neighbour leaves, or by the timeout.
-    group = impatient_group()
+    group = impatient_group(PATIENCE_S)
     training = Training(
         rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1, decoupled=decoupled
     )
@@ -71,7 +62,9 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
 def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
     world_size: int, moment: str, decoupled: bool
 ) -> None:
-    outcomes = run_ranks(lose_a_peer, world_size, args=(moment, decoupled), deaths={1: signal.SIGKILL})
+    outcomes = run_ranks(
+        lose_a_peer, world_size, args=(moment, decoupled), deaths={1: signal.SIGKILL}, timeout_s=90
+    )
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             message, took_s = outcome
@@ -117,8 +110,8 @@ def test_other_layers_are_refused_on_all_ranks(
 
 def state_of_another_group(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 1 registers a state whose group is of itself alone; the others have that of the model."""
-    group = impatient_group()
-    alone = [impatient_group(each) for each in range(world_size)][rank]
+    group = impatient_group(PATIENCE_S)
+    alone = [impatient_group(PATIENCE_S, each) for each in range(world_size)][rank]
     model = DistributedDataParallel(mlp(WIDTH, 8, OUTPUTS), process_group=group)
     states = [KFACState(model, kl_clip=None, process_group=each) for each in (group, alone)]
     model.register_comm_hook(states[rank == 1], kfac_hook)
@@ -133,7 +126,7 @@ def state_of_another_group(rank: int, world_size: int) -> tuple[str, float]:
 
 
 def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None:
-    (first, first_s), (second, second_s) = run_ranks(state_of_another_group, 2)
+    (first, first_s), (second, second_s) = run_ranks(state_of_another_group, 2, timeout_s=90)
     assert second.startswith("UnsupportedConfigurationError: expected the process group that DDP was given")
     assert "of ranks [0, 1], got a process_group of ranks [1]" in second
     assert first.startswith("ExchangeError: rank 0 of 2: the ")

@@ -3,25 +3,23 @@
 import functools
 import signal
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import _muon as torch_muon
 from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import ExchangeError, GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
-from tests.harness.groups import new_group
+from tests.harness.groups import impatient_group, new_group
 from tests.harness.training import Training
 from tests.multiprocess.owned_training import OwnedRun, Soap, batch, mixture
 
 STEPS = 10
-PATIENCE_S = 3.0
-LIMIT_S = 20.0  # of a busy machine
+PATIENCE_S = 10.0
+LIMIT_S = 60.0  # of a busy machine
 # What owners compute, by the way of the hook.
 WORK = {
     "kfac": (torch.linalg, "cholesky_ex"),
@@ -62,10 +60,7 @@ def test_owners_work_inside_of_their_turns(way: str) -> None:
 
 def lose_a_peer(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 1 dies; return what the others hear of it, and when."""
-    DistributedDataParallel(mixture())  # imports what one rank would else wait for
-    dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
-    assert group is not None
+    group = impatient_group(PATIENCE_S)
     run = OwnedRun(mixture(), "soap", owners=True, options={"process_group": group})
     for step in range(3):
         run.step(batch(rank, step))
@@ -84,7 +79,7 @@ def lose_a_peer(rank: int, world_size: int) -> tuple[str, float]:
 
 
 def test_the_loss_of_a_peer_in_its_step_is_an_error_in_bounded_time() -> None:
-    survivor, _ = run_ranks(lose_a_peer, 2, deaths={1: signal.SIGKILL})
+    survivor, _ = run_ranks(lose_a_peer, 2, deaths={1: signal.SIGKILL}, timeout_s=90)
     message, took_s = survivor
     assert message.startswith("rank 0 of 2: the "), message
     assert took_s < PATIENCE_S + LIMIT_S

@@ -76,7 +76,7 @@ def test_the_holder_computes_and_the_next_one_queues(
     assert device["idle_share"] == 0.0
     assert {pid for job in device["jobs"] for pid in job["pids"]} == {os.getpid()}
     holder.release()
-    future.result(5.0)
+    future.result(60.0)
     assert states(status_of(group, capsys))[f"{waiting.job:x}"] == "computes"
     waiting.release()
     device = status_of(group, capsys)
@@ -253,7 +253,7 @@ def test_ctrl_c_ends_watching_with_exit_code_0(make: Make, group: str) -> None:
         assert watching.stdout is not None
         lines = [json.loads(watching.stdout.readline()) for _ in range(2)]
         watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=30.0)
+        _, errors = watching.communicate(timeout=60.0)
     assert [line["groups"][0]["group"] for line in lines] == [group, group]
     assert (watching.returncode, errors) == (FINE, "")
 

@@ -299,7 +299,7 @@ def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyP
     for saver in savers:
         saver.start()
     for saver in savers:
-        saver.join(30)
+        saver.join(60)
     assert both_are_in.broken
     assert_same(training, plain)
 

@@ -57,7 +57,7 @@ def test_a_failure_ends_all_that_is_under_way() -> None:
         assert not may_go_on.is_set()
         may_go_on.set()
         busy.stop()
-        assert busy.join(10)
+        assert busy.join(60)
 
 
 def one_rank_fails(rank: int, size: int) -> tuple[list[str], float]:

@@ -42,7 +42,7 @@ def test_a_station_is_a_thread_in_order_of_arrival() -> None:
     for number in range(3):
         start(way(number))
     station.stop()
-    assert station.join(5)
+    assert station.join(60)
     assert seen == [(0, "here"), (1, "here"), (2, "here")]
     assert adopted == ["here"]
 
@@ -69,7 +69,7 @@ def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: 
 
     async def busy() -> None:
         await station
-        may_go_on.wait(5)
+        may_go_on.wait(60)
 
     async def way() -> None:
         try:
@@ -77,7 +77,7 @@ def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: 
                 await parked
             await station
             is_busy.set()
-            may_go_on.wait(5)
+            may_go_on.wait(60)
             await parked
         finally:
             finals.append(place)
@@ -86,13 +86,13 @@ def test_an_error_reaches_a_journey_wherever_it_is_and_finally_runs_once(place: 
         start(busy())
     journey, ends = start(way())
     if place == "running":
-        assert is_busy.wait(5)
+        assert is_busy.wait(60)
     journey.throw(ValueError("the end"))
     journey.throw(ValueError("another"))
     may_go_on.set()
     parked.go_on()  # stale
     station.stop()
-    assert station.join(5)
+    assert station.join(60)
     assert finals == [place]
     assert [str(each) for each in ends] == ["the end"]
 
