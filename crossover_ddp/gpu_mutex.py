@@ -13,6 +13,7 @@ import datetime
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -267,7 +268,7 @@ class GPUMutex:
         self._safely(RankTurns.request)
 
     def acquire(self, *, ahead: bool = False, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
-        """Block until this job's turn has come on this device; on a GPU let the current stream wait as well.
+        """Block until this job's turn has come on this device: siblings' kernels are done then.
 
         Siblings that die are passed over at once, others after their lease. If turns fail the job goes on
         without them. Inside a turn a job of one rank goes on at once, one of several ranks gives it back first.
@@ -275,12 +276,17 @@ class GPUMutex:
         Args:
             ahead: go on at once although the turn's number is not known yet; for callers that have seen
                 `shared` to be False. A sibling that joins at this very moment may compute beside this turn.
-            streams: further streams of the GPU that begin after the siblings' turns; default the current one alone.
+            streams: without effect; goes with the next version.
 
         On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
             would take no turn; nothing has changed then. Raises nothing else.
         """
-        self._safely(lambda turns: turns.acquire(ahead=ahead, streams=streams))
+        if streams:
+            words = (
+                "acquire(streams=…) has no effect: the host waits, so every stream may begin; leave it out"
+            )
+            warnings.warn(words, FutureWarning, stacklevel=2)
+        self._safely(lambda turns: turns.acquire(ahead=ahead))
 
     def release(self, *, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Give the turn back once the current stream has finished what it has queued; on a CPU at once.

@@ -14,24 +14,10 @@ from typing import Final
 _LIBRARY: Final = "libcuda.so.1"
 _SUCCESS: Final = 0
 # CUdevice_attribute
-CAN_USE_64_BIT_STREAM_MEM_OPS: Final = 122
-IPC_EVENT_SUPPORTED: Final = 125
 MPS_ENABLED: Final = 133
-# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
-_SHARED_AND_MAPPED: Final = 0x01 | 0x02
-_WAIT_UNTIL_AT_LEAST: Final = 0x0  # CU_STREAM_WAIT_VALUE_GEQ, on signed differences
-# CU_STREAM_WRITE_VALUE_DEFAULT: the write comes after everything that its stream has written
-_WRITE_IN_ORDER: Final = 0x0
 _CAPTURE_MODE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
-_U64, _SIZE, _INT, _POINTER, _FLAGS = (
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint,
-)
-# The versions behind cuda.h's macros: stream memory operations of the first version are off by default.
+_INT, _POINTER, _FLAGS = ctypes.c_int, ctypes.c_void_p, ctypes.c_uint
 _SIGNATURES: Final = {
     "cuInit": (_FLAGS,),
     "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
@@ -39,11 +25,6 @@ _SIGNATURES: Final = {
     "cuDeviceGetAttribute": (ctypes.POINTER(_INT), _INT, _INT),
     "cuDeviceGetUuid": (_POINTER, _INT),
     "cuDeviceGetUuid_v2": (_POINTER, _INT),
-    "cuMemHostRegister_v2": (_POINTER, _SIZE, _FLAGS),
-    "cuMemHostUnregister": (_POINTER,),
-    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_U64), _POINTER, _FLAGS),
-    "cuStreamWriteValue64_v2": (_POINTER, _U64, _U64, _FLAGS),
-    "cuStreamWaitValue64_v2": (_POINTER, _U64, _U64, _FLAGS),
     "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_INT),),
 }
 _UUID_BYTES: Final = 16
@@ -103,29 +84,6 @@ class CudaDriver:
         found = ctypes.create_string_buffer(_UUID_BYTES)
         self._call(function, found, self._device(index))
         return uuid.UUID(bytes=found.raw)
-
-    def register(self, address: int, size_bytes: int) -> int:
-        """Pin host memory for every context of this process; return its address on the device."""
-        self._call("cuMemHostRegister_v2", address, size_bytes, _SHARED_AND_MAPPED)
-        on_device = _U64()
-        try:
-            self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(on_device), address, 0)
-        except RuntimeError:
-            self.unregister(address)
-            raise
-        return on_device.value
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        self._call("cuMemHostUnregister", address)
-
-    def write(self, stream: int, address: int, value: int) -> None:
-        """Let the stream write a 64-bit word behind all work that it was given so far."""
-        self._call("cuStreamWriteValue64_v2", stream, address, value, _WRITE_IN_ORDER)
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        """Let the stream wait until a 64-bit word is at least ``value``."""
-        self._call("cuStreamWaitValue64_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
 
     def ignore_other_threads_captures(self) -> None:
         """Let the calling thread query and wait although another thread of the process captures a CUDA graph."""

@@ -11,7 +11,7 @@ DEVICE: Final = "CROSSOVER_DEVICE"
 """Name of the device that siblings share, where it is not a GPU."""
 DEVICE_ORDER: Final = "CROSSOVER_DEVICE_ORDER"
 """How turns are ordered on a GPU, see `crossover_ddp._turns.device_order`."""
-DEVICE_ORDERS: Final = ("host", "semaphores", "events")
+DEVICE_ORDERS: Final = ("host", "events")
 """The default first."""
 DISABLE: Final = "CROSSOVER_DISABLE"
 """Every state behaves as plain all-reduce."""

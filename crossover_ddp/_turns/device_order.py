@@ -1,131 +1,204 @@
-"""Order of turns on the device itself: what the next holder's kernels wait for.
+"""The end of a turn on the device itself, whose kernels run on when the host has given the turn back. Our design.
 
-On a GPU the host runs ahead of the device, so a turn given back on the host still has kernels in the queue.
-``CROSSOVER_DEVICE_ORDER`` says what the next holder waits for. Our design.
+``CROSSOVER_DEVICE_ORDER`` says what the next holder waits for:
 
-- ``host``, the default, and the way taken where another one does not work: a thread of the holder waits for the
-  device, then publishes the turn. The next holder's host waits for that, or for the holder's death.
-- ``semaphores``: the holder's stream writes a 64-bit word in host memory that siblings share, and the next holder's
-  stream waits for it; a host releases the words of the dead. See `semaphore_order`.
-- ``events``: the holder records an inter-process CUDA event, and the next holder's stream waits for it. See
-  `event_order`.
+- ``host``, the default: the holder's own thread waits for the device, and then publishes the turn.
+- ``events``: the holder records an inter-process CUDA event and publishes the turn at once. A thread of the next
+  holder waits for that event.
 
-[Note: why the host waits]
-With ``events`` a stream of one process waits for a record of another one. If that process dies first (out of memory, a
-SIGTERM, a SIGKILL), its record may never come, and nobody can take the wait back: an innocent job stands still for
-ever. So no such wait is enqueued unless the user asks for it. The price of ``host`` is the time in which a thread
-notices the end, some tens of microseconds once per turn.
+[Note: no stream waits for another process]
+A process may die before its kernels are done (out of memory, a SIGTERM, a SIGKILL), and nobody can take back a wait
+that a stream has been given: an innocent job would stand still for ever. So only threads wait for a foreign event, and
+a thread whose event never comes is left behind. The price: some tens of microseconds once per turn,
+in which a thread notices the end.
 
-Siblings may use different ways: see [Note: publishing late] in `gpu_order`.
+[Note: one record per turn]
+A wait for an event covers its last record. The turn is published *after* the record, and a sibling reads the turn
+before it waits, so what it waits for has always been enqueued.
 """
 
+import functools
 import logging
 import os
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 
 from crossover_ddp._system import environment
+from crossover_ddp._system.cuda_driver import adopt_thread
+from crossover_ddp._system.worker import Worker
+from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .event_order import EventOrder
-from .gpu_order import GpuOrder, Key, SiblingFiles, Streams
-from .semaphore_order import SemaphoreOrder
+from .slots import EVENT_COUNT, EVENT_HANDLE_BYTES
 
 logger = logging.getLogger(__name__)
 
+Process = tuple[int, int]
+"""A sibling process: its slot and incarnation."""
 
-class DeviceOrder(Protocol):
-    """How the next holder's device learns that a turn has ended."""
-
-    kind: ClassVar[str]
-    """How turns are ordered, for people to read."""
-    on_device: ClassVar[bool]
-    """Whether a turn given back on the host may still be under way on the device."""
-    waits_on_host: ClassVar[bool]
-    """Whether siblings must publish a turn only after its kernels have finished; published in this process's slot."""
-    handles: bytes
-    """What siblings need in order to wait for this process; published in its slot."""
-
-    def check_usable(self) -> None:
-        """Raise ``UnsupportedConfigurationError`` while a turn can neither begin nor end."""
-
-    def finish(
-        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
-    ) -> None:
-        """Mark the end of ``turn`` behind what the current stream, and ``streams``, have queued, then ``publish`` it.
-
-        ``on_host``: a sibling cannot wait for the mark. ``publish`` must not raise.
-        """
-
-    def admit(self, streams: Streams) -> None:
-        """Let ``streams`` begin after what the current stream waits for."""
-
-    def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
-        """Let the current stream wait for the end of a sibling's ``turn``; return why it cannot, once for a sibling."""
-
-    def close(self) -> None:
-        """Free what the device holds, once nothing waits for it. May be called again."""
+_DRAIN_TIMEOUT_S = 10.0
+_WAITER: Final = "crossover-turn-wait"
 
 
-class HostOrder:
-    """CPU devices: a turn given back on the host is over on the device too."""
+class _Pool(NamedTuple):
+    """Events that siblings can open, and the handles by which they do.
 
-    kind: ClassVar[str] = "host"
-    on_device: ClassVar[bool] = False
-    waits_on_host: ClassVar[bool] = False
-    handles: bytes = b""
-
-    def check_usable(self) -> None:
-        """Do nothing: a turn can always begin and end."""
-
-    def finish(
-        self, turn: int, publish: Callable[[], None], *, on_host: bool = False, streams: Streams = ()
-    ) -> None:
-        """Publish at once."""
-        publish()
-
-    def admit(self, streams: Streams) -> None:
-        """Do nothing: a CPU has no streams."""
-
-    def follow(self, key: Key, handles: bytes, turn: int) -> str | None:
-        """Do nothing: a published turn is over."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-class SynchronizedOrder(GpuOrder):
-    """The host's way: a thread waits for the device, then publishes the turn; see [Note: why the host waits]."""
-
-    kind: ClassVar[str] = "host"
-    waits_on_host: ClassVar[bool] = True
-
-
-def device_order(device: torch.device, event_count: int, siblings: SiblingFiles) -> DeviceOrder:
-    """Return the order for ``device``; warn if it is not the one that the user wanted.
-
-    On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names none.
+    To use an opened event after its owner has destroyed it is undefined, so a pool lives as long as the process; the
+    next mutex on the device takes it over.
     """
+
+    events: tuple[torch.cuda.Event, ...]
+    handles: bytes
+
+
+_unused: Final[dict[torch.device, list[_Pool]]] = {}
+
+
+def _take_pool(device: torch.device) -> _Pool:
+    """Return an unused pool. Raises ``RuntimeError`` where CUDA IPC does not work."""
+    if _unused.get(device):
+        return _unused[device].pop()
+    with torch.cuda.device(device):
+        events = tuple([torch.cuda.Event(interprocess=True, enable_timing=False) for _ in range(EVENT_COUNT)])
+        for event in events:  # an event that was never recorded has no handle on some drivers
+            event.record()
+        return _Pool(events, b"".join(bytes(event.ipc_handle()) for event in events))
+
+
+class DeviceOrder:
+    """Mark the ends of the own turns on a device, and wait for those of siblings. On a CPU there is nothing to do.
+
+    Args:
+        device: as this process numbers it.
+
+    On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names no order. Where CUDA IPC does not work (WSL 2)
+    ``events`` becomes ``host``, with a warning.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device if device.type == "cuda" else None
+        self._pool: _Pool | None = None
+        self._opened: dict[Process, tuple[torch.cuda.Event, ...]] = {}
+        self._publisher, self._waiter = Worker("crossover-turn-end"), Worker(_WAITER)
+        self._end_stream: torch.cuda.Stream | None = None
+        if _wanted() == "events" and self._gpu is not None:
+            try:
+                self._pool = _take_pool(self._gpu)
+            except RuntimeError as error:
+                words = "CUDA IPC events do not work on %s (%s): turns are ordered on the host"
+                logger.warning(words, device, error)
+        self.kind = "host" if self._pool is None else "events"
+        """The order in force, for people to read."""
+        self.handles = b"" if self._pool is None else self._pool.handles
+        """What siblings need in order to wait for this process; published in its slot."""
+
+    def check_usable(self) -> None:
+        """Raise ``UnsupportedConfigurationError`` while the current stream captures a CUDA graph."""
+        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedConfigurationError(
+                "expected turns to begin and end outside of a CUDA graph, got a stream that is capturing: a replay "
+                "would take no turn; acquire before replay() and release after it"
+            )
+
+    # --- own turns -----------------------------------------------------------------------------------------
+
+    def finish(self, turn: int, publish: Callable[[], None], streams: "Sequence[torch.cuda.Stream]") -> None:
+        """Mark the end of ``turn`` behind what the current stream, and ``streams``, have queued, and ``publish`` it.
+
+        ``publish`` must not raise; where siblings cannot wait themselves a thread calls it, when the device is done.
+        """
+        if self._gpu is None:
+            publish()
+            return
+        stream = torch.cuda.current_stream(self._gpu)
+        if streams:
+            self._end_stream = self._end_stream or torch.cuda.Stream(self._gpu)
+            for each in (stream, *streams):
+                self._end_stream.wait_stream(each)
+            stream = self._end_stream
+        if self._pool is not None:
+            self._pool.events[turn % EVENT_COUNT].record(stream)
+            publish()
+            return
+        end = torch.cuda.Event(blocking=True)
+        end.record(stream)
+        self._publisher.put(functools.partial(self._wait, end))
+        self._publisher.put(publish)
+
+    def _wait(self, end: torch.cuda.Event) -> None:
+        """Block until the device has reached ``end``. On a thread of the package's own."""
+        torch.cuda.set_device(self._gpu)
+        adopt_thread()
+        try:
+            end.synchronize()
+        except RuntimeError as error:  # nothing of a broken context runs any more; training will see it too
+            logger.debug("a turn on %s ended with an error of the device: %s", self._gpu, error)
+
+    # --- siblings' turns -----------------------------------------------------------------------------------
+
+    def follow(
+        self, process: Process, handles: bytes, turn: int, wake: Callable[[], None]
+    ) -> threading.Event:
+        """Let a thread wait for the end of a sibling's turn; the result is set then, and ``wake`` called.
+
+        Raises ``RuntimeError`` if its events cannot be opened here.
+        """
+        over = threading.Event()
+        event = self._events_of(process, handles)[turn % EVENT_COUNT]
+        if event.query():
+            over.set()
+            return over
+
+        def wait() -> None:
+            self._wait(event)
+            over.set()
+            wake()
+
+        self._waiter.put(wait)
+        return over
+
+    def _events_of(self, process: Process, handles: bytes) -> tuple[torch.cuda.Event, ...]:
+        if process not in self._opened:
+            slot, _ = process
+            for former in [known for known in self._opened if known[0] == slot]:
+                del self._opened[former]
+            starts = range(0, len(handles), EVENT_HANDLE_BYTES)
+            each = [handles[start : start + EVENT_HANDLE_BYTES] for start in starts]
+            device = self._gpu or torch.device("cuda")
+            self._opened[process] = tuple([torch.cuda.Event.from_ipc_handle(device, one) for one in each])
+        return self._opened[process]
+
+    def leave_behind(self) -> None:
+        """Give the wait of `follow` up: its thread may never come back, the next wait has another one."""
+        self._waiter.stop()
+        self._waiter = Worker(_WAITER)
+
+    def close(self) -> None:
+        """Wait for the own marks, for 10 s at most. May be called again."""
+        pool, self._pool = self._pool, None
+        self._opened.clear()
+        self._waiter.stop()
+        if self._gpu is None:
+            return
+        for event in pool.events if pool is not None else ():
+            self._publisher.put(functools.partial(self._wait, event))
+        self._publisher.stop()
+        if self._publisher.join(_DRAIN_TIMEOUT_S) and pool is not None:
+            _unused.setdefault(self._gpu, []).append(pool)
+
+
+def _wanted() -> str:
     wanted = os.environ.get(environment.DEVICE_ORDER) or environment.DEVICE_ORDERS[0]
+    if wanted == "semaphores":
+        words = "CROSSOVER_DEVICE_ORDER=semaphores is no more: turns are ordered on the host; unset it"
+        warnings.warn(words, FutureWarning, stacklevel=2)
+        return "host"
     if wanted not in environment.DEVICE_ORDERS:
         raise ValueError(
             f"expected {environment.DEVICE_ORDER} to be one of {', '.join(environment.DEVICE_ORDERS)}, "
             f"got {wanted!r}; unset it"
         )
-    if device.type != "cuda":
-        return HostOrder()
-    try:
-        if wanted == "events":
-            return EventOrder(device, event_count, siblings)
-        if wanted == "semaphores":
-            return SemaphoreOrder(device, siblings)
-    except (RuntimeError, OSError) as error:
-        logger.warning(
-            "CUDA IPC %s do not work on %s (%s): turns are ordered on the host, which costs some of the gain",
-            wanted,
-            device,
-            error,
-        )
-    return SynchronizedOrder(device)
+    return wanted

@@ -21,7 +21,7 @@ from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
 from .group_timeout import group_timeout_s
 from .segment import TurnSegment
-from .slots import EVENT_COUNT, Slot, digest
+from .slots import Slot, digest
 
 if TYPE_CHECKING:
     import torch
@@ -136,11 +136,10 @@ class _Attempt:
         return everyone
 
     def _take_slot(self, device: "torch.device", name: str, job: int, devices: list[str]) -> None:
-        from .device_order import device_order
+        from .device_order import DeviceOrder
 
         segment = self._segment = TurnSegment(self._name, name)
-        segment.reserve()  # the order may put files beside it
-        order = self._order = device_order(device, EVENT_COUNT, segment)
+        order = self._order = DeviceOrder(device)
         segment.join(
             job=job,
             devices=digest("\n".join(sorted(set(devices)))),
@@ -148,7 +147,6 @@ class _Attempt:
             world_size=len(devices),
             lease_s=self._lease_s,
             events=order.handles,
-            waits_on_host=order.waits_on_host,
         )
         misfit = _misfit(segment, job, set(devices))
         if misfit is not None and misfit.started:

@@ -1,16 +1,16 @@
 """How one rank of a joined job takes turns and gives them back. Our design.
 
-The order of what happens: draw (`DrawQueue`), wait on the host (`SiblingWait`), let the device wait (`DeviceWait`),
-begin; and at the end mark the device's work (`DeviceOrder`), then publish.
+The order of what happens: draw (`DrawQueue`), wait for siblings (`SiblingWait`), begin; and at the end mark the
+device's work (`DeviceOrder`), then publish.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from crossover_ddp.errors import CrossoverError
 
-from .device_wait import DeviceWait
 from .draw_queue import DrawQueue
 from .joining import Membership
 from .rules import Grant, Lease, Patience
@@ -56,7 +56,6 @@ class RankTurns:
         self._on_failure = on_failure
         self._queue = DrawQueue(membership)
         self._sibling_wait = SiblingWait(membership, patience)
-        self._device_wait = DeviceWait(membership)
 
     @property
     def has_peers(self) -> bool:
@@ -65,8 +64,8 @@ class RankTurns:
 
     @property
     def ordered_by(self) -> str:
-        """What the device waits for: events or semaphores; host once it cannot."""
-        return "host" if self._device_wait.on_host else self.membership.order.kind
+        """How turns are ordered on the device: see `device_order`."""
+        return self.membership.order.kind
 
     def count_siblings(self) -> int:
         """Return how many other jobs are on the device."""
@@ -96,7 +95,7 @@ class RankTurns:
         if self.membership.is_lead:
             self.membership.segment.publish_phase(None)
 
-    def acquire(self, *, ahead: bool, streams: "Sequence[torch.cuda.Stream]") -> None:
+    def acquire(self, *, ahead: bool) -> None:
         """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
         if not self.holding or self.has_peers:
             self.membership.order.check_usable()
@@ -109,14 +108,12 @@ class RankTurns:
             self._begin(self._counters.turn)  # the number is not known yet: see `settle`
         else:
             self._start(self._queue.take())
-        if streams:
-            self.membership.order.admit(streams)
 
     def _start(self, grant: Grant) -> None:
         since_s = time.monotonic()
         try:
             waited = self._sibling_wait.until_free(grant)
-            given_back_ns = self._device_wait.follow(grant)
+            given_back_ns = self._sibling_wait.until_over(grant)
         except BaseException:  # Ctrl-C: siblings need not wait for a turn that was drawn and never begins
             self._publish(grant.turn)
             raise
@@ -155,12 +152,7 @@ class RankTurns:
         turn = self._counters.turn
         if self._lease.note(self._counters.end()):
             self.membership.segment.publish_lease(self._lease.seconds)
-        self.membership.order.finish(
-            turn,
-            lambda: self._publish(turn),
-            on_host=self._device_wait.is_awaited_on_host(),
-            streams=streams,
-        )
+        self.membership.order.finish(turn, functools.partial(self._publish, turn), streams)
 
     def _publish(self, turn: int) -> None:
         try:

@@ -5,7 +5,6 @@ Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/cr
 - ``<group>-<device>.turns``: a header and the slots, see `slot_table`. Every field has one writer, the slot's owner.
 - ``<group>-<device>.log``: the order of turns, one byte (the slot) per turn, see `log_file`; on lead devices only.
 - ``<group>-<device>.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `bells`.
-- ``<group>-<device>.<token>.word``: a page that a process's device writes; see `semaphore_order`.
 
 A slot belongs to the process that holds the lock on its byte (an open-file-description lock, which the kernel drops
 when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `descriptors`.
@@ -83,7 +82,6 @@ class TurnSegment:
         world_size: int,
         lease_s: float,
         events: bytes = b"",
-        waits_on_host: bool = False,
     ) -> None:
         """Take a free slot for this process, or the one that it has reserved.
 
@@ -94,7 +92,6 @@ class TurnSegment:
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
             events: the device-side events of this process, as handles of 64 bytes each.
-            waits_on_host: siblings must publish a turn only after its kernels have finished.
         """
         self.reserve()
         self.bells.make_own(self.slot)
@@ -110,7 +107,6 @@ class TurnSegment:
             world_size=world_size,
             pid=os.getpid(),
             event_count=len(events) // EVENT_HANDLE_BYTES,
-            waits_on_host=waits_on_host,
         )
         ctypes.memmove(slot.events, events, len(events))
         self.table.write(self.slot, slot)
@@ -176,21 +172,6 @@ class TurnSegment:
         self.log.close()
         self._files.close()
 
-    # --- files of the processes' own, beside the segment -----------------------------------------------------
-
-    def make_private_file(self, suffix: str) -> int:
-        """Make a file of this process's own, which goes with the segment's at the latest; return its descriptor."""
-        return self._files.open(suffix, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-
-    def open_private_file(self, suffix: str) -> int:
-        """Open a sibling's file; return its descriptor."""
-        return self._files.open(suffix, os.O_RDWR)
-
-    def remove_private_file(self, suffix: str) -> None:
-        """Remove a file of this process's own if it is still there."""
-        with contextlib.suppress(OSError):
-            self._files.remove(suffix)
-
     # --- what this process publishes -----------------------------------------------------------------------
 
     def publish_started(self, turn: int) -> None:
@@ -201,10 +182,6 @@ class TurnSegment:
         """Publish that ``turn`` was given back, and wake the siblings."""
         self.table.write_fields(self.slot, returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
-
-    def publish_waits_on_host(self) -> None:
-        """Ask siblings to publish a turn only after its kernels have finished."""
-        self.table.write_fields(self.slot, waits_on_host=1)
 
     def publish_phase(self, phase: float | None) -> None:
         """Publish the part of the job's step, from 0 to 1, that ends with the turn drawn; None: outside a step."""

@@ -1,4 +1,4 @@
-"""How a rank's host waits for the siblings whose turns come first: until they give back, die or outlast their lease.
+"""How a rank waits for the siblings whose turns come first: until they give back, die or outlast their lease.
 
 Our design; who is waited for, and for how long, is decided in `rules`.
 """
@@ -7,7 +7,8 @@ import logging
 import time
 
 from .joining import Membership
-from .rules import Grant, Patience, blockers
+from .rules import DEFAULT_LEASE_S, Grant, Patience, blockers
+from .slots import EVENT_HANDLE_BYTES, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class SiblingWait:
         self._membership = membership
         self._patience = patience
         self._warned_of: set[bool] = set()
+        self._warned_of_events = False
         self._interrupted = False
 
     def until_free(self, grant: Grant) -> bool:
@@ -39,6 +41,40 @@ class SiblingWait:
             waited = True
             segment.wait([blocker.member for blocker in waiting], left_s)
         return waited
+
+    def until_over(self, grant: Grant) -> int:
+        """Block until the device has done the turns that ``grant`` names, as long as their owners live and lease.
+
+        Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
+        """
+        last_ns, needed = 0, dict(grant.after)
+        for index, slot in self._membership.segment.slots().items():
+            if slot.job != self._membership.job and 0 < needed.get(slot.job, 0) <= slot.returned:
+                last_ns = max(last_ns, slot.returned_at_ns)
+                if slot.event_count:
+                    self._until_event(index, slot)
+        return last_ns
+
+    def _until_event(self, index: int, slot: Slot) -> None:
+        segment, order, process = self._membership.segment, self._membership.order, (index, slot.incarnation)
+        handles = bytes(slot.events)[: slot.event_count * EVENT_HANDLE_BYTES]
+        try:
+            over = order.follow(process, handles, slot.returned, segment.ring_self)
+        except RuntimeError as error:
+            if segment.is_alive(*process) and not self._warned_of_events:
+                self._warned_of_events = True
+                logger.warning(
+                    "cannot wait for the end of a sibling's turns on %s, its events cannot be opened (%s): kernels of "
+                    "both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
+                    self._membership.device,
+                    error,
+                )
+            return
+        ends_s = time.monotonic() + min(slot.lease() or DEFAULT_LEASE_S, self._patience.limit_s)
+        while not over.is_set() and segment.is_alive(*process) and (left_s := ends_s - time.monotonic()) > 0:
+            segment.bells.wait([process], left_s)
+        if not over.is_set():
+            order.leave_behind()
 
     def _warn_of_lost_patience(self) -> None:
         for lost in self._patience.lost:

@@ -18,7 +18,7 @@ SLOT_COUNT = 64
 EVENT_COUNT = 2
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 6
+LAYOUT = 7
 FREE, JOINED = 0, 1
 _PHASES = 1000
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -47,7 +47,6 @@ class Slot(ctypes.Structure):
         ("started", ctypes.c_uint64),  # last turn started
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
-        ("waits_on_host", ctypes.c_uint64),  # 1: siblings publish a turn only after its kernels have finished
         (
             "phase",
             ctypes.c_uint64,
@@ -148,7 +147,7 @@ def remove_unused(fd: int, stem: str, directory_fd: int, directory: str) -> bool
     """
     if not (lock_slots(fd, 0, SLOT_COUNT) and is_named(fd, stem, directory_fd)):
         return False
-    ours = re.compile(rf"{re.escape(stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.(new|word))")
+    ours = re.compile(rf"{re.escape(stem)}\.(log|[0-9]+\.bell|[0-9a-f]+\.new)")
     names = [name for name in os.listdir(directory_fd) if ours.fullmatch(name)]
     # The slots last: while that file is there, all its slots locked, no process can join and make the others anew.
     for name in (*names, f"{stem}.turns"):

@@ -45,7 +45,7 @@ from .slots import (
 LOG_WINDOW_BYTES = 1 << 16  # how much of a log's end is read: an hour of very short turns
 _NAMES = re.compile(
     rf"(?P<stem>(?P<group>{GROUP_NAME.pattern})-(?P<digest>[0-9a-f]{{16}}))"
-    r"\.(?P<kind>turns|log|[0-9]+\.bell|[0-9a-f]+\.(?:new|word))"
+    r"\.(?P<kind>turns|log|[0-9]+\.bell|[0-9a-f]+\.new)"
 )
 _PROBLEMS_KEPT = 100
 

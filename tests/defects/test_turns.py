@@ -33,7 +33,6 @@ from tests.harness import Job, inside, run_jobs, run_ranks
 from tests.harness._preloaded import context
 from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
-from tests.harness.scripts import ROOT
 from tests.harness.waiting import eventually
 
 SOON_S = 60.0  # far more than what blocks nobody takes on a busy machine
@@ -455,11 +454,3 @@ def test_siblings_find_out_whether_turns_pay() -> None:
     stats = mutex.stats()
     mutex.close()
     assert stats["turns_pay"] in (None, True, False)
-
-
-@pytest.mark.defect("turns-15")
-def test_semaphores_are_in_the_host_s_memory_wherever_they_are_described() -> None:
-    """The changelog and the page of GPUs say the same of them."""
-    words = " ".join((ROOT / "CHANGELOG.md").read_text().split())
-    assert "semaphores in the host's memory" in words
-    assert "device memory" not in words

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from crossover_ddp import gpu_mutex
 from crossover_ddp._turns import device_order, rank_turns, sibling_wait, slot_table, turn_counters
 from crossover_ddp._turns import segment as turn_segment
+from crossover_ddp._turns.device_order import DeviceOrder
 from crossover_ddp._turns.rules import Lost, Patience
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -89,7 +90,9 @@ class Sabotage:
     @staticmethod
     def early_events() -> None:
         """A device waits for no event."""
-        LateEvents.follow = lambda *_: None  # type: ignore[method-assign,assignment]
+        over = threading.Event()
+        over.set()
+        LateEvents.follow = lambda *_: over  # type: ignore[method-assign]
 
 
 class Rank:
@@ -143,7 +146,7 @@ class Rank:
     # --- joining and leaving --------------------------------------------------------------------------------
 
     def _join(self) -> GPUMutex | None:
-        device_order.device_order = self._make_order  # type: ignore[assignment]
+        device_order.DeviceOrder = self._make_order  # type: ignore[assignment,misc]
         gpu_mutex.Patience = partial(NotedPatience, self._book)  # type: ignore[assignment,misc]
         self._book.note("joins")
         try:
@@ -161,14 +164,14 @@ class Rank:
         self._watch(mutex)
         return mutex
 
-    def _make_order(self, device: torch.device, event_count: int, siblings: object) -> Any:
+    def _make_order(self, device: torch.device) -> DeviceOrder:
         late_s = self._chance.uniform(0.0, LATE_S)
         if self.plan.order == "events":
-            self._order = LateEvents(self._directory / "events", event_count, late_s, self._book.now_s)
+            self._order = LateEvents(self._directory / "events", late_s, self._book.now_s)
             return self._order
         if self.plan.order == "thread":
             return LateThread(late_s)
-        return device_order.HostOrder()
+        return DeviceOrder(device)
 
     def _watch(self, mutex: GPUMutex) -> None:
         """Note when turns end for good, and with whom the rank loses patience."""

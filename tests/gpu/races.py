@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,9 @@ def mutex_of(plan: Plan) -> Iterator[GPUMutex | None]:
     with mock.patch.dict(os.environ, {DEVICE_ORDER: plan.way}):
         mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
     if plan.variant == "deaf":
-        membership_of(mutex).order.follow = lambda key, handles, turn: None  # type: ignore[method-assign]
+        over = threading.Event()
+        over.set()
+        membership_of(mutex).order.follow = lambda *_: over  # type: ignore[method-assign]
     assert mutex.stats()["ordered_by"] == plan.way
     try:
         yield mutex
@@ -109,7 +112,7 @@ def _take_turn_on_a_stream(mutex: GPUMutex | None, plan: Plan, marks: torch.Tens
     assert mutex is not None
     stream = _own_stream()
     named = [stream] if plan.variant == "streams" else []
-    mutex.acquire(streams=[stream])
+    mutex.acquire()
     with torch.cuda.stream(stream):
         busy_kernel()(marks, spin_ns)
     mutex.release(streams=named)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from crossover_ddp._system import environment
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import look, printable, sweep
 from crossover_ddp.cli.doctor import findings, machine_facts
@@ -67,9 +66,6 @@ def examine(*, base: str = SHARED_MEMORY, sweep_first: bool = False) -> list[Fin
         *findings.software(machine_facts.software()),
         *findings.cuda(os.environ, gpu_count),
         *findings.gpus(gpus, mps),
-        *findings.ordering(
-            machine_facts.orderings(), os.environ.get(environment.DEVICE_ORDER), environment.DEVICE_ORDERS
-        ),
         *findings.multi_process_service(mps, gpu_count),
         *findings.shared_memory(machine_facts.shared_memory(base)),
         *findings.segments(look(base, with_log=False), swept),

@@ -72,14 +72,6 @@ class Gpus:
     """``CUDA_VISIBLE_DEVICES``."""
 
 
-class Ordering(NamedTuple):
-    """What a GPU offers to order turns by, as the driver says."""
-
-    name: str
-    events: bool
-    semaphores: bool
-
-
 @dataclass(frozen=True)
 class Mps:
     """NVIDIA's multi-process service."""
@@ -244,30 +236,6 @@ def cuda(variables: Mapping[str, str], gpu_count: int) -> list[Finding]:
         what = "TORCH_NCCL_BLOCKING_WAIT set: on NCCL the host waits for every bucket within backward"
         found.append(Finding("cuda", Severity.PROBLEM, what, "unset TORCH_NCCL_BLOCKING_WAIT"))
     return found or [Finding("cuda", Severity.OK, "no setting of CUDA or torch prevents overlap")]
-
-
-def ordering(seen: Sequence[Ordering], wanted: str | None, ways: Sequence[str]) -> list[Finding]:
-    """Say how turns will be ordered on each GPU.
-
-    Args:
-        seen: the GPUs.
-        wanted: ``CROSSOVER_DEVICE_ORDER``.
-        ways: what it may be, the default first.
-    """
-    way = wanted or ways[0]
-    if way not in ways:
-        what = f"CROSSOVER_DEVICE_ORDER={wanted!r} is none of {', '.join(ways)}: jobs refuse to start"
-        return [Finding("environment", Severity.PROBLEM, what, "unset CROSSOVER_DEVICE_ORDER")]
-    return [_ordered(each, way) for each in seen]
-
-
-def _ordered(gpu: Ordering, way: str) -> Finding:
-    works = {"events": gpu.events, "semaphores": gpu.semaphores, "host": True}
-    if works[way]:
-        risk = "; a sibling that dies may leave this job's stream waiting for ever" if way == "events" else ""
-        return Finding("gpu", Severity.OK, f"turns on {gpu.name} are ordered by {way}{risk}")
-    what = f"the driver says that {gpu.name} has no {way}: the host orders the turns instead"
-    return Finding("gpu", Severity.NOTE, what, "unset CROSSOVER_DEVICE_ORDER")
 
 
 # --- shared memory ------------------------------------------------------------------------------------------------

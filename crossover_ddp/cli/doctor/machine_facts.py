@@ -14,14 +14,9 @@ from pathlib import Path
 import torch
 
 from crossover_ddp._system import environment
-from crossover_ddp._system.cuda_driver import (
-    CAN_USE_64_BIT_STREAM_MEM_OPS,
-    IPC_EVENT_SUPPORTED,
-    cuda_driver,
-)
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
 
-from .findings import Directory, Gpu, Gpus, Interface, Mps, NetworkFacts, Ordering, SharedMemory, Software
+from .findings import Directory, Gpu, Gpus, Interface, Mps, NetworkFacts, SharedMemory, Software
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -62,20 +57,6 @@ def gpus() -> Gpus:
         torch_count=torch.cuda.device_count(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
-
-
-def orderings() -> tuple[Ordering, ...]:
-    """Return what the driver says of the GPUs that a job started here sees."""
-    found = []
-    with contextlib.suppress(OSError, RuntimeError):  # no driver, or none that can be asked
-        driver = cuda_driver()
-        for index in range(torch.cuda.device_count()):
-            events, semaphores = (
-                bool(driver.attribute(index, what))
-                for what in (IPC_EVENT_SUPPORTED, CAN_USE_64_BIT_STREAM_MEM_OPS)
-            )
-            found.append(Ordering(driver.name(index), events, semaphores))
-    return tuple(found)
 
 
 def _listed_gpus() -> tuple[Gpu, ...]:

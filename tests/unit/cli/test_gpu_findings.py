@@ -2,9 +2,8 @@
 
 import pytest
 
-from crossover_ddp._system.environment import DEVICE_ORDERS
 from crossover_ddp.cli.doctor import findings
-from crossover_ddp.cli.doctor.findings import Ordering, Severity
+from crossover_ddp.cli.doctor.findings import Severity
 
 OK, NOTE, PROBLEM = Severity
 
@@ -24,25 +23,5 @@ def test_settings_of_cuda(variables: dict[str, str], state: Severity, words: str
     assert words in f"{found.what} | {found.mend}"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "wanted", "state", "words"),
-    [
-        (Ordering("GPU-1", True, True), None, OK, "by host"),
-        (Ordering("GPU-1", True, True), "events", OK, "waiting for ever"),
-        (Ordering("GPU-1", True, True), "semaphores", OK, "by semaphores"),
-        (Ordering("GPU-1", False, False), "host", OK, "by host"),
-        (Ordering("GPU-1", False, False), None, OK, "by host"),
-        (Ordering("GPU-1", False, True), "events", NOTE, "unset CROSSOVER_DEVICE_ORDER"),
-        (Ordering("GPU-1", True, False), "semaphores", NOTE, "the host orders the turns"),
-        (Ordering("GPU-1", True, True), "event", PROBLEM, "unset CROSSOVER_DEVICE_ORDER"),
-    ],
-)
-def test_how_turns_are_ordered(gpu: Ordering, wanted: str | None, state: Severity, words: str) -> None:
-    (found,) = findings.ordering([gpu], wanted, DEVICE_ORDERS)
-    assert found.state is state
-    assert words in f"{found.what} | {found.mend}"
-
-
 def test_nothing_is_said_of_gpus_where_there_is_none() -> None:
     assert findings.cuda({"CUDA_LAUNCH_BLOCKING": "1"}, 0) == []
-    assert findings.ordering([], None, DEVICE_ORDERS) == []

@@ -12,22 +12,14 @@ import torch
 from crossover_ddp._system import cuda_driver as driver_module
 from crossover_ddp._system import device as device_module
 from crossover_ddp._system.cuda_driver import (
-    CAN_USE_64_BIT_STREAM_MEM_OPS,
-    IPC_EVENT_SUPPORTED,
+    MPS_ENABLED,
     CudaDriver,
     cuda_driver,
 )
 
 CARD = uuid.UUID("11111111-2222-3333-4444-555555555555")
 INSTANCE = uuid.UUID("99999999-2222-3333-4444-555555555555")
-HIGH = 0x7FFF_FFFF_FFFF_F000  # an address that 32 bits do not hold
-INT, POINTER, U64, SIZE, FLAGS = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.c_uint,
-)
+INT, FLAGS = ctypes.c_int, ctypes.c_uint
 
 
 class Library:
@@ -40,11 +32,6 @@ class Library:
         self._define("cuInit", self._note("init"), FLAGS)
         self._define("cuDeviceGet", self._device, ctypes.POINTER(INT), INT)
         self._define("cuDeviceGetAttribute", self._attribute, ctypes.POINTER(INT), INT, INT)
-        self._define("cuMemHostRegister_v2", self._note("register"), POINTER, SIZE, FLAGS)
-        self._define("cuMemHostUnregister", self._note("unregister"), POINTER)
-        self._define("cuMemHostGetDevicePointer_v2", self._pointer, ctypes.POINTER(U64), POINTER, FLAGS)
-        self._define("cuStreamWriteValue64_v2", self._note("write"), POINTER, U64, U64, FLAGS)
-        self._define("cuStreamWaitValue64_v2", self._note("wait"), POINTER, U64, U64, FLAGS)
         self._define("cuThreadExchangeStreamCaptureMode", self._mode, ctypes.POINTER(INT))
         for name in self.uuids:
             self._define(name, self._uuid(name), ctypes.POINTER(ctypes.c_ubyte * 16), INT)
@@ -65,10 +52,6 @@ class Library:
 
     def _attribute(self, value: Any, attribute: int, device: int) -> int:
         value[0] = 1000 * attribute + device
-        return self.result
-
-    def _pointer(self, on_device: Any, address: int, flags: int) -> int:
-        on_device[0] = address + 1
         return self.result
 
     def _mode(self, mode: Any) -> int:
@@ -94,28 +77,7 @@ def driver(library: Library) -> CudaDriver:
 
 
 def test_attributes_are_those_of_the_device_with_this_number(driver: CudaDriver) -> None:
-    assert driver.attribute(3, IPC_EVENT_SUPPORTED) == 125_043
-    assert driver.attribute(0, CAN_USE_64_BIT_STREAM_MEM_OPS) == 122_040
-
-
-def test_words_are_registered_written_and_awaited_in_64_bits(driver: CudaDriver, library: Library) -> None:
-    assert driver.register(HIGH, 4096) == HIGH + 1
-    driver.write(HIGH + 8, HIGH + 16, 1 << 62)
-    driver.wait(0, HIGH + 16, 5)  # the default stream
-    driver.unregister(HIGH)
-    assert library.seen == [
-        ("register", HIGH, 4096, 3),
-        ("write", HIGH + 8, HIGH + 16, 1 << 62, 0),
-        ("wait", None, HIGH + 16, 5, 0),
-        ("unregister", HIGH),
-    ]
-
-
-def test_memory_without_an_address_on_the_device_is_given_up(driver: CudaDriver, library: Library) -> None:
-    library._define("cuMemHostGetDevicePointer_v2", lambda *arguments: 1, ctypes.POINTER(U64), POINTER, FLAGS)
-    with pytest.raises(RuntimeError, match="cuMemHostGetDevicePointer_v2 failed: CUresult 1"):
-        driver.register(HIGH, 4096)
-    assert [what for what, *_ in library.seen] == ["register", "unregister"]
+    assert driver.attribute(3, MPS_ENABLED) == 133_043
 
 
 def test_failures_are_told_by_name(driver: CudaDriver, library: Library) -> None:
@@ -127,14 +89,16 @@ def test_failures_are_told_by_name(driver: CudaDriver, library: Library) -> None
 
     library._define("cuGetErrorName", name, INT, ctypes.POINTER(ctypes.c_char_p))
     library.result = 801
-    with pytest.raises(RuntimeError, match="cuStreamWaitValue64_v2 failed: CUDA_ERROR_NOT_SUPPORTED"):
-        driver.wait(0, HIGH, 1)
+    with pytest.raises(
+        RuntimeError, match="cuThreadExchangeStreamCaptureMode failed: CUDA_ERROR_NOT_SUPPORTED"
+    ):
+        driver.ignore_other_threads_captures()
 
 
 def test_an_older_driver_is_told(driver: CudaDriver, library: Library) -> None:
-    del library.cuStreamWriteValue64_v2
-    with pytest.raises(RuntimeError, match="expected a driver with cuStreamWriteValue64_v2"):
-        driver.write(0, HIGH, 1)
+    del library.cuThreadExchangeStreamCaptureMode
+    with pytest.raises(RuntimeError, match="expected a driver with cuThreadExchangeStreamCaptureMode"):
+        driver.ignore_other_threads_captures()
 
 
 def test_a_gpu_and_an_instance_of_one_are_named_as_nvidia_smi_does(

@@ -1,370 +1,300 @@
-"""The order of turns on a device, with events and streams that only note what is done to them.
+"""Devices that run behind the host's back: what the mutex asks of their order, and what the order asks of CUDA.
 
-What follows from it for several processes is in test_gpu_turns.py, what the hardware does in tests/gpu.
+Turns of real processes on the fake device, in both orders, with deaths and captures: tests/gpu.
 """
 
-import contextlib
-import itertools
-import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from crossover_ddp._system import device as device_module
-from crossover_ddp._turns import (
-    event_order as event_order_module,
-)
-from crossover_ddp._turns import (
-    gpu_order as gpu_order_module,
-)
-from crossover_ddp._turns.device_order import EventOrder, HostOrder, SynchronizedOrder, device_order
-from crossover_ddp._turns.event_order import Pools
+from crossover_ddp._system import environment
+from crossover_ddp._turns import device_order
+from crossover_ddp._turns.device_order import DeviceOrder
 from crossover_ddp._turns.slots import EVENT_COUNT, EVENT_HANDLE_BYTES
+from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
+from crossover_ddp.gpu_mutex import GPUMutex
+from tests.unit.turns.mutexes import SOON_S, Make, group, make, membership_of, warnings
 
-GPU = torch.device("cuda", 0)
-SOON_S = 60.0
-
-
-class Alone:
-    """A process whose siblings all live."""
-
-    def is_alive(self, slot: int, incarnation: int) -> bool:
-        return True
-
-    def make_private_file(self, suffix: str) -> int:
-        raise OSError("no files in this test")
-
-    open_private_file = make_private_file
-
-    def remove_private_file(self, suffix: str) -> None:
-        raise AssertionError("nothing was made")
+__all__ = ["group", "make"]  # fixtures
 
 
-class Notes:
-    """What happened, in order; and the gate at which every wait of a host blocks."""
+class Order(DeviceOrder):
+    """An order by events whose device does what the test says."""
 
-    def __init__(self) -> None:
-        self.made = itertools.count()
-        self.seen: list[tuple[str, Any]] = []
-        self.opened: dict[bytes, int] = {}
-        self.gate = threading.Event()
-        self.gate.set()
-        self.ipc_works = True
-        self.over: set[str] = set()
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.handles = bytes(EVENT_COUNT * EVENT_HANDLE_BYTES)
+        self.usable = True
+        self.unpublished: list[Callable[[], None]] | None = None  # None: published at once
+        self.followed: list[int] = []
+        self.end: Callable[[], threading.Event] = _over
+        self.left_behind = 0
+        self.on_close: Callable[[], None] = lambda: None
 
-    def add(self, what: str, which: Any) -> None:
-        self.seen.append((what, which))
+    def check_usable(self) -> None:
+        if not self.usable:
+            raise UnsupportedConfigurationError("expected no capture")
 
-    def of(self, *kinds: str) -> list[tuple[str, Any]]:
-        return [note for note in self.seen if note[0] in kinds]
+    def finish(self, turn: int, publish: Callable[[], None], streams: Sequence[Any]) -> None:
+        if self.unpublished is None:
+            publish()
+        else:
+            self.unpublished.append(publish)
+
+    def follow(self, process: object, handles: bytes, turn: int, wake: Callable[[], None]) -> threading.Event:
+        self.followed.append(turn)
+        return self.end()
+
+    def leave_behind(self) -> None:
+        self.left_behind += 1
+
+    def close(self) -> None:
+        self.on_close()
+
+
+def _over() -> threading.Event:
+    over = threading.Event()
+    over.set()
+    return over
+
+
+@pytest.fixture(autouse=True)
+def noted_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_order, "DeviceOrder", Order)
+
+
+def order_of(mutex: GPUMutex) -> Order:
+    order = membership_of(mutex).order
+    assert isinstance(order, Order)
+    return order
+
+
+def take_turns(*mutexes: GPUMutex) -> None:
+    for mutex in mutexes:
+        mutex.acquire()
+        mutex.release()
+
+
+# --- the mutex ----------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_begins_when_siblings_turns_are_over_on_the_device(make: Make) -> None:
+    first, second = make(), make()
+    ends = threading.Event()
+    order_of(second).end = lambda: ends
+    take_turns(first)
+    taking = threading.Thread(target=second.acquire)
+    taking.start()
+    taking.join(0.2)
+    assert taking.is_alive()
+    ends.set()
+    membership_of(second).segment.ring_self()
+    taking.join(SOON_S)
+    second.release()
+    take_turns(first)
+    assert (order_of(second).followed, order_of(first).followed) == ([1], [2])
+    assert second.stats()["leases_expired"] == order_of(second).left_behind == 0
+
+
+def test_an_end_that_never_comes_is_left_behind_with_its_dead_owner(make: Make) -> None:
+    first, second = make(), make()
+
+    def dies() -> threading.Event:
+        first.close()
+        return threading.Event()
+
+    order_of(second).end = dies
+    take_turns(first, second)
+    assert order_of(second).left_behind == 1
+    assert second.stats()["turns"] == 1
+
+
+def test_an_end_that_never_comes_costs_a_lease(make: Make) -> None:
+    first, second = make(lease=0.2), make()
+    order_of(second).end = threading.Event
+    take_turns(first, second)
+    assert order_of(second).left_behind == 1
+
+
+def test_events_that_cannot_be_opened_are_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = make(), make()
+
+    def fail() -> threading.Event:
+        raise RuntimeError("invalid resource handle")
+
+    order_of(second).end = fail
+    take_turns(first, second, first, second)
+    (warning,) = warnings(caplog)
+    assert "invalid resource handle" in warning
+    assert "CROSSOVER_DEVICE_ORDER" in warning
+    assert second.stats()["turns"] == 2
+
+
+def test_a_sibling_waits_until_the_turn_is_published(make: Make) -> None:
+    first, second = make(), make()
+    unpublished = order_of(first).unpublished = []
+    take_turns(first)
+    taking = threading.Thread(target=second.acquire)
+    taking.start()
+    taking.join(0.2)
+    assert taking.is_alive()
+    unpublished[0]()
+    taking.join(SOON_S)
+    assert second.holding
+
+
+def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) -> None:
+    first, second = make(), make()
+    order = order_of(first)
+    order.usable = False
+    with pytest.raises(UnsupportedConfigurationError, match="no capture"):
+        first.acquire()
+    assert first.stats()["turns"] == 0
+    order.usable = True
+    take_turns(second)
+    first.acquire()
+    order.usable = False
+    with pytest.raises(UnsupportedConfigurationError, match="no capture"):
+        first.release()
+    assert first.holding
+    order.usable = True
+    first.release()
+    assert first.stats()["turn"] == 2, "the refused calls have drawn a turn, or given one back"
+    assert first.disabled_because is None
+
+
+def test_a_turn_that_cannot_be_published_ends_the_turns_on_whatever_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutex = make()
+    unpublished = order_of(mutex).unpublished = []
+    take_turns(mutex)
+
+    def fail(turn: int) -> None:
+        raise SegmentError("expected the segment to stay, got it removed under way")
+
+    monkeypatch.setattr(membership_of(mutex).segment, "publish_returned", fail)
+    publishing = threading.Thread(target=unpublished[0])
+    publishing.start()
+    publishing.join(SOON_S)
+    assert "removed under way" in str(mutex.disabled_because)
+
+
+def test_who_leaves_lets_the_device_end_first(make: Make) -> None:
+    first, second = make(), make()
+    siblings = []
+    order_of(first).on_close = lambda: siblings.append(second.stats()["siblings"])
+    first.close()
+    assert siblings == [1], "the slot was given up before the device had ended"
+    assert second.stats()["siblings"] == 0
+
+
+def test_a_device_that_fails_at_the_end_does_not_keep_the_slot(make: Make) -> None:
+    first, second = make(), make()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    order_of(first).on_close = fail
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        first.close()
+    assert second.stats()["siblings"] == 0
+
+
+# --- CUDA ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
-    notes = Notes()
-
-    class Event:
-        def __init__(
-            self,
-            *,
-            interprocess: bool = False,
-            enable_timing: bool = False,
-            blocking: bool = False,
-            name: str = "",
-        ) -> None:
-            assert not (interprocess and enable_timing), "CUDA refuses such an event"
-            self.name = name or f"own{next(notes.made)}"
-
-        def record(self, stream: object = None) -> None:
-            notes.add("record", self.name)
-
-        def ipc_handle(self) -> bytes:
-            if not notes.ipc_works:
-                raise RuntimeError("CUDA error: operation not supported")
-            return self.name.encode().ljust(EVENT_HANDLE_BYTES, b"\0")
-
-        @classmethod
-        def from_ipc_handle(cls, device: torch.device, handle: bytes) -> "Event":
-            name = handle.rstrip(b"\0").decode()
-            notes.add("open", name)
-            if name.startswith("gone"):
-                raise RuntimeError("CUDA error: invalid resource handle")
-            return cls(name=name)
-
-        def query(self) -> bool:
-            return self.name in notes.over
-
-        def synchronize(self) -> None:
-            assert notes.gate.wait(SOON_S)
-            notes.add("synchronize", self.name)
+def noted_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let CUDA do nothing but note what it is asked for; the current stream is "current"."""
+    calls: list[str] = []
 
     class Stream:
-        def wait_event(self, event: Event) -> None:
-            notes.add("wait", event.name)
+        def __init__(self, device: object) -> None:
+            self.name = "end"
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: notes.add("set_device", device))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-    monkeypatch.setattr(event_order_module, "_pools", Pools())
-    monkeypatch.setattr(gpu_order_module, "_DRAIN_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(gpu_order_module, "_SETTLE_TIMEOUT_S", 0.05)
-    yield notes
-    notes.gate.set()
-    for order in made:
-        notes.over.update(f"own{index}" for index in range(100))
-        notes.over.update(each.name for events in order._opened.values() for each in events)  # type: ignore[attr-defined]
-        order.close()
-    made.clear()
+        def wait_stream(self, other: str) -> None:
+            calls.append(f"{self.name} waits for {other}")
 
+        def __str__(self) -> str:
+            return self.name
 
-made: list[EventOrder] = []
+    class Event:
+        def __init__(self, **how: bool) -> None:
+            self.how = " ".join(sorted(name for name, wanted in how.items() if wanted))
 
+        def record(self, stream: object = "current") -> None:
+            calls.append(f"record {self.how} on {stream}")
 
-def event_order(pools: Pools | None = None) -> EventOrder:
-    """Make an order that is closed at the end of the test."""
-    made.append(EventOrder(GPU, EVENT_COUNT, Alone(), pools=pools or Pools()))
-    return made[-1]
+        def ipc_handle(self) -> bytes:
+            if calls.count("no IPC"):
+                raise RuntimeError("not supported")
+            return b"h" * EVENT_HANDLE_BYTES
 
+        def synchronize(self) -> None:
+            calls.append(f"synchronize in {threading.current_thread().name}")
 
-def handles(*names: str) -> bytes:
-    return b"".join(name.encode().ljust(EVENT_HANDLE_BYTES, b"\0") for name in names)
+    class Current:
+        def __init__(self, device: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
 
-
-def test_a_turn_is_told_after_its_end_is_recorded(notes: Notes) -> None:
-    order = event_order()
-    notes.seen.clear()
-    order.finish(7, lambda: notes.add("publish", 7))
-    assert notes.seen == [("record", "own1"), ("publish", 7)]
+    for name, stands_in in {"Stream": Stream, "Event": Event, "device": Current}.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(device_order, "_unused", {})
+    return calls
 
 
-def test_a_turn_whose_record_fails_is_not_told(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = event_order()
-
-    def fail(event: object, stream: object = None) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda.Event, "record", fail)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        order.finish(7, lambda: notes.add("publish", 7))
-    assert not notes.of("publish")
+GPU = torch.device("cuda", 0)
 
 
-def test_every_event_is_recorded_before_its_handle_is_told(notes: Notes) -> None:
-    order = event_order()
-    assert notes.of("record") == [("record", "own0"), ("record", "own1")]
-    assert order.handles == handles("own0", "own1")
-    assert len(order.handles) == EVENT_COUNT * EVENT_HANDLE_BYTES
-
-
-def test_recorder_and_waiter_choose_the_same_event(notes: Notes) -> None:
-    order = event_order()
-    for turn in (1, 2, 3, 4, 12, 13):
-        notes.seen.clear()
-        order.finish(turn, lambda: None)
-        order.follow((3, 99), order.handles, turn)
-        (_, recorded), *_ = notes.of("record")
-        assert notes.of("wait") == [("wait", recorded)]
-
-
-def test_handles_are_opened_once_per_owner_of_a_slot(notes: Notes) -> None:
-    order = event_order()
-    for turn in range(1, 50):
-        order.follow((3, 99), handles("a0", "a1"), turn)
-    assert notes.of("open") == [("open", "a0"), ("open", "a1")]
-    order.follow((3, 100), handles("b0", "b1"), 50)
-    assert notes.of("open")[2:] == [("open", "b0"), ("open", "b1")]
-    assert notes.of("wait")[-1] == ("wait", "b0")
-
-
-def test_handles_of_a_slots_former_owner_are_closed(notes: Notes) -> None:
-    order = event_order()
-    for incarnation in range(50):
-        order.follow((3, incarnation), handles(f"a{incarnation}", f"b{incarnation}"), 1)
-    order.follow((4, 7), handles("c0", "c1"), 1)
-    assert set(order._opened) == {(3, 49), (4, 7)}
-
-
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [(handles("gone", "gone"), "invalid resource handle"), (handles("one"), "in another way")],
-)
-def test_handles_that_mean_nothing_here_are_told_once(notes: Notes, found: bytes, why: str) -> None:
-    order = event_order()
-    assert why in str(order.follow((3, 99), found, 1))
-    assert order.follow((3, 99), found, 3) is None
-    assert len(notes.of("open")) <= 1, "tried again at every turn"
-    assert not notes.of("wait")
-    assert order.follow((3, 100), handles("a0", "a1"), 4) is None
-    assert notes.of("wait") == [("wait", "a0")]
-
-
-def test_the_own_processs_events_are_not_opened(notes: Notes) -> None:
-    pools = Pools()
-    first, second = event_order(pools), event_order(pools)
-    first.follow((3, 99), second.handles, 1)
-    assert not notes.of("open"), "CUDA refuses to open an event in the process that has made it"
-    assert notes.of("wait") == [("wait", "own3")]
-
-
-def test_nobody_waits_for_what_is_over(notes: Notes) -> None:
-    order = event_order()
-    notes.over.add("a1")
-    order.follow((3, 99), handles("a0", "a1"), 1)
-    assert not notes.of("wait")
-    order.follow((3, 99), handles("a0", "a1"), 2)
-    assert notes.of("wait") == [("wait", "a0")]
-
-
-def test_no_host_waits_before_the_end(notes: Notes) -> None:
-    notes.gate.clear()  # whoever synchronises would hang
-    order = event_order()
-    order.finish(1, lambda: None)
-    order.follow((3, 99), handles("a0", "a1"), 2)
-    assert not notes.of("synchronize")
-    order.close()  # the device is stuck, and still it ends
+def test_on_the_host_a_thread_waits_before_the_turn_is_published(noted_calls: list[str]) -> None:
+    order = DeviceOrder(GPU)
+    order.finish(1, lambda: noted_calls.append("published"), ())
+    order.finish(2, lambda: noted_calls.append("published"), ["side"])  # type: ignore[list-item]
     order.close()
+    assert [call for call in noted_calls if "synchronize" not in call and call != "published"] == [
+        "record blocking on current",
+        "end waits for current",
+        "end waits for side",
+        "record blocking on end",
+    ]
+    ends = [call for call in noted_calls if "synchronize" in call or call == "published"]
+    assert ends == ["synchronize in crossover-turn-end", "published"] * 2
 
 
-def test_the_next_order_of_a_process_takes_the_pool_over(notes: Notes) -> None:
-    pools = Pools()
-    first = event_order(pools)
-    other = event_order(pools)
-    assert first.handles != other.handles, "two mutexes at a time share a pool"
-    notes.over.update({"own0", "own1"})
-    first.close()
-    assert event_order(pools).handles == first.handles
-    assert next(notes.made) == 2 * EVENT_COUNT, "events were made anew"
-
-
-def test_a_pool_that_may_still_be_recorded_is_not_given_to_others(notes: Notes) -> None:
-    pools = Pools()
-    first = event_order(pools)
-    first.close()
-    assert event_order(pools).handles != first.handles
-
-
-def test_without_ipc_turns_are_told_by_a_thread_in_order(notes: Notes) -> None:
-    notes.gate.clear()
-    order = SynchronizedOrder(GPU)
-    assert order.handles == b""  # siblings have nothing to wait for on the device
-    for turn in (1, 2, 3):
-        order.finish(turn, lambda turn=turn: notes.add("publish", turn))  # type: ignore[misc]
-    assert not notes.of("publish"), "told before the device was done"
-    notes.gate.set()
-    order.close()
-    assert order.waits_on_host
-    assert [which for _, which in notes.of("publish")] == [1, 2, 3]
-    waits = [kind for kind, _ in notes.of("synchronize", "publish")]
-    assert waits == ["synchronize", "publish"] * 3
-    assert set(notes.of("set_device")) == {("set_device", GPU)}
-    assert not any(thread.name == "crossover-turn-end" for thread in threading.enumerate())
-
-
-def test_the_thread_may_close_the_order_itself(notes: Notes) -> None:
-    order = SynchronizedOrder(GPU)
-    closed = threading.Event()
-
-    def give_up() -> None:
-        order.close()
-        closed.set()
-
-    order.finish(1, give_up)
-    assert closed.wait(SOON_S)
-    order.close()
-
-
-@pytest.mark.parametrize("wanted", [None, "events", "semaphores", "host"])
-def test_gpus_without_ipc_are_ordered_on_the_host_and_the_log_says_so(
-    notes: Notes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wanted: str | None
+def test_by_events_the_turn_is_published_at_once_behind_its_record(
+    noted_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if wanted is not None:
-        monkeypatch.setenv("CROSSOVER_DEVICE_ORDER", wanted)
-    notes.ipc_works = False
-    with caplog.at_level(logging.WARNING):
-        order = device_order(GPU, EVENT_COUNT, Alone())
-    assert isinstance(order, SynchronizedOrder)
-    assert len(caplog.records) == (wanted not in (None, "host"))
-    if wanted == "events":
-        assert "operation not supported" in caplog.text
+    monkeypatch.setenv(environment.DEVICE_ORDER, "events")
+    order = DeviceOrder(GPU)
+    assert (order.kind, order.handles) == ("events", b"h" * EVENT_HANDLE_BYTES * EVENT_COUNT)
+    del noted_calls[:]
+    order.finish(1, lambda: noted_calls.append("published"), ())
+    assert noted_calls == ["record interprocess on current", "published"]
     order.close()
+    assert noted_calls[2:] == ["synchronize in crossover-turn-end"] * EVENT_COUNT
+    assert len(device_order._unused[GPU]) == 1, "a pool lives as long as the process"
 
 
-def test_by_default_no_stream_waits_for_another_process(notes: Notes) -> None:
-    order = device_order(GPU, EVENT_COUNT, Alone())
-    assert isinstance(order, SynchronizedOrder)
-    assert order.waits_on_host, "siblings publish a turn after its kernels have finished"
-    assert order.follow((1, 7), b"", 3) is None
-    assert notes.seen == []
-    order.close()
-
-
-def test_a_turn_told_at_once_does_not_overtake_one_told_late(notes: Notes) -> None:
-    order = event_order()
-    notes.gate.clear()
-    order.finish(1, lambda: notes.add("publish", 1), on_host=True)
-    order.finish(2, lambda: notes.add("publish", 2))
-    assert not notes.of("publish")
-    notes.gate.set()
-    order.close()
-    assert notes.of("publish") == [("publish", 1), ("publish", 2)]
-
-
-def test_after_late_turns_the_next_is_told_at_once_again(notes: Notes) -> None:
-    order = event_order()
-    told = threading.Event()
-    order.finish(1, told.set, on_host=True)
-    assert told.wait(SOON_S)
-    deadline_s = time.monotonic() + SOON_S
-    while order._late:
-        assert time.monotonic() < deadline_s, "it tells late for ever"
-        time.sleep(0.001)
-    notes.gate.clear()
-    order.finish(2, lambda: notes.add("publish", 2))
-    assert notes.of("publish") == [("publish", 2)]
-
-
-def test_a_broken_device_does_not_keep_a_turn(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(event: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    order = SynchronizedOrder(GPU)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", fail)
-    order.finish(1, lambda: notes.add("publish", 1))
-    order.close()
-    assert notes.of("publish") == [("publish", 1)]
-
-
-def test_a_cpu_needs_no_order_of_its_own() -> None:
-    order = device_order(torch.device("cpu"), EVENT_COUNT, Alone())
-    assert isinstance(order, HostOrder)
-    assert order.handles == b""
-    assert not order.on_device
-    assert not order.waits_on_host
-    told = []
-    order.check_usable()
-    order.finish(1, lambda: told.append(1))
-    assert order.follow((0, 1), b"", 1) is None
-    order.admit([])
-    order.close()
-    assert told == [1]
-
-
-def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = type("Properties", (), {"uuid": "3e8f-1"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert device_module.device_name(GPU) == "GPU-3e8f-1"
-
-
-@pytest.mark.parametrize(("initialized", "expected"), [(True, "cuda:1"), (False, "cpu")])
-def test_the_default_is_the_gpu_that_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, initialized: bool, expected: str
+def test_without_ipc_the_host_orders_turns_and_says_so(
+    noted_calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert device_module.default_device() == torch.device(expected)
+    monkeypatch.setenv(environment.DEVICE_ORDER, "events")
+    noted_calls.append("no IPC")
+    assert DeviceOrder(GPU).kind == "host"
+    assert "CUDA IPC events do not work on cuda:0" in warnings(caplog)[0]
+
+
+def test_orders_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.DEVICE_ORDER, "semaphores")
+    with pytest.warns(FutureWarning, match="ordered on the host"):
+        assert DeviceOrder(GPU).kind == "host"
+    monkeypatch.setenv(environment.DEVICE_ORDER, "event")
+    with pytest.raises(ValueError, match="one of host, events, got 'event'"):
+        DeviceOrder(GPU)

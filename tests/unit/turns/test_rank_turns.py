@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from crossover_ddp._turns.descriptors import Descriptors
-from crossover_ddp._turns.device_order import HostOrder
+from crossover_ddp._turns.device_order import DeviceOrder
 from crossover_ddp._turns.draw_queue import DrawQueue
 from crossover_ddp._turns.joining import Membership, leave
 from crossover_ddp._turns.rank_turns import RankTurns
@@ -46,7 +47,9 @@ def membership(
     join: Join, *, job: int = 1, is_lead: bool = True, channel: Channel | None = None
 ) -> Membership:
     segment = join(job=job)
-    return Membership(job, segment.device, is_lead, segment, HostOrder(), cast(Any, channel))
+    return Membership(
+        job, segment.device, is_lead, segment, DeviceOrder(torch.device("cpu")), cast(Any, channel)
+    )
 
 
 def rank_turns(place: Membership, failures: list[Exception]) -> RankTurns:
@@ -152,9 +155,9 @@ def test_a_wait_that_was_interrupted_does_not_begin_again(join: Join) -> None:
 def test_a_turn_is_published_when_it_begins_and_when_it_was_given_back(join: Join) -> None:
     failures: list[Exception] = []
     turns, watching = rank_turns(membership(join, job=1), failures), join(job=2)
-    turns.acquire(ahead=False, streams=())
+    turns.acquire(ahead=False)
     assert (member(watching, 1).started, member(watching, 1).returned) == (1, 0)
-    turns.acquire(ahead=False, streams=())
+    turns.acquire(ahead=False)
     assert member(watching, 1).started == 1, "inside a turn a job of one rank takes no other one"
     turns.release(())
     turns.release(())
@@ -165,10 +168,10 @@ def test_a_turn_is_published_when_it_begins_and_when_it_was_given_back(join: Joi
 def test_a_turn_that_was_taken_ahead_learns_its_number_later(join: Join) -> None:
     place = membership(join)
     turns = rank_turns(place, [])
-    turns.acquire(ahead=False, streams=())
+    turns.acquire(ahead=False)
     assert not turns.shared
     turns.release(())
-    turns.acquire(ahead=True, streams=())
+    turns.acquire(ahead=True)
     assert member(place.segment, 1).started == 1
     turns.settle()
     assert member(place.segment, 1).started == 2
@@ -178,7 +181,7 @@ def test_a_turn_that_cannot_be_published_is_reported(join: Join, monkeypatch: py
     failures: list[Exception] = []
     place = membership(join)
     turns = rank_turns(place, failures)
-    turns.acquire(ahead=False, streams=())
+    turns.acquire(ahead=False)
 
     def fail(turn: int) -> None:
         raise SegmentError("expected the segment to stay, got it removed under way")
@@ -198,11 +201,11 @@ def test_an_interrupt_reaches_every_wait(join: Join) -> None:
 def test_a_fork_that_leaves_does_not_end_the_devices_work(join: Join) -> None:
     closed: list[bool] = []
 
-    class Order(HostOrder):
+    class Order(DeviceOrder):
         def close(self) -> None:
             closed.append(True)
 
-    place = membership(join)._replace(order=Order())
+    place = membership(join)._replace(order=Order(torch.device("cpu")))
     leave(place, os.getpid() + 1)
     assert closed == []
     leave(place, os.getpid())

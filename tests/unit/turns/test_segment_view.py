@@ -284,8 +284,8 @@ def _flip(path: Path, offset: int) -> None:
         (lambda path: os.truncate(path, FILE_BYTES - 1), "expected a segment of .* bytes, got"),
         (lambda path: os.truncate(path, 0), "expected a segment of .* bytes, got 0"),
         (lambda path: os.truncate(path, 1 << 40), "expected a segment of .* bytes, got"),
-        (lambda path: _flip(path, 0), "expected layout 6"),
-        (lambda path: _flip(path, 8), "expected layout 6"),
+        (lambda path: _flip(path, 0), "expected layout 7"),
+        (lambda path: _flip(path, 8), "expected layout 7"),
         (lambda path: _flip(path, 24), "the device inside is not the one of its name"),
         pytest.param(lambda path: os.chown(path, NOBODY, -1), "to belong to user", marks=needs_root),
     ],
@@ -387,7 +387,6 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
         slot = Slot(
             1,
             *numbers[1:8],
-            numbers[7],
             numbers[0],
             lease_s,
             -lease_s,

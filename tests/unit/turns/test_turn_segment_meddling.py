@@ -121,7 +121,7 @@ MEDDLINGS = [
     (_empty, r"expected a segment of \d+ bytes, got 0 .*; remove it"),
     (_lengthened, r"expected a segment of \d+ bytes, got \d+ .*; remove it"),
     (_garbage, "got something else .*; remove it"),
-    (_other_layout, "expected layout 6 .*, got something else .*; *remove it"),
+    (_other_layout, "expected layout 7 .*, got something else .*; *remove it"),
     (_symbolic_link, "got a symbolic link .*; remove it"),
     (_directory, "got Is a directory .*; remove it"),
     (_fifo, "another kind of file .*; remove it"),
