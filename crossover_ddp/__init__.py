@@ -1,31 +1,35 @@
 """PyTorch DDP communication hooks that make the network time of distributed training useful."""
 
-from crossover_ddp.averaging_hooks import (
-    AveragingPlan,
-    ElasticState,
-    LocalSGDState,
-    elastic_hook,
-    local_sgd_hook,
-)
-from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
-from crossover_ddp.comm_hooks import (
-    CrossoverState,
-    DecoupledState,
-    crossover_hook,
-    crossover_wrapper,
-    decoupled_hook,
-    reduce_scatter_all_gather_hook,
-)
-from crossover_ddp.errors import (
-    CrossoverError,
-    ExchangeError,
-    SegmentError,
-    TurnError,
-    UnsupportedConfigurationError,
-)
-from crossover_ddp.gpu_mutex import GPUMutex
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from crossover_ddp.muon_hooks import MuonState, muon_hook
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from crossover_ddp.averaging_hooks import (
+        AveragingPlan,
+        ElasticState,
+        LocalSGDState,
+        elastic_hook,
+        local_sgd_hook,
+    )
+    from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
+    from crossover_ddp.comm_hooks import (
+        CrossoverState,
+        DecoupledState,
+        crossover_hook,
+        crossover_wrapper,
+        decoupled_hook,
+        reduce_scatter_all_gather_hook,
+    )
+    from crossover_ddp.errors import (
+        CrossoverError,
+        ExchangeError,
+        SegmentError,
+        TurnError,
+        UnsupportedConfigurationError,
+    )
+    from crossover_ddp.gpu_mutex import GPUMutex
+    from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+    from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 __all__ = [
     "AveragingPlan",
@@ -56,3 +60,15 @@ __all__ = [
     "muon_hook",
     "reduce_scatter_all_gather_hook",
 ]
+
+_MODULES = ("averaging_hooks", "codecs", "comm_hooks", "errors", "gpu_mutex", "kfac_hooks", "muon_hooks")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Import the public modules when one of their names is first asked for: torch takes seconds."""
+        if name not in (*__all__, *_MODULES):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        for module in [importlib.import_module(f"{__name__}.{each}") for each in _MODULES]:
+            globals().update({each: getattr(module, each) for each in __all__ if hasattr(module, each)})
+        return globals()[name]

@@ -4,15 +4,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from crossover_ddp.cli import plan as cli_plan
+from crossover_ddp.cli import run as cli_run
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
 from crossover_ddp.cli.advise import command as cli_advise
 from crossover_ddp.cli.doctor import command as cli_doctor
 from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingPackageError
-from crossover_ddp.cli.run import command as cli_run
-from crossover_ddp.cli.run.commands import split_groups
 
 _EXAMPLES = """\
 examples:
@@ -47,10 +47,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments; those of `run` after ``--`` are its ``groups``."""
+    """Read the arguments; what follows each ``--`` are the ``groups`` of a command that starts others."""
     # argparse knows one "--" only, and not every version treats it alike.
-    options, groups = split_groups(words) if words[:1] == [cli_run.NAME] else (words, [])
-    return parser().parse_args(options, argparse.Namespace(groups=groups))
+    starts = [place for place, word in enumerate(words) if word == "--"] if words[:1] == ["run"] else []
+    groups = [list(words[begin + 1 : end]) for begin, end in pairwise([*starts, len(words)])]
+    return parser().parse_args(words[: min(starts, default=len(words))], argparse.Namespace(groups=groups))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

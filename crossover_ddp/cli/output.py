@@ -1,11 +1,13 @@
 """Output of commands: JSON, which needs nothing else installed, tables, which need rich, and exit codes."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from crossover_ddp._turns.slots import GROUP_NAME
@@ -44,6 +46,55 @@ def add_command(
     parser.add_argument("--json", action="store_true", help=json_help)
     parser.set_defaults(run=run)
     return parser
+
+
+def declare(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help: str,
+    about: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """Declare a sub-command; ``run`` returns its exit code. Returns its parser, to add arguments to."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=help, description=about, epilog=examples, formatter_class=form)
+    parser.set_defaults(run=run)
+    return parser
+
+
+class _Gone(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        what = f"{option_string} does nothing any more, and goes in the next version: {self.const}"
+        sys.stderr.write(f"{parser.prog}: {what}\n")
+
+
+def forget(parser: argparse.ArgumentParser, gone: Mapping[str, str], flags: Sequence[str] = ()) -> None:
+    """Accept options that have gone for one version; who gives one is told what happens instead.
+
+    Args:
+        parser: of the command.
+        gone: options, and what happens instead of each.
+        flags: those among them that have no value.
+    """
+    for option, instead in gone.items():
+        nargs = 0 if option in flags else "?"
+        parser.add_argument(option, action=_Gone, nargs=nargs, const=instead, help=argparse.SUPPRESS)
+
+
+def say(text: str) -> None:
+    """Write a line to standard error; where nobody can read it (a full disk, a terminal that is gone) nothing ends."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows below their head, in columns."""
+    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def group_name(text: str) -> str:

@@ -25,7 +25,8 @@ from crossover_ddp._system.children import Child
 
 PRELOADED: Final = (
     *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
-    *("sklearn.datasets", "pytest", "crossover_ddp", "crossover_ddp.pipeline"),
+    *("sklearn.datasets", "pytest", "crossover_ddp.pipeline"),
+    *(f"crossover_ddp.{each}_hooks" for each in ("averaging", "comm", "kfac", "muon")),
     *(f"{__package__}._worker", f"{__package__}._server"),
 )
 # The only one in the tests: there is one server for all contexts, and who names modules last has named them for all.

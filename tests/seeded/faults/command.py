@@ -6,34 +6,50 @@ from tests.seeded.fault import Fault
 
 _DEFECTS = "tests/defects/test_command.py"
 
+_RUN = "tests/unit/cli/test_run.py"
+
 COMMAND: Final[tuple[Fault, ...]] = (
     Fault(
-        "only a closed pipe may keep the runner from showing something",
-        "crossover_ddp/cli/run/output.py",
-        "        except (OSError, ValueError):\n            self._lost",
-        "        except (BrokenPipeError, ValueError):\n            self._lost",
+        "a runner that cannot write fails",
+        "crossover_ddp/cli/output.py",
+        "    with contextlib.suppress(OSError):\n        os.write(",
+        "    with contextlib.suppress(BrokenPipeError):\n        os.write(",
         (_DEFECTS, "-k", "ends_well or end_well"),
     ),
     Fault(
-        "what a non-blocking terminal does not take at once is lost",
-        "crossover_ddp/cli/run/output.py",
-        "            left = left[full.characters_written :]\n",
-        "            left = left[len(left) :]\n",
-        (_DEFECTS, "-k", "non_blocking"),
-    ),
-    Fault(
-        "any word torchrun is the program",
-        "crossover_ddp/cli/run/ports.py",
-        '        if name.startswith("python"):\n',
-        "        if False:\n",
-        (_DEFECTS, "-k", "argument_called"),
-    ),
-    Fault(
-        "an id makes a rendezvous of its own at the same endpoint",
-        "crossover_ddp/cli/run/ports.py",
-        'and found.rdzv_backend not in ("c10d", "static")',
-        "",
+        "only ids make a rendezvous of its own",
+        "crossover_ddp/cli/run.py",
+        "(?:endpoint|port)",
+        "(?:id|port)",
         (_DEFECTS, "-k", "one_endpoint"),
+    ),
+    Fault(
+        "what has left a job's session outlives it",
+        "crossover_ddp/cli/jobs.py",
+        "            for pid in self.left() if number == signal.SIGKILL or not running else ():\n",
+        "            for pid in ():\n",
+        (_RUN, "-k", "leaves_running"),
+    ),
+    Fault(
+        "jobs do not hear the signals that the runner waits for",
+        "crossover_ddp/cli/jobs.py",
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ENDING",
+        (_RUN, "-k", "have_the_signals"),
+    ),
+    Fault(
+        "a job outlives a runner that was killed",
+        "crossover_ddp/cli/jobs.py",
+        "            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)\n",
+        "",
+        (_RUN, "-k", "killed_runner"),
+    ),
+    Fault(
+        "all jobs have one port",
+        "crossover_ddp/cli/run.py",
+        "int(first) + self._begun - 1",
+        "int(first)",
+        (_RUN, "-k", "ports_of_their_own"),
     ),
     Fault(
         "children ignore the signals that the suite ignores",

@@ -116,11 +116,4 @@ RECIPES: Final[tuple[Fault, ...]] = (
         new="        return SPLIT\n",
         tests=("tests/recipes/test_advice.py::test_a_wrapped_job_is_measured_and_ended",),
     ),
-    Fault(
-        why="turns of all but the first job of a run are counted as the first one's",
-        path="crossover_ddp/cli/run/turn_watch.py",
-        old="self.turns[self._known[job]] += count",
-        new="self.turns[min(self._known.values())] += count",
-        tests=("tests/recipes/test_siblings_command.py",),
-    ),
 )

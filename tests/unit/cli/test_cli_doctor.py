@@ -104,7 +104,7 @@ def test_looking_alone_removes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("words", [["doctor", "--json"], ["run", "--json", "--", "true"]])
+@pytest.mark.parametrize("words", [["doctor", "--json"]])
 def test_without_psutil_a_line_says_how_to_get_it(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

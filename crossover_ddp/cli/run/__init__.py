@@ -1,1 +1,0 @@
-"""``crossover-ddp run``: sibling jobs under one supervisor."""
