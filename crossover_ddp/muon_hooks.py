@@ -20,9 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.turns import Turn
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._exchange.agreement import Agreement
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._muon.directions import Directions, check_optimizer, power_of_two
 from crossover_ddp._owners.assignment import assign
@@ -115,7 +114,6 @@ class MuonState(Pausable):
             group.rank(),
             group.size(),
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
-            keeps_turn=mutex is not None,
             state=self,
         )
         logger.info("%s", self)
@@ -211,10 +209,10 @@ class MuonState(Pausable):
         """Start the exchange of ``bucket``; for `muon_hook`. Raises what makes it impossible."""
         directions = cast(Directions, self._directions)
         try:
-            turn, payload = cast(Turn | None, self.mutex), functools.partial(directions.payload, bucket)
-            return Exchange.of(group).submit(bucket, turn=turn, payload=payload, state=self)
+            way = functools.partial(directions.way, bucket)
+            return Exchange.of(group).carry(bucket, way, turn=self.mutex, state=self)
         finally:
-            if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
+            if bucket.is_last():
                 directions.end()
 
 
@@ -226,7 +224,7 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
         bucket: DDP's bucket.
 
     Returns:
-        A Future of the bucket's own buffer, with zeros for Muon's matrices; all Futures of a step complete together.
+        A Future of the bucket's own buffer, with zeros for Muon's matrices.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `MuonState`. Nothing leaves the hook.
 

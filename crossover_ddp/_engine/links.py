@@ -129,7 +129,7 @@ class LinkAround:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
-        self.all_to_all, self.compute, self.settle = link.all_to_all, link.compute, link.settle
+        self.all_to_all, self.settle = link.all_to_all, link.settle
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
@@ -138,6 +138,10 @@ class LinkAround:
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `Link`."""
         await self._link.all_gather(flat, layout)
+
+    async def compute(self) -> None:
+        """See `Link`."""
+        await self._link.compute()
 
 
 class Alone:

@@ -59,6 +59,11 @@ class TracedLink(LinkAround):
         await super().all_gather(flat, layout)
         self._tell("all_gather", begin_s, flat)
 
+    async def compute(self) -> None:
+        """See `Link`: an owner works on what comes back."""
+        self._details["owner"] = 1
+        await super().compute()
+
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.
         said = {"bytes": flat.numel() * flat.itemsize, "device_type": flat.device.type, **self._details}

@@ -1,6 +1,6 @@
 """Muon's directions: what each bucket sends in its place, what owners make of it, and the step that applies it.
 
-[Note: Muon's payload] On the way there a rank's part holds the gradients of its matrices, on the way back their
+[Note: Muon's packing] On the way there a rank's part holds the gradients of its matrices, on the way back their
 directions in bfloat16, two bytes a number whatever the bucket's numbers take; both ways its share of what passes
 through. Behind that come, on the way back, the squared norms of the gradients of its matrices, eight raw bytes each.
 
@@ -9,10 +9,9 @@ it the momentum by exchanging the two; a step that is skipped leaves the old one
 two matrices for each matrix owned, instead of one for each matrix of the model.
 """
 
-import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Muon
 
-from crossover_ddp._ddp.checks import flat_gradients, model_of
+from crossover_ddp._ddp.checks import model_of
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.links import Link
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.transfer import Payload, Sharded
 from crossover_ddp._owners.interception import check_not_intercepted, intercept
 from crossover_ddp._owners.kept import Kept
 from crossover_ddp._owners.muon import (
@@ -48,7 +48,7 @@ class Round:
     Attributes:
         directions: of all matrices that had a gradient, bfloat16, equal on all ranks.
         squared_norms: of their mean gradients, before the loss's scale, float64 without dimension.
-        travelled: memory that is in use until the step.
+        travelled: memory that other streams may use until the next backward pass.
     """
 
     def __init__(self, settings: Sequence[DirectionSettings], scale: float) -> None:
@@ -65,15 +65,28 @@ class Round:
 
 
 class Packed(NamedTuple):
-    """What travels in a bucket's place; ``numbers``: of the matrices; ``spans``: where their gradients are in it."""
+    """What travels in a bucket's place.
+
+    ``numbers``: of the matrices; ``spans``: where their gradients are in ``flat``, the bucket's buffer; ``back``: what
+    returns.
+    """
 
     round_: Round
     plan: Packing
     numbers: Sequence[int]
     spans: Sequence[Span]
-    buffer: Tensor
-    there: Tensor
+    flat: Tensor
     back: Tensor
+
+    def there(self) -> Tensor:
+        """Return what is averaged: the bucket itself if it lies as it travels, as a large matrix alone does."""
+        moves = [*zip(self.spans, self.plan.items, strict=True), *self.plan.passing]
+        if all(span == place.there for span, place in moves):
+            return self.flat
+        there = self.flat.new_empty(self.plan.there.numel)
+        for span, place in moves:
+            _part(there, place.there).copy_(_part(self.flat, span))
+        return there
 
 
 class Directions:
@@ -84,7 +97,6 @@ class Directions:
         owner_of: rank by the id of each matrix that has an owner.
         rank, world_size: of this process.
         loss_scale: returns what the loss is multiplied by.
-        keeps_turn: whether computing directions is compute inside the job's turn.
         state: that the hook is registered with.
     """
 
@@ -96,7 +108,6 @@ class Directions:
         world_size: int,
         *,
         loss_scale: Callable[[], float],
-        keeps_turn: bool,
         state: object,
     ) -> None:
         self._muon = muon
@@ -106,7 +117,7 @@ class Directions:
         self._number_of = {id(matrix): number for number, matrix in enumerate(self._matrices)}
         self._owners = [owner_of[id(matrix)] for matrix in self._matrices]
         self._rank, self._world_size = rank, world_size
-        self._loss_scale, self._keeps_turn = loss_scale, keeps_turn
+        self._loss_scale = loss_scale
         self._state = weakref.ref(state)
         # The new momentum of owned matrices, beside the old one until the step.
         self._next: dict[int, Tensor] = {}
@@ -127,36 +138,35 @@ class Directions:
 
     def memory_usage(self) -> dict[str, int]:
         """Return bytes: "momentum", "next_momentum" beside it, "buffers" with what came of the last backward pass."""
-        travelled = self.latest.travelled if self.latest is not None else ()
         return {
             "momentum": self.kept.nbytes,
             "next_momentum": sum(each.nbytes for each in self._next.values()),
-            "buffers": sum(each.nbytes for each in travelled),
+            "buffers": 0 if self.latest is None else sum(each.nbytes for each in self.latest.travelled),
         }
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def payload(self, bucket: dist.GradBucket) -> Payload:
-        """Return what travels in the bucket's place. On the hook's thread, in the order of buckets."""
+    def way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        """Make a bucket's journey; on the hook's thread, in the order of buckets."""
         if self._is_closed:
             raise UnsupportedConfigurationError(
                 "expected a MuonState that is not closed, got a backward() after close(); wrap the model again"
             )
-        buffer = flat_gradients(bucket)
-        if self._round is None or bucket.index() == 0:
+        if self._round is None or bucket.index == 0:
             self._round = None
-            self._round = self._begin(bucket)
-        packed = self._pack(bucket, buffer, self._round)
-        there, back = Sharded(packed.there, packed.plan.there), Sharded(packed.back, packed.plan.back)
-        return Payload(
-            there,
-            back,
-            lambda _: self._compute(packed),
-            functools.partial(self._unload, packed),
-            keeps_turn=self._keeps_turn,
-            is_long=True,
-        )
+            self._round = self._begin(grad_bucket)
+        bucket.keeps_turn = True
+        return self._travel(self._pack(grad_bucket, bucket.flat, self._round), link)
+
+    async def _travel(self, packed: Packed, link: Link) -> None:
+        """Bring each matrix to its owner whole, and its direction back to all."""
+        there, plan = packed.there(), packed.plan
+        await link.reduce_scatter(there, plan.there.lengths)
+        await link.compute()
+        self._orthogonalise(packed, there)
+        del there
+        await link.all_gather(packed.back, plan.back.lengths)
+        self._unload(packed)
 
     def end(self) -> None:
         """The step's last bucket was handed out, or refused."""
@@ -178,11 +188,11 @@ class Directions:
         self.latest = None
         return Round(self._settings(), power_of_two(self._loss_scale()))
 
-    def _pack(self, bucket: dist.GradBucket, buffer: Tensor, round_: Round) -> Packed:
-        contents = [(self._number_of.get(id(p)), span) for p, _, span in contents_of(bucket, buffer)]
+    def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: Round) -> Packed:
+        contents = [(self._number_of.get(id(p)), span) for p, _, span in contents_of(grad_bucket, flat)]
         numbers = [number for number, _ in contents if number is not None]
         spans = [span for number, span in contents if number is not None]
-        owners, itemsize = [self._owners[number] for number in numbers], buffer.itemsize
+        owners, itemsize = [self._owners[number] for number in numbers], flat.itemsize
         items = [
             Item(owner, span.numel, direction_numel(span.numel, itemsize))
             for owner, span in zip(owners, spans, strict=True)
@@ -190,32 +200,26 @@ class Directions:
         norms = [Item(owner, 0, -(-_NORM_BYTES // itemsize)) for owner in owners]
         passing = tuple([span for number, span in contents if number is None])
         plan = packing(self._world_size, tuple(items), passing, tuple(norms))
-        moves = [*zip(spans, plan.items, strict=True), *plan.passing]
-        there = buffer  # it may lie as it travels: a large matrix that has a bucket of its own
-        if any(span != place.there for span, place in moves):
-            there = buffer.new_empty(plan.there.numel)
-            for span, place in moves:
-                _part(there, place.there).copy_(_part(buffer, span))
-        back = buffer.new_empty(plan.back.numel)
+        back = flat.new_empty(plan.back.numel)  # of the hook's stream, as `muon.step` is, which reads it
         round_.travelled.append(back)
-        return Packed(round_, plan, numbers, spans, buffer, there, back)
+        return Packed(round_, plan, numbers, spans, flat, back)
 
     # On the owner, between the halves.
 
-    def _compute(self, packed: Packed) -> None:
+    def _orthogonalise(self, packed: Packed, there: Tensor) -> None:
         # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
-        with torch.autocast(packed.there.device.type, enabled=False):
+        with torch.autocast(there.device.type, enabled=False):
             for number, place, norm in zip(
                 packed.numbers, packed.plan.items, packed.plan.behind, strict=True
             ):
                 if place.owner == self._rank:
-                    gradient = matrix_view(_part(packed.there, place.there), self._matrices[number])
-                    self._orthogonalise(packed, number, gradient, place.back, norm.back)
+                    gradient = matrix_view(_part(there, place.there), self._matrices[number])
+                    self._compute(packed, number, gradient, place.back, norm.back)
         for _, place in packed.plan.passing:
             if place.owner == self._rank:
-                _part(packed.back, place.back).copy_(_part(packed.there, place.there))
+                _part(packed.back, place.back).copy_(_part(there, place.there))
 
-    def _orthogonalise(self, packed: Packed, number: int, gradient: Tensor, at: Span, norm_at: Span) -> None:
+    def _compute(self, packed: Packed, number: int, gradient: Tensor, at: Span, norm_at: Span) -> None:
         matrix, round_ = self._matrices[number], packed.round_
         if round_.scale != 1.0:
             gradient.mul_(1.0 / round_.scale)
@@ -234,26 +238,17 @@ class Directions:
 
     def _unload(self, packed: Packed) -> None:
         """Keep the directions for the step; of the matrices' gradients only leave whether they were finite."""
-        round_, plan = packed.round_, packed.plan
+        round_, plan, back = packed.round_, packed.plan, packed.back
         for number, span, place, norm in zip(
             packed.numbers, packed.spans, plan.items, plan.behind, strict=True
         ):
-            square = _part(packed.back, norm.back).clone().view(torch.float64)[0]
-            round_.directions[number] = direction_view(
-                _part(packed.back, place.back), self._matrices[number].shape
-            )
+            square = _part(back, norm.back).clone().view(torch.float64)[0]
+            round_.directions[number] = direction_view(_part(back, place.back), self._matrices[number].shape)
             round_.squared_norms[number] = square
             # 0, or NaN if anything was not finite: a GradScaler then skips the step on all ranks, and asks no device.
-            _part(packed.buffer, span).fill_((square * 0).to(packed.buffer.dtype))
+            _part(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
         for span, place in plan.passing:
-            _part(packed.buffer, span).copy_(_part(packed.back, place.back))
-        if packed.there is packed.buffer:
-            return
-        if packed.there.is_cuda:
-            round_.travelled.append(packed.there)  # the device is behind the host
-        else:
-            # The engine holds what has travelled until backward ends.
-            packed.there.untyped_storage().resize_(0)
+            _part(packed.flat, span).copy_(_part(back, place.back))
 
     # --- muon.step() and its relatives -----------------------------------------------------------------------
 

@@ -185,11 +185,10 @@ HOOKS: dict[str, Row] = {
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "kfac_of_nothing": Row(kfac_of_nothing, order=None),
-    "muon_of_nothing": Row(muon_of_nothing, order=None, is_like_others=True),
+    "muon_of_nothing": Row(muon_of_nothing, is_like_others=True),
     "muon": Row(
         lambda model, optimizers, **turn: (MuonState(optimizers[0], **turn), muon_hook),  # type: ignore[arg-type]
         optimizers=muon_and_sgd,
-        order=None,
         reads="never",
         refuses={"complex_parameters": "complex"},
         differs={"clipping": "clipping sees the parameters that are no matrices"},

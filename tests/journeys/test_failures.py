@@ -235,8 +235,6 @@ REFUSING = [
 # Nothing of a refused step is left in these: others keep residuals, factors or momentum of its other buckets, and below
 # the wrapper another library's exchange goes on.
 AS_IF_IT_HAD_NOT_BEEN = ("split", "crossover", "decoupled", "owned")
-# Without a turn, or with one that stays until the next step where the last bucket was refused, a lease at most.
-KEEPING = ("split", "muon")
 
 
 def refused_in_the_middle(
@@ -274,7 +272,7 @@ def test_a_refused_bucket_is_a_refused_step_and_the_next_backward_begins_anew(
 ) -> None:
     for text, is_given_away, losses, whole in run_ranks(refused_in_the_middle, world_size, args=(way, which)):
         assert text == "ours", "not even a mistake of our own leaves the hook, which would be DDP's end"
-        assert is_given_away or way in KEEPING or which == "engine", "siblings go on"
+        assert is_given_away or way == "split" or which == "engine", "siblings go on"
         assert losses == whole or way not in AS_IF_IT_HAD_NOT_BEEN
         assert torch.tensor(losses).isfinite().all()
 

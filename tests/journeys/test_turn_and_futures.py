@@ -1,9 +1,11 @@
 """The turn around a step's last bucket: who may hear of what, in which order, on which thread."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +36,29 @@ def test_the_turn_is_given_away_before_anybody_hears_of_the_last_bucket(way: str
     """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
     one_step = ["release", "acquire"] if way == "wrapped" else ["release", "request", "acquire"]
     assert run_ranks(order_with_a_slow_release, world_size, args=(way,)) == [one_step * STEPS] * world_size
+
+
+def turns_at_newton_schulz(rank: int, world_size: int) -> list[int]:
+    """Return for each direction that this rank computes how many turns it had given away and not taken again."""
+    turn, found = RecordingTurn(), []
+    original = torch.optim._muon._zeropower_via_newtonschulz
+
+    @functools.wraps(original)  # whose signature Muon's state reads
+    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
+        time.sleep(0.02)  # the hook's thread is through
+        found.append(turn.order.count("release") - turn.order.count("acquire"))
+        return original(*arguments, **options)
+
+    training = Training("muon", rank, mutex=turn)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", noting):
+        training.run(STEPS).close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_owners_work_is_compute_inside_the_turn(world_size: int) -> None:
+    found = run_ranks(turns_at_newton_schulz, world_size)
+    assert [each for of_rank in found for each in of_rank] == [0] * 3 * STEPS
 
 
 def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[bool], list[str]]:

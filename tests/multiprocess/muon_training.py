@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
 
 from crossover_ddp.muon_hooks import MuonState, muon_hook
-from tests.harness.oracles import sum_as_owners_do
+from tests.harness.oracles import tree_sum
 
 TINY_MB = 0.004
 VOCABULARY, WIDTH = 11, 12
@@ -109,10 +109,9 @@ class Training:
 class ByOwners:
     """torch's Muon fed the sums as the owners make them, without our package."""
 
-    def __init__(self, module: Mixture, owners: tuple[int, ...], **settings: Any) -> None:
+    def __init__(self, module: Mixture, **settings: Any) -> None:
         self.module = copy.deepcopy(module)
         self.muon, self.adamw = optimizers(self.module, **settings)
-        self._owners = owners
         self.schedulers = [
             torch.optim.lr_scheduler.CosineAnnealingLR(each, 400) for each in (self.muon, self.adamw)
         ]
@@ -121,12 +120,12 @@ class ByOwners:
         """Sum the matrices' gradients by hand; ``others``: the gradients of the other parameters, by parameter."""
         loss_of(self.module, tokens).backward()
         world_size = dist.get_world_size()
-        for parameter, owner in zip(self._in_groups(), self._owners, strict=True):
+        for parameter in self._in_groups():
             assert parameter.grad is not None
             mine = parameter.grad.contiguous() / world_size
             everyone = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(everyone, mine)
-            parameter.grad.copy_(sum_as_owners_do(everyone, owner))
+            parameter.grad.copy_(tree_sum(everyone))
         matrices = {id(each) for each in self.module.matrices()}
         for parameter, gradient in zip(self.module.parameters(), others, strict=True):
             if id(parameter) not in matrices:

@@ -22,7 +22,7 @@ WAYS = {
     "decoupled": 32,
     "int8": 27,
     "averaged": 24,
-    "muon": 23,
+    "muon": 21,
     "owned": 37,
     "kfac": 35,
 }

@@ -179,6 +179,20 @@ OWNERS: Final[tuple[Fault, ...]] = (
         ),
     ),
     Fault(
+        "the turn is given away before owners compute",
+        "crossover_ddp/_muon/directions.py",
+        "        bucket.keeps_turn = True\n",
+        "",
+        ("tests/journeys/test_turn_and_futures.py", "-k", "owners_work"),
+    ),
+    Fault(
+        "what came of a bucket is gone before its device is through",
+        "crossover_ddp/_muon/directions.py",
+        "        round_.travelled.append(back)\n",
+        "",
+        ("tests/conformance/test_conformance.py", "-k", "cuda_nccl-muon_of_nothing"),
+    ),
+    Fault(
         "all matrices have the first group's momentum",
         "crossover_ddp/_muon/directions.py",
         "DirectionSettings.of(g)",

@@ -115,7 +115,7 @@ RISKS: Final[tuple[Fault, ...]] = (
         _EXCHANGE,
         "for held in step.let_go(refused=True) if _is_last(bucket) else ():",
         "for held in ():",
-        (_FAILURES, "-k", "refused_bucket_is and muon"),
+        (_FAILURES, "-k", "refused_bucket_is and kfac"),
     ),
     Fault(
         "risk 13: what arrives counts as a change of the user's gradients",
