@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
+from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import plan as cli_plan
 from crossover_ddp.cli import run as cli_run
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
-from crossover_ddp.cli.advise import command as cli_advise
 from crossover_ddp.cli.doctor import command as cli_doctor
 from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingPackageError
 
@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the arguments; what follows each ``--`` are the ``groups`` of a command that starts others."""
     # argparse knows one "--" only, and not every version treats it alike.
-    starts = [place for place, word in enumerate(words) if word == "--"] if words[:1] == ["run"] else []
+    starts = (
+        [place for place, word in enumerate(words) if word == "--"]
+        if words[:1] in (["run"], ["advise"])
+        else []
+    )
     groups = [list(words[begin + 1 : end]) for begin, end in pairwise([*starts, len(words)])]
     return parser().parse_args(words[: min(starts, default=len(words))], argparse.Namespace(groups=groups))
 

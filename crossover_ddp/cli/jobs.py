@@ -129,10 +129,10 @@ class Job(subprocess.Popen[bytes]):
             self.send(signal.SIGKILL)
         return self.code is not None and not self.left()
 
-    def kill_all(self) -> None:
-        """Kill all of it now; waits for that."""
-        self.end(signal.SIGKILL, 0.0)
-        surely_s = time.monotonic() + _SURELY_S
+    def finish(self, number: int = signal.SIGKILL, grace_s: float = 0.0) -> None:
+        """End all of it, and wait for that."""
+        self.end(number, grace_s)
+        surely_s = self._kill_s + _SURELY_S
         while not self.is_over() and time.monotonic() < surely_s:
             time.sleep(TICK_S / 10)
 

@@ -111,7 +111,7 @@ class _Runner:
                     self._start_due()
             finally:
                 for job in self._running.values():
-                    job.kill_all()
+                    job.finish()
         return SHELLS_OFFSET + self._signals[0] if self._signals else min(self._failed, default=(0, 0))[1]
 
     def _start_due(self) -> None:
@@ -134,7 +134,7 @@ class _Runner:
         again = number == signal.SIGINT and number in self._signals
         for job in self._running.values():
             if again:
-                job.kill_all()
+                job.finish()
             elif number in ENDING:
                 job.end(number)
             elif number in PASSED_ON:

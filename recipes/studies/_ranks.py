@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,22 @@ class Ranks:
         worker: the script beside this one that they run.
         arguments: the script's.
         out: directory for logs and timelines.
+        variables: on top of the cluster's; a PYTHONPATH comes before the own one.
     """
 
-    def __init__(self, cluster: Cluster, job: str, worker: str, arguments: Sequence[str], out: Path) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: str,
+        worker: str,
+        arguments: Sequence[str],
+        out: Path,
+        variables: Mapping[str, str] = {},
+    ) -> None:
         directory, port = out / job, cluster.port()
         directory.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, [str(RECIPES), os.environ.get("PYTHONPATH")]))
+        inherited = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(filter(None, [inherited, str(RECIPES)]))
         self._ranks = []
         for rank, (node, local_rank) in enumerate(cluster.ranks):
             log = directory / f"rank{rank}.log"
@@ -75,7 +85,7 @@ class Ranks:
                 process = cluster.popen(
                     node,
                     ["python", str(RECIPES / "studies" / worker), *arguments],
-                    {**environment, **STEADY_MEMORY, "PYTHONPATH": path},
+                    {**environment, **STEADY_MEMORY, **variables, "PYTHONPATH": path},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -3,9 +3,9 @@
     python recipes/studies/advice.py --ratio 0.5 0.75 1.0 1.5                      compute that only sleeps
     python recipes/studies/advice.py --preset convnet vit --repeats 3              real models: on an idle machine only
 
-For each ratio M/C (wire time of a step's gradients to its compute), as often as wanted, it records a short run with the
-split hook and asks for advice, then measures two siblings and decoupled training as predicted, and what they are
-compared to. Medians are shown; "off" is what was said over what was measured right after it. The job that sleeps
+For each ratio M/C (wire time of a step's gradients to its compute), as often as wanted, it has the steps of a short run
+measured and asks for advice, then measures two siblings and decoupled training, and what they are compared to. Medians
+are shown; "off" is what was said over what was measured right after it. The job that sleeps
 (recipes/studies/sleepy_job.py) leaves the cores alone, so that it measures the prediction and not the machine.
 Needs root (see docs/lab.md).
 """
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
 
 from _models import PRESETS
-from crossover_ddp.cli.advise.advice import CROSSOVER, DECOUPLED_TRAINING, advise
-from crossover_ddp.cli.advise.command import read_spans
-from crossover_ddp.cli.advise.step_figures import Figures, figures
+from crossover_ddp.cli.advise import CROSSOVER, DECOUPLED, Figures, figures, measuring
 from lab import Cluster, Job, rate_for
 from lab.analysis import wire_s
 from studies import decoupled
@@ -49,22 +46,21 @@ SLEEP = "sleep"
 SLEEPY_JOB = Path(__file__).with_name("sleepy_job.py")
 LAYERS, FORWARD_S, BACKWARD_S = 8, 0.2, 0.4
 WARM_UP_STEPS = 4
+RECORDED_STEPS = 41
 TIMEOUT_S = 300.0
 WAYS = ("crossover", "decoupled")
 
 
 def said(found: Figures) -> dict[str, float]:
     """What the advice expects, with what it rests on."""
-    options = {option.what: option for option in advise(found).options}
-    crossover, decoupled = options[CROSSOVER], options[DECOUPLED_TRAINING]
     return {
         "c_s": found.compute_s,
         "n_s": found.exposed_s,
-        "m_s": found.wire_s or math.nan,
-        "crossover": crossover.factor or math.nan,
-        "crossover_bound": crossover.bound or math.nan,
-        "decoupled": decoupled.factor or math.nan,
-        "decoupled_bound": decoupled.bound or math.nan,
+        "m_s": found.wire_s,
+        "crossover": CROSSOVER.expected(found),
+        "crossover_bound": CROSSOVER.bound(found),
+        "decoupled": DECOUPLED.expected(found),
+        "decoupled_bound": DECOUPLED.bound(found),
     }
 
 
@@ -79,9 +75,9 @@ def row_of(preset: str, ratio: float, rate_mbit: float, runs: Sequence[dict[str,
     return row
 
 
-def advised_cap_mb(found: Figures) -> float | None:
-    """Return the bucket size that the advice on decoupled training is for."""
-    return next(option for option in advise(found).options if option.what == DECOUPLED_TRAINING).bucket_cap_mb
+def advised_cap_mb(found: Figures) -> float:
+    """Return the bucket size that the advice on decoupled training is for: a sixteenth of the model."""
+    return found.size_bytes / 16 / 2**20
 
 
 # --- compute that sleeps ------------------------------------------------------------------------------------------
@@ -96,13 +92,20 @@ class Sleepers:
         self._steps = steps
 
     def run(
-        self, hook: str, names: Sequence[str] = ("one",), cap_mb: float | None = None
+        self,
+        hook: str,
+        names: Sequence[str] = ("one",),
+        cap_mb: float | None = None,
+        *,
+        steps: int | None = None,
+        env: Mapping[str, str] = {},
     ) -> list[list[list[float]]]:
         """Return when each step of each rank of each job ended."""
-        words = ["--hook", hook, "--layers", str(LAYERS), "--steps", str(self._steps + WARM_UP_STEPS)]
+        steps = steps or self._steps + WARM_UP_STEPS
+        words = ["--hook", hook, "--layers", str(LAYERS), "--steps", str(steps)]
         words += ["--forward", str(FORWARD_S / LAYERS), "--backward", str(BACKWARD_S / LAYERS)]
         words += [] if cap_mb is None else ["--bucket-cap-mb", str(cap_mb)]
-        jobs = [Job(name, ["python", str(SLEEPY_JOB), *words]) for name in names]
+        jobs = [Job(name, ["python", str(SLEEPY_JOB), *words], env) for name in names]
         self._cluster.run(jobs, TIMEOUT_S, out=self._out / hook)
         logs = [
             [self._out / hook / name / f"rank{rank}.log" for rank in range(self._cluster.nodes)]
@@ -110,8 +113,11 @@ class Sleepers:
         ]
         return [[json.loads(log.read_text().splitlines()[-1])["ends_s"] for log in job] for job in logs]
 
-    def timeline(self, hook: str) -> Path:
-        return self._out / hook / "one" / "timeline"
+    def measured(self) -> Figures:
+        """Let `advise` measure the job."""
+        recording = self._out / "recorded"
+        self.run("plain", steps=RECORDED_STEPS, env=measuring(recording))
+        return figures(recording)
 
 
 def step_s(ranks: Sequence[Sequence[float]]) -> float:
@@ -136,8 +142,7 @@ def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Callable[
         runs = []
         for repeat in range(args.repeats):
             sleepers = Sleepers(cluster, args.out / f"sleep-{ratio}-{repeat}", args.steps)
-            sleepers.run("split")
-            found = figures(read_spans(sleepers.timeline("split")))
+            found = sleepers.measured()
             plain_s = step_s(sleepers.run("plain")[0])
             decoupled_s = step_s(sleepers.run("decoupled", cap_mb=advised_cap_mb(found))[0])
             shared_s = shared_step_s(sleepers.run("crossover", JOBS))
@@ -156,12 +161,13 @@ def measure_sleep(cluster: Cluster, args: argparse.Namespace, advance: Callable[
 # --- real models --------------------------------------------------------------------------------------------------
 
 
-def record(cluster: Cluster, preset: str, out: Path, steps: int) -> Figures:
-    """Run the job alone with the split hook for a short while; return what its timeline says."""
-    ranks = Ranks(cluster, "recorded", WORKER, ["--preset", preset], out)
-    ranks.run(hook="rsag", steps=steps)
+def record(cluster: Cluster, preset: str, out: Path) -> Figures:
+    """Let `advise` measure the job, alone."""
+    recording = out / "meter"
+    ranks = Ranks(cluster, "recorded", WORKER, ["--preset", preset], out, measuring(recording))
+    ranks.run(hook="none", steps=RECORDED_STEPS)
     ranks.close()
-    return figures(read_spans(out / "recorded" / "timeline"))
+    return figures(recording)
 
 
 def measure_siblings(siblings: Siblings, steps: int, rate_mbit: float) -> dict[str, float]:
@@ -212,7 +218,7 @@ def measure_preset(
         cluster.set_rate(rate_mbit)
         runs = []
         for repeat in range(args.repeats):
-            found = record(cluster, preset, args.out / f"{preset}-{ratio}-{repeat}", args.recorded_steps)
+            found = record(cluster, preset, args.out / f"{preset}-{ratio}-{repeat}")
             measured = measure_siblings(siblings, args.steps, rate_mbit)
             measured |= measure_decoupled(ranks, preset, advised_cap_mb(found), args.steps)
             runs.append({"said": said(found), "measured": measured})
@@ -238,7 +244,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.75, 1.0, 1.5], help="M/C")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--recorded-steps", type=int, default=20, help="of real models")
     args = parser.parse_args(argv)
     return measure_all(args, measure_preset, TITLE, cells, "advice.json")
 

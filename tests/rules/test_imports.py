@@ -68,8 +68,6 @@ PURE = {
     "_timeline.spans",
     "_timeline.trace",
     "_turns.rules",
-    "cli.advise.advice",
-    "cli.advise.step_figures",
     "cli.doctor.findings",
     "cli.turn_report",
     "pipeline.model",

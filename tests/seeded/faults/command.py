@@ -7,6 +7,7 @@ from tests.seeded.fault import Fault
 _DEFECTS = "tests/defects/test_command.py"
 
 _RUN = "tests/unit/cli/test_run.py"
+_ADVISE = "tests/unit/cli/test_advise.py"
 
 COMMAND: Final[tuple[Fault, ...]] = (
     Fault(
@@ -43,6 +44,27 @@ COMMAND: Final[tuple[Fault, ...]] = (
         "            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)\n",
         "",
         (_RUN, "-k", "killed_runner"),
+    ),
+    Fault(
+        "a job that is measured is left to train on",
+        "crossover_ddp/cli/advise.py",
+        "            job.finish(signal.SIGTERM, _GRACE_S)\n",
+        "            pass\n",
+        (_ADVISE, "-k", "signal_ends"),
+    ),
+    Fault(
+        "buckets that were held back are sums",
+        "crossover_ddp/cli/step_meter.py",
+        "dist.all_reduce(buffer.div_(group.size()), ",
+        "dist.all_reduce(buffer.div_(1 if self._apart else group.size()), ",
+        (_ADVISE, "-k", "trains_as_plain"),
+    ),
+    Fault(
+        "a rank that waits for another computes",
+        "crossover_ddp/cli/advise.py",
+        'block["step_s"] - block["met_s"] - block["wire_s"]',
+        'block["step_s"] - block["wire_s"]',
+        (_ADVISE, "-k", "slowest_rank"),
     ),
     Fault(
         "all jobs have one port",

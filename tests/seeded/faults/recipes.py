@@ -102,18 +102,4 @@ RECIPES: Final[tuple[Fault, ...]] = (
         new='getattr(args, "ranks_of_node", 1)',
         tests=("tests/recipes/test_lab_ranks.py::test_the_command_takes_ranks_per_node",),
     ),
-    Fault(
-        why="a job that is measured is left to train on",
-        path="crossover_ddp/cli/advise/short_run.py",
-        old="                end([process], grace_s=grace_s)\n",
-        new="",
-        tests=("tests/recipes/test_advice.py::test_a_wrapped_job_is_measured_and_ended",),
-    ),
-    Fault(
-        why="a wrapped hook's job is measured as one with buckets",
-        path="crossover_ddp/cli/advise/step_figures.py",
-        old="        return WRAPPED\n",
-        new="        return SPLIT\n",
-        tests=("tests/recipes/test_advice.py::test_a_wrapped_job_is_measured_and_ended",),
-    ),
 )

@@ -1,0 +1,300 @@
+"""``crossover-ddp advise``: measure a job's C, N and M in some of its steps, and say what would make it faster.
+
+C  compute of a step, on the slowest rank
+N  exposed communication: the rest of the step
+M  time for which the step's gradients are on the wire
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from crossover_ddp._system import environment
+
+from . import step_meter
+from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
+from .output import FINE, FOUND, USAGE, columns, declare, forget, say, whole, write_json
+
+_EXAMPLES = """\
+examples:
+  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py --lr 0.1   runs some steps of it
+  crossover-ddp advise --link 10gbit --model 25.6M --ranks 8              without a run: by bytes and link
+
+The script needs no hook: its steps are those of plain DDP, a hook that it registers is left out.
+exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured; 2 wrong usage
+"""
+_GONE = {
+    "--seconds": "the run ends after --steps",
+    "--startup": "Ctrl-C ends a job that never begins",
+    "--verbose": "the end of what a failed job has written is shown",
+}
+_LOOK_S, _GRACE_S = 0.25, 5.0
+_WORTH: Final = 1.05  # the least factor that is worth a change, and a step over its C
+_BACKWARD_SHARE: Final = 2 / 3  # of C, which can hide communication, at best
+_INT8_BYTES: Final = 0.26
+_UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class NotMeasurableError(Exception):
+    """The job's steps were not measured; the text says why, and what to change."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One job's step, in seconds."""
+
+    compute_s: float
+    exposed_s: float
+    wire_s: float
+    size_bytes: float
+    ranks: int
+
+    @property
+    def step_s(self) -> float:
+        """C + N."""
+        return self.compute_s + self.exposed_s
+
+    def over(self, compute_s: float, wire_s: float) -> float:
+        """Return how much longer than the longer of these two a step is, but at least 1."""
+        return self.step_s / min(self.step_s, max(compute_s, wire_s))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to use the network's time."""
+
+    name: str
+    bound: Callable[[Figures], float]
+    """How many times faster steps can be done, at best."""
+    reached: float
+    """The part of the bound that was measured (docs/measurements.md)."""
+    line: str
+    caveat: str
+
+    def expected(self, found: Figures) -> float:
+        """Return how many times faster steps are expected to be done."""
+        return self.reached * self.bound(found)
+
+
+CROSSOVER: Final = Way(
+    "crossover (two sibling jobs)",
+    lambda found: (
+        2 * found.step_s / max(2 * found.compute_s, found.step_s, 2 * min(found.wire_s, found.step_s))
+    ),
+    0.94,  # of 8 rows, worst 8 % off
+    "model.register_comm_hook(CrossoverState(), crossover_hook)",
+    "over one job after the other; needs a second job of yours on the same devices, and memory for both",
+)
+DECOUPLED: Final = Way(
+    "decoupled training",
+    lambda found: found.over(found.compute_s, found.wire_s),
+    0.92,  # of 12 rows, worst 7 % off
+    "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
+    "with gradient_as_bucket_view=True, and bucket_cap_mb a sixteenth of the model; see docs/decoupled.md",
+)
+INT8: Final = Way(
+    "a codec, Int8()",
+    lambda found: found.over(found.compute_s, _INT8_BYTES * found.wire_s),
+    0.87,  # between the 0.83 and 0.91 of two models
+    "model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)",
+    "changes the losses a little",
+)
+WAYS: Final = (CROSSOVER, DECOUPLED, INT8)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
+    parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
+    parser.usage = "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model SIZE --ranks N"
+    parser.add_argument(
+        "--steps", type=whole(17), default=41, metavar="N", help="end the run after about N (41)"
+    )
+    parser.add_argument(
+        "--link", type=_rate, metavar="RATE", help="of a rank's network card: 10gbit, 100mbit"
+    )
+    parser.add_argument(
+        "--model", type=_size, metavar="SIZE", help="parameters of 4 bytes, 25.6M, or bytes, 102MB"
+    )
+    parser.add_argument("--ranks", type=whole(2), metavar="N")
+    parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
+    forget(parser, _GONE, flags=("--verbose",))
+
+
+def _number(text: str, units: str) -> tuple[float, str]:
+    found = re.fullmatch(rf"(\d+\.?\d*)([kmg]?)({units})", text.lower())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"expected a number such as {_EXAMPLES_OF[units]}, got {text!r}")
+    return float(found[1]) * _UNITS[found[2]], found[3]
+
+
+_EXAMPLES_OF: Final = {"bit": "10gbit or 100mbit", "b|": "25.6M (parameters) or 102MB"}
+
+
+def _rate(text: str) -> float:
+    """Return bytes per second."""
+    return _number(text, "bit")[0] / 8
+
+
+def _size(text: str) -> float:
+    """Return bytes."""
+    number, unit = _number(text, "b|")
+    return number if unit else 4 * number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, advise, show; return the exit code."""
+    described = [each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None]
+    commands = [words for words in arguments.groups if words]
+    if len(commands) + len(described) / 3 != 1:
+        say("crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both")
+        return USAGE
+    if described:
+        _show_described(*described)
+        return FINE
+    try:
+        found = _measured(commands[0], arguments.steps)
+    except NotMeasurableError as error:
+        say(f"crossover-ddp advise: {error}")
+        return FOUND
+    if arguments.json:
+        factors = {way.name: {"expected": way.expected(found), "bound": way.bound(found)} for way in WAYS}
+        write_json({"figures": dataclasses.asdict(found), "factors": factors, "verdict": verdict(found)})
+    else:
+        sys.stdout.write(_report(found))
+    return FINE
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def measuring(directory: Path) -> dict[str, str]:
+    """Return the variables with which a script that trains with DDP times its steps into ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("rank-*.jsonl"):
+        old.unlink()
+    shutil.copy(step_meter.__file__, directory / "sitecustomize.py")
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    # States of this package then leave the optimizer alone.
+    return {"PYTHONPATH": path, environment.DISABLE: "1"}
+
+
+def _blocks(directory: Path) -> list[list[dict[str, Any]]]:
+    """Return what each rank has recorded so far, if it has blocks of both kinds."""
+    texts = [path.read_text() for path in directory.glob("rank-*.jsonl")]
+    ranks = [[json.loads(line) for line in text.splitlines() if line.endswith("}")] for text in texts]
+    return [blocks for blocks in ranks if any(block["apart"] for block in blocks)]
+
+
+def figures(directory: Path) -> Figures:
+    """Work out a job's figures from what its ranks have recorded, or those of them that are on this machine."""
+    ranks = _blocks(directory)
+    if not ranks:
+        least = step_meter.WARM_UP_STEPS + 2 * step_meter.BLOCK_STEPS
+        raise NotMeasurableError(
+            f"expected {least} steps of a script that trains with DistributedDataParallel, got fewer: FSDP and other "
+            "launchers' own wrappers are not measured, and python -I or -E keeps the meter out"
+        )
+    if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
+        raise NotMeasurableError("expected at least two ranks, got one, which exchanges nothing")
+    apart = [[block for block in blocks if block["apart"]] for blocks in ranks]
+    step_s = max(median(block["step_s"] for block in blocks if not block["apart"]) for blocks in ranks)
+    compute_s = max(
+        median(block["step_s"] - block["met_s"] - block["wire_s"] for block in blocks) for blocks in apart
+    )
+    return Figures(
+        compute_s=min(compute_s, step_s),
+        exposed_s=max(0.0, step_s - compute_s),
+        wire_s=min(median(block["wire_s"] for block in blocks) for blocks in apart),
+        size_bytes=apart[0][-1]["bytes"],
+        ranks=apart[0][-1]["ranks"],
+    )
+
+
+def _measured(words: Sequence[str], steps: int) -> Figures:
+    """Run a command until it has recorded enough; nothing of it is left."""
+    wanted = 2 * round((steps - step_meter.WARM_UP_STEPS) / (2 * step_meter.BLOCK_STEPS))
+    group = f"advise-{os.getpid()}-{secrets.token_hex(3)}"  # no turns with siblings
+    with waited_for_signals() as numbers, tempfile.TemporaryDirectory(prefix="crossover-advise-") as name:
+        directory = Path(name)
+        variables = {**os.environ, environment.GROUP: group, **measuring(directory)}
+        job, shown = Job(words, variables, directory / "log"), 0
+        try:
+            while not job.is_over() and shown < wanted:
+                came = signal.sigtimedwait(numbers, _LOOK_S)
+                if came and came.si_signo in ENDING:
+                    raise SystemExit(SHELLS_OFFSET + came.si_signo)
+                done = min(map(len, _blocks(directory)), default=0)
+                if done > shown:
+                    say(f"{done * step_meter.BLOCK_STEPS} of {wanted * step_meter.BLOCK_STEPS} steps")
+                shown = done
+            code = job.code
+        finally:
+            job.finish(signal.SIGTERM, _GRACE_S)
+        try:
+            return figures(directory)
+        except NotMeasurableError as error:
+            how = (
+                f"the command ended with {code} after {job.took_s:.0f} s; its last lines:\n{job.last_lines()}"
+            )
+            raise NotMeasurableError(f"{error}\n{how}".rstrip()) from error
+
+
+# --- advising -----------------------------------------------------------------------------------------------------
+
+
+def verdict(found: Figures) -> str:
+    """Return what to do; a way that changes the training only where no other one is worth it."""
+    if found.step_s < _WORTH * found.compute_s:
+        return f"do not bother: communication costs only {found.exposed_s / found.step_s:.1%} of a step"
+    best = max((CROSSOVER, DECOUPLED), key=lambda way: way.expected(found))
+    if best.expected(found) < _WORTH:
+        best = INT8
+    if best.expected(found) < _WORTH:
+        return "do not bother: none of these is expected to bring 5 %"
+    return f"{best.name}: {best.expected(found):.2f}× expected, {best.bound(found):.2f}× at best"
+
+
+def _report(found: Figures) -> str:
+    share = found.exposed_s / found.step_s
+    rows = [[way.name, f"{way.expected(found):.2f}×", f"{way.bound(found):.2f}×"] for way in WAYS]
+    shown = verdict(found)
+    worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
+    lines = "".join(f"{way.name}: {way.caveat}\n    {way.line}\n" for way in worth)
+    return (
+        f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
+        f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute + N {_ms(found.exposed_s)} exposed "
+        f"communication ({share:.0%}); M {_ms(found.wire_s)} on the wire\n\n"
+        f"{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {shown}\n"
+    )
+
+
+def _ms(length_s: float) -> str:
+    return f"{length_s * 1e3:.0f} ms" if length_s >= 0.01 else f"{length_s * 1e3:.2g} ms"
+
+
+def _show_described(bytes_per_s: float, size_bytes: float, ranks: int) -> None:
+    """Say what bytes and link allow, for several computations C, of which backward hides what it can."""
+    wire_s = 2 * (ranks - 1) / ranks * size_bytes / bytes_per_s
+    rows = []
+    for compute_s in (wire_s * share for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)):
+        found = Figures(compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks)
+        factors = [f"{way.expected(found):.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
+        rows.append([_ms(compute_s), _ms(found.step_s), *factors])
+    sys.stdout.write(
+        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of gradients, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
+        f"by the compute C of a step; expected (at best):\n\n"
+        f"{columns(['C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
+    )

@@ -1,0 +1,152 @@
+"""Times the steps of any script that trains with DistributedDataParallel, whatever its hook and its device.
+
+`crossover-ddp advise` puts a copy of this file, as ``sitecustomize.py``, first on the script's PYTHONPATH, so Python
+runs it at its start. It is not imported from the package, imports nothing of it, and writes beside itself.
+
+[Note: blocks of steps]
+After a few steps, in which DDP forms its buckets, blocks of two kinds take turns. In the one, buckets travel as plain
+DDP sends them: a step takes C + N. In the other they are held back to the end of backward, and travel when the device
+has finished and all ranks have met: a step takes C + M, with what ranks wait for each other beside. A block begins and
+ends with an idle device, so the clock of the host will do. In both kinds the gradient is the mean. Our design.
+"""
+
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+import time
+from typing import Any
+
+WARM_UP_STEPS = 5
+BLOCK_STEPS = 6
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_DDP = "torch.nn.parallel.distributed"
+
+
+class _Meter:
+    """Counts the steps of this process: those of its first model, with what other models send meanwhile."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._step, self._apart = -WARM_UP_STEPS, False
+        self._held: list[Any] = []
+        self._sent: list[Any] = []
+        self._block_s: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._met_s, self._wire_s, self._bytes = 0.0, 0.0, 0
+
+    def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
+        """Send one bucket, now or at the end of backward; its Future holds the mean of all ranks."""
+        from torch.futures import Future
+
+        self._model = self._model or model
+        buffer, last = bucket.buffer(), model is self._model and bucket.is_last()
+        self._bytes += buffer.numel() * buffer.itemsize
+        if not self._apart:
+            self._send(buffer, model.process_group)
+            future = self._sent[-1].then(lambda done: done.value()[0])
+        else:
+            future = Future(devices=[buffer.device] if buffer.device.type != "cpu" else None)
+            self._held.append((buffer, model.process_group, future))
+        if last:
+            self._end_step(buffer.device, model.process_group)
+        return future
+
+    def _send(self, buffer: Any, group: Any) -> None:
+        import torch.distributed as dist
+
+        self._sent.append(dist.all_reduce(buffer.div_(group.size()), group=group, async_op=True).get_future())
+
+    def _end_step(self, device: Any, group: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        ends = self._step % BLOCK_STEPS == BLOCK_STEPS - 1
+        if self._apart:
+            begin_s = _now_s(device)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            met_s = _now_s(device)
+            for buffer, its_group, _ in self._held:
+                self._send(buffer, its_group)
+        if self._apart or ends:
+            for sent in self._sent:
+                sent.wait()
+            now_s = _now_s(device)
+            if self._apart:
+                self._met_s, self._wire_s = self._met_s + met_s - begin_s, self._wire_s + now_s - met_s
+                for buffer, _, future in self._held:
+                    future.set_result(buffer)
+            if ends:
+                self._end_block(now_s, group.size())
+        self._step, self._sent, self._held = self._step + 1, [], []
+
+    def _end_block(self, now_s: float, ranks: int) -> None:
+        if self._block_s is not None:
+            sums = {
+                "step_s": now_s - self._block_s,
+                "met_s": self._met_s,
+                "wire_s": self._wire_s,
+                "bytes": self._bytes,
+            }
+            means = {name: value / BLOCK_STEPS for name, value in sums.items()}
+            found = {"apart": self._apart, "ranks": ranks, **means}
+            with open(os.path.join(_HERE, f"rank-{os.getpid()}.jsonl"), "a") as file:
+                file.write(json.dumps(found) + "\n")
+            self._apart = not self._apart
+        self._block_s = now_s
+        self._clear()
+
+
+def _now_s(device: Any) -> float:
+    """Return the time once the device has finished."""
+    import torch
+
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+    return time.monotonic()
+
+
+def _watch(ddp: Any) -> None:
+    """Let every model of the class be measured, whatever hook the script registers."""
+    meter, made, register = _Meter(), ddp.__init__, ddp.register_comm_hook
+
+    @functools.wraps(made)
+    def made_and_measured(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        if not self._comm_hooks:  # mixed precision has one of its own
+            register(self, self, meter.exchange)
+
+    ddp.__init__ = made_and_measured
+    ddp.register_comm_hook = ddp._register_builtin_comm_hook = lambda *args, **options: None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Waits for the script to import DDP's module."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _DDP:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_watch(module: Any) -> None:
+            execute(module)
+            _watch(module.DistributedDataParallel)
+
+        spec.loader.exec_module = execute_and_watch
+        return spec
+
+
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, _Finder())
+    # The environment may have a file of this name of its own.
+    sys.path = [each for each in sys.path if os.path.abspath(each) != _HERE]
+    this = sys.modules.pop(__name__)
+    if importlib.util.find_spec(__name__):
+        importlib.import_module(__name__)
+    sys.modules.setdefault(__name__, this)

@@ -1,0 +1,214 @@
+"""`crossover-ddp advise`: what it makes of figures, what it measures and refuses, that nothing of a run is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from crossover_ddp import cli
+from crossover_ddp.cli import advise as cli_advise
+from crossover_ddp.cli import step_meter
+from crossover_ddp.cli.advise import CROSSOVER, DECOUPLED, INT8, Figures, NotMeasurableError, figures, verdict
+from tests.harness import run_ranks
+from tests.harness.waiting import eventually, gone
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = step_meter.WARM_UP_STEPS + 4 * step_meter.BLOCK_STEPS
+
+
+def of(compute_s: float, exposed_s: float, wire_s: float) -> Figures:
+    return Figures(compute_s, exposed_s, wire_s, 4e6, 2)
+
+
+# --- figures in, advice out ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "crossover", "decoupled", "int8"),
+    [
+        (of(1.0, 0.0, 0.5), 1.0, 1.0, 1.0),
+        (of(1.0, 1.0, 1.0), 2.0, 2.0, 2.0),
+        (of(1.0, 0.5, 1.0), 1.5, 1.5, 1.5),
+        (of(1.0, 2.0, 2.5), 3 / 2.5, 3 / 2.5, 3.0),  # the wire is the limit
+        (of(1.0, 2.0, 9.0), 1.0, 1.0, 3 / (9 * 0.26)),  # M beyond C + N is noise
+    ],
+)
+def test_bounds_follow_from_c_n_and_m(
+    found: Figures, crossover: float, decoupled: float, int8: float
+) -> None:
+    assert [way.bound(found) for way in (CROSSOVER, DECOUPLED, INT8)] == pytest.approx(
+        [crossover, decoupled, int8]
+    )
+    assert DECOUPLED.expected(found) == pytest.approx(0.92 * decoupled)
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [
+        (of(1.0, 0.04, 0.5), "do not bother: communication costs only 3.8%"),
+        (of(1.0, 0.08, 1.0), "do not bother: none of these"),
+        (of(1.0, 0.5, 1.0), "crossover (two sibling jobs): 1.41× expected, 1.50× at best"),
+        (of(0.2, 2.0, 2.2), "a codec, Int8(): 3.35× expected"),
+    ],
+)
+def test_the_verdict_keeps_the_training_as_it_is_where_that_pays(found: Figures, what: str) -> None:
+    assert verdict(found).startswith(what)
+    shown = cli_advise._report(found)
+    assert shown.endswith(f"→ {verdict(found)}\n")
+    assert ("register_comm_hook" in shown) == (not what.startswith("do not"))
+
+
+def test_bytes_and_link_are_advised_on_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "--link", "10gbit", "--model", "25.6M", "--ranks", "8"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "M 143 ms: 102 MB of gradients, 8 ranks, 10 Gbit/s" in shown
+    assert "72 ms   167 ms     1.10× (1.17×)" in shown
+    assert cli.main([*words[:4], "102.4MB", *words[5:]]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--link", "1gbit"], ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"], ["--"]],
+)
+def test_neither_or_both_is_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["advise", *words]) == 2
+
+
+@pytest.mark.parametrize("words", [["--link", "10"], ["--link", "0gbit"], ["--model", "x"], ["--ranks", "1"]])
+def test_numbers_without_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["advise", *words])
+    assert "expected a" in capsys.readouterr().err
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def block(
+    *, apart: bool, step_s: float, met_s: float = 0.0, wire_s: float = 0.0, ranks: int = 2
+) -> dict[str, Any]:
+    return {"apart": apart, "ranks": ranks, "step_s": step_s, "met_s": met_s, "wire_s": wire_s, "bytes": 4e6}
+
+
+def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
+    for number, blocks in enumerate(ranks):
+        text = "".join(json.dumps(each) + "\n" for each in blocks)
+        (directory / f"rank-{number}.jsonl").write_text(text + '{"apart": tr')
+    return directory
+
+
+def test_the_slowest_rank_computes_c_and_waits_are_nobodys(tmp_path: Path) -> None:
+    early = [block(apart=False, step_s=2.0), block(apart=True, step_s=2.7, met_s=0.5, wire_s=1.2)]
+    late = [block(apart=False, step_s=2.0), block(apart=True, step_s=2.7, met_s=0.1, wire_s=1.1)]
+    assert figures(record(tmp_path, early, late)) == Figures(
+        pytest.approx(1.5), pytest.approx(0.5), 1.1, 4e6, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "what"),
+    [
+        ([], "DistributedDataParallel"),
+        ([block(apart=False, step_s=1.0)], "17 steps"),
+        ([block(apart=kind, step_s=1.0, ranks=1) for kind in (False, True)], "at least two ranks"),
+    ],
+)
+def test_what_does_not_suffice_says_why(blocks: list[dict[str, Any]], what: str, tmp_path: Path) -> None:
+    with pytest.raises(NotMeasurableError, match=what):
+        figures(record(tmp_path, blocks))
+
+
+class Measured(DistributedDataParallel):
+    """A class of its own, so that other tests have DDP as it is."""
+
+
+def train(rank: int, world_size: int, here: str) -> list[float]:
+    """Return the parameters of a model that was measured, and of one that was not, after the same steps."""
+    step_meter._HERE = here
+    step_meter._watch(Measured)
+    sums = []
+    for kind in (Measured, DistributedDataParallel):
+        torch.manual_seed(1)
+        model = kind(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), bucket_cap_mb=0.0005)
+        if kind is Measured:
+            model.register_comm_hook(None, lambda state, bucket: None)  # left out
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            model(torch.full((2, 8), rank + step / STEPS)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sums.append(sum(parameter.detach().double().sum().item() for parameter in model.parameters()))
+    return sums
+
+
+def test_a_measured_job_trains_as_plain_ddp_and_records_each_block(tmp_path: Path) -> None:
+    for measured, plain in run_ranks(train, 2, args=(str(tmp_path),)):
+        assert measured == plain
+    ranks = [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("rank-*.jsonl")
+    ]
+    assert [[each["apart"] for each in blocks] for blocks in ranks] == [[False, True, False, True]] * 2
+    for each in (each for blocks in ranks for each in blocks):
+        assert (each["bytes"], each["ranks"]) == (4 * (64 + 8) * 4, 2)
+        assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
+        assert each["met_s"] + each["wire_s"] < each["step_s"]
+
+
+# --- a command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_fails_shows_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import sys; print('all is well'); sys.exit('no such data set')"
+    assert cli.main(["advise", "--seconds", "3", "--", sys.executable, "-c", script]) == 1
+    said = capfd.readouterr().err
+    assert "--seconds does nothing any more" in said
+    assert "the command ended with 1" in said
+    assert "    no such data set" in said
+
+
+def test_a_sitecustomize_of_the_users_own_is_run_too(tmp_path: Path) -> None:
+    (own := tmp_path / "own").mkdir()
+    (own / "sitecustomize.py").write_text("import sys; sys.own = 1")
+    path = cli_advise.measuring(tmp_path / "meter")["PYTHONPATH"]
+    code = "import sys; print(sys.own, sys.meta_path[0].__class__.__name__)"
+    environment = {**os.environ, "PYTHONPATH": f"{path}:{own}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1 _Finder\n", "")
+
+
+# Its child has left the session, as torchrun's workers have; neither minds SIGTERM.
+STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_too(number: signal.Signals, tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    command = [sys.executable, "-m", "crossover_ddp.cli", "advise", "--"]
+    process = subprocess.Popen(
+        [*command, sys.executable, "-c", STUBBORN, str(noted)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert eventually(lambda: noted.exists() and noted.read_text() != "")
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+    assert gone(int(noted.read_text()))
+    assert [each.name for each in tmp_path.iterdir()] == ["pid"]
