@@ -183,6 +183,6 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         check_not_capturing(bucket)
         compression = state._compression
         way = None if compression is None else around(compression, bucket, group)
-        return Exchange.of(group).carry(bucket, split, turn=state.mutex, state=state, around=way)
+        return Exchange.of(group).carry(bucket, split, turn=state.mutex, state=state, around=way).future
 
     return guarded(bucket, answer)

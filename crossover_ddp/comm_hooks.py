@@ -90,7 +90,7 @@ def reduce_scatter_all_gather_hook(
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        return Exchange.of(resolve_group(process_group)).carry(bucket, split, state=process_group)
+        return Exchange.of(resolve_group(process_group)).carry(bucket, split, state=process_group).future
 
     return guarded(bucket, answer)
 
@@ -222,7 +222,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         check_not_capturing(bucket)
         compression, turn = state.compression, _turn_of(state, bucket)
         way = None if compression is None else around(compression, bucket, group)
-        return Exchange.of(group).carry(bucket, split, turn=turn, state=state, around=way)
+        return Exchange.of(group).carry(bucket, split, turn=turn, state=state, around=way).future
 
     return guarded(bucket, answer)
 

@@ -210,7 +210,7 @@ class MuonState(Pausable):
         directions = cast(Directions, self._directions)
         try:
             way = functools.partial(directions.way, bucket)
-            return Exchange.of(group).carry(bucket, way, turn=self.mutex, state=self)
+            return Exchange.of(group).carry(bucket, way, turn=self.mutex, state=self).future
         finally:
             if bucket.is_last():
                 directions.end()

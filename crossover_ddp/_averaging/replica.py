@@ -127,7 +127,7 @@ class Replica:
         """Answer ``bucket``; raises what makes local steps impossible."""
         exchange = Exchange.of(group) if self.exchange is None else self.exchange
         if self._closed:
-            return exchange.carry(bucket, split, state=state)
+            return exchange.carry(bucket, split, state=state).future
         if self._failure is not None:
             raise self._failure
         gradients = flat_gradients(bucket)
@@ -142,7 +142,7 @@ class Replica:
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
         else:
-            future = exchange.carry(bucket, split, turn=self.turn, state=state)
+            future = exchange.carry(bucket, split, turn=self.turn, state=state).future
         if bucket.is_last():
             self.steps += 1
         return future

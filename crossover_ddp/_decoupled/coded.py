@@ -7,22 +7,19 @@ ever rounded. A bucket's messages stay where they were, so no message of a step 
 decoded; forward sees to that anyway, since it waits for all of its parameters.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
-from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._exchange.step_times import StepTimes
-from crossover_ddp._exchange.transfer import MakeMessages, Messages, Payload
+from crossover_ddp._engine.exchange import Around
 from crossover_ddp._planning import decoupled_step_s
-from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .planning import workload_of
-from .shares import Share
+from .step_times import StepTimes
 
 __all__ = ["CANDIDATES", "AnyCodec", "CodecPlan", "Coding"]
 
@@ -40,26 +37,9 @@ class Coding:
         self._codec = codec
         self.compression = None if codec is None else Compression(codec, loss_scale, state)
 
-    def messages(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> MakeMessages | None:
-        """Return what makes the messages of ``bucket``; see `Exchange.submit`."""
-        return None if self.compression is None else functools.partial(self._messages, bucket, group)
-
-    def _messages(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
-    ) -> Messages | None:
-        device = bucket.buffer().device
-        if device.type != "cpu" and Exchange.of(group).sends_messages(device):
-            raise UnsupportedConfigurationError(
-                f"expected gradients on a device whose own backend exchanges them, got device={device} on gloo; "
-                "make the process group with NCCL, or pass codec=None"
-            )
-        return None if self.compression is None else self.compression.messages(bucket, group, payload)
-
-    def await_former(self, shares: Sequence[Share]) -> None:
-        """Wait for a step that nobody takes, as where Join answers, see [Note: coded and deferred]."""
-        if self.compression is not None:
-            for share in shares:
-                share.deferred.wait()
+    def around(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Around | None:
+        """Return what makes the link that ``bucket`` travels on; see `Exchange.carry`."""
+        return None if self.compression is None else around(self.compression, bucket, group)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine.places import GradientFuture
+from crossover_ddp._engine.trips import Trip
 from crossover_ddp._exchange.contents import contents_of
 from crossover_ddp._exchange.layout import Span
 from crossover_ddp._exchange.transfer import Sharded
@@ -127,7 +127,7 @@ class OwnedShare(Share):
     owner_of: Mapping[int, int]
     rank: int
     steps: Sequence[tuple[OwnedOptimizer, StepPlan]] = ()
-    gathered: GradientFuture | None = None
+    gathered: Trip | None = None
 
     @property
     def travelling_bytes(self) -> int:
@@ -135,12 +135,17 @@ class OwnedShare(Share):
         buffers = {id(each.tensor): each.tensor for each in (self.packed.there, self.packed.back)}
         return sum(buffer.nbytes for buffer in buffers.values())
 
+    def own_part(self) -> torch.Tensor:
+        """Wait for the sums, and return those that this rank owns."""
+        self.bucket.wait_for_sum()
+        return self.packed.there.part(self.rank)
+
     def receive(self) -> None:
         """Wait for the mean, scale it, and put it where the optimizers of this rank, if it is the owner, see it.
 
         The mean goes where plain DDP would leave it: sums over matrices may depend on where these begin in memory.
         """
-        own = self.deferred.own_part()
+        own = self.own_part()
         if self.factor is not None:
             own.mul_(self.factor)
             self.factor = None
@@ -203,6 +208,6 @@ class OwnedShare(Share):
 
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the mean gradients that this rank owns."""
-        self.deferred.own_part()
+        self.own_part()
         for _, gradient in self._own_gradients():
             yield gradient

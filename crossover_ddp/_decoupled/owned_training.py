@@ -14,6 +14,7 @@ threads, and forward needs first what was reduced last, so that little could run
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -22,24 +23,36 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from crossover_ddp._ddp.checks import Bucket, check_not_joined
+from crossover_ddp._ddp.checks import check_not_joined
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.transfer import MakeMessages
+from crossover_ddp._exchange.transfer import Sharded
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .coded import Coding
 from .owned_muon import owned_optimizer
 from .owned_optimizers import OwnedOptimizer, OwnedOptimizers
-from .owned_share import TOUCHED, OwnedShare, pack
+from .owned_share import TOUCHED, OwnedShare, Packed, pack
 from .shares import Share
-from .training import DecoupledTraining, copies_gradients
+from .training import DecoupledTraining, copies_gradients, handed_back
 from .updates import Updates, as_in_step
 
 logger = logging.getLogger(__name__)
 
 _SKIPPED_STEPS_TO_WARN: Final = 3
+
+
+async def summed(packed: Packed, bucket: Bucket, link: Link) -> None:
+    """Bring a bucket's gradients to their owners, who step when all ranks do."""
+    await link.reduce_scatter(packed.there.tensor, packed.there.layout.lengths)
+
+
+async def _brought_back(back: Sharded, link: Link) -> None:
+    """Bring what owners have made of them to all."""
+    await link.all_gather(back.tensor, back.layout.lengths)
 
 
 class OwnedUpdates(Updates):
@@ -151,7 +164,7 @@ class OwnedTraining(DecoupledTraining):
             self._dropped.clear()
         return super()._take(state, process_group, bucket)
 
-    def _checked_parameters(self, bucket: Bucket, state: object) -> list[torch.Tensor]:
+    def _checked_parameters(self, bucket: dist.GradBucket, state: object) -> list[torch.Tensor]:
         parameters = super()._checked_parameters(bucket, state)
         new = [p for p in parameters if id(p) not in self.owned.owner_of]
         if new:
@@ -164,27 +177,20 @@ class OwnedTraining(DecoupledTraining):
 
     def _defer(
         self,
-        exchange: Exchange,
         bucket: dist.GradBucket,
         parameters: list[torch.Tensor],
-        messages: MakeMessages | None,
+        process_group: dist.ProcessGroup,
         state: object,
-    ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
-        urgency = self.updates.urgency(bucket.index(), parameters)
+    ) -> Share:
         packed = pack(bucket, self.owned, self._world_size)
-        future, deferred = exchange.defer(
-            bucket, turn=self._turn, urgency=urgency, scatter=lambda: packed.there, state=state
-        )
-        if deferred is None:
-            return future, None
-        place = len(self.updates.round.shares)
+        way = handed_back(functools.partial(summed, packed))
+        taken = Exchange.of(process_group).carry(bucket, way, turn=self._turn, state=state)
         views = packed.gradients if copies_gradients(self.model()) else None
-        return future, OwnedShare(
-            deferred,
+        return OwnedShare(
+            taken,
             parameters,
             bucket.buffer(),
-            urgency,
-            place,
+            len(self.updates.round.shares),
             views,
             packed=packed,
             owner_of=self.owned.owner_of,
@@ -217,7 +223,7 @@ class OwnedTraining(DecoupledTraining):
             self.updates.lower_guards()
             for share in shares:
                 with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
-                    share.deferred.own_part()  # its memory goes
+                    share.bucket.wait_for_sum()  # its memory goes
                 if not round_.is_broken:  # else a refused backward has added to it
                     share.check_dropped()
             self._skipped += 1
@@ -280,7 +286,7 @@ class OwnedTraining(DecoupledTraining):
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         assert self.exchange is not None
         if not self._has_turn:
-            shares[0].deferred.own_part()  # there is something to compute
+            shares[0].bucket.wait_for_sum()  # there is something to compute
             self._take_turn()
         with as_in_step(shares[0].buffer.device.type), self.updates.watch.unwatched():
             for share in shares:
@@ -294,7 +300,14 @@ class OwnedTraining(DecoupledTraining):
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
-            share.gathered = self.exchange.spread(share.packed.back)
+            back = share.packed.back
+            share.gathered = self.exchange.begin(
+                functools.partial(_brought_back, back),
+                back.tensor.device,
+                f"what step() made of bucket {share.bucket.index}",
+                deferred=True,
+                link=share.bucket.link,
+            )
         is_settled = self.updates.round.is_settled
         self.updates.defer(next(iter(plans.values())))
         if not is_settled:  # DDP may still rebuild its buckets

@@ -10,20 +10,42 @@ Our design.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.transfer import Payload
+from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._exchange.transfer import Deferred
 
 from .coded import Coding
 from .payloads import Deferrable
 from .round import parameters_of
-from .training import DecoupledTraining
+from .shares import Share, views_of
+from .training import DecoupledTraining, copies_gradients
+
+
+class Late:
+    """A bucket of the old engine, as one of the new."""
+
+    def __init__(self, deferred: Deferred, future: torch.futures.Future[torch.Tensor]) -> None:
+        self.future, self.buffers, self.flat = future, deferred.buffers, deferred.bucket
+        self.wait_for_sum, self._deferred = deferred.own_part, deferred
+
+    def wait(self, *, on_host: bool = False) -> None:
+        """Wait until what the payload is to bring is here."""
+        self._deferred.wait()
+        if on_host:
+            self._deferred.wait_on_host()
+
+    def drop(self) -> None:
+        """Wait for it; nobody else does."""
+        self._deferred.wait()
 
 
 class PayloadTraining(DecoupledTraining):
@@ -75,19 +97,38 @@ class PayloadTraining(DecoupledTraining):
             if has_ended and isinstance(bucket, dist.GradBucket) and bucket.is_last():
                 self._payloads.end()
 
-    def _urgency(self, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> int:
-        # The last one before all others, see [Note: K-FAC decoupled].
-        return -bucket.index() if bucket.is_last() else super()._urgency(bucket, parameters)
+    def _defer(
+        self,
+        bucket: dist.GradBucket,
+        parameters: list[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        state: object,
+    ) -> Share:
+        # The last one comes back before all others, see [Note: K-FAC decoupled].
+        payload = functools.partial(self._payloads.payload, bucket)
+        future, late = Exchange.of(process_group).defer(
+            bucket, turn=self._turn, urgency=-bucket.index(), payload=payload, state=state
+        )
+        taken = cast(Bucket, Late(late, future))
+        views = views_of(taken.flat, parameters) if copies_gradients(self.model()) else None
+        return Share(taken, parameters, bucket.buffer(), len(self.updates.round.shares), views)
 
-    def _payload_of(self, bucket: dist.GradBucket) -> Callable[[], Payload]:
-        return functools.partial(self._payloads.payload, bucket)
+    def _average(
+        self,
+        bucket: dist.GradBucket,
+        process_group: dist.ProcessGroup,
+        state: object,
+        turn: Turn | None = None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        payload = functools.partial(self._payloads.payload, bucket)
+        return Exchange.of(process_group).submit(bucket, turn=turn, payload=payload, state=state)
 
     def _end_round(self) -> None:
         """Note which buckets need later ones than themselves."""
         round_ = self.updates.round
-        last = round_.shares[-1].deferred.wait if round_.shares and not round_.is_broken else None
+        last = round_.shares[-1].bucket.wait if round_.shares and not round_.is_broken else None
         needs, shares = self._payloads.end(last), {share.place: share for share in round_.shares}
         for place, share in shares.items():
             later = sorted(needs.get(place, ()), reverse=True)
-            share.needs = [shares[each].deferred for each in later if each in shares]
+            share.needs = [shares[each].bucket for each in later if each in shares]
         super()._end_round()

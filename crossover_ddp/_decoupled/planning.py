@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._exchange.link_probe import measure_link
-from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp._planning import BucketPlan, BucketTimes, Workload, plan_buckets
 from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .step_times import StepTimes
 
 
 def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

@@ -50,7 +50,7 @@ class Round:
         Args:
             rebuilt_after: the backward after which DDP rebuilds its buckets; gathers may wait for forward only then.
         """
-        shape = tuple([(share.deferred.bucket.numel(), *map(id, share.parameters)) for share in self.shares])
+        shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
         for share in self.shares:
             share.note_parameters()
         self.number += 1

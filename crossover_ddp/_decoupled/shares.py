@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from crossover_ddp._exchange.transfer import Deferred
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.links import parts
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -60,22 +61,20 @@ class Share:
     """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
 
     Args:
-        deferred: its exchange.
+        bucket: on its way.
         parameters: those whose gradients it holds.
         buffer: DDP's buffer, of which the gradients are views.
-        urgency: when forward first needs one of them.
-        place: its number in backward.
-        views: of ``deferred.bucket``, by the parameter's id, if gradients are not views of the buffer themselves. The
+        place: its number in backward; forward needs the last one first.
+        views: of ``bucket.flat``, by the parameter's id, if gradients are not views of the buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
     ``needs``: what else must have come before its gradients are whole. ``pending``: its update is still to come.
     ``unseen``: it is not known that forward reads all of it through guards.
     """
 
-    deferred: Deferred
+    bucket: Bucket
     parameters: list[torch.Tensor]
     buffer: torch.Tensor
-    urgency: int
     place: int
     views: Mapping[int, torch.Tensor] | None = None
     updates: list[Update] = field(default_factory=list)
@@ -83,7 +82,7 @@ class Share:
     factor: torch.Tensor | None = None
     pending: bool = False
     unseen: bool = False
-    needs: list[Deferred] = field(default_factory=list)
+    needs: list[Bucket] = field(default_factory=list)
     _gradient_seal: Seal = field(init=False)
     _parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -164,7 +163,7 @@ class Share:
         """Wait until its gradients are whole."""
         for each in self.needs:
             each.wait()
-        self.deferred.wait()
+        self.bucket.wait()
 
     def apply(self, partial: PartialOptimizer) -> None:
         """Update the parameters, after `wait`."""
@@ -180,17 +179,19 @@ class Share:
     def scale(self) -> None:
         """Scale the gradients, which are whole."""
         if self.factor is not None:
-            self.deferred.bucket.mul_(self.factor)
+            self.bucket.flat.mul_(self.factor)
             self.factor, self._gradient_seal = None, Seal(self._sealed())
 
     def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
         """Yield the part of the mean that ``rank``, this one, owns, without gradients that are not applied."""
-        own = self.deferred.own_part()
-        part = self.deferred.layout.part(rank)
+        self.bucket.wait_for_sum()
+        layout, own = self.bucket.layout, parts(self.bucket.flat, self.bucket.layout)[rank]
+        start = sum(layout[:rank])
         for update in self.updates:
             place = update.gradient if self.views is None else self.views[id(update.parameter)]
             reals = place.element_size() // self.buffer.element_size()  # DDP shows complex as real
             begin = place.storage_offset() * reals - self.buffer.storage_offset()
-            first, stop = max(begin, part.start), min(begin + update.gradient.numel() * reals, part.stop)
+            first = max(begin, start)
+            stop = min(begin + update.gradient.numel() * reals, start + own.numel())
             if first < stop:
-                yield own[first - part.start : stop - part.start]
+                yield own[first - start : stop - start]

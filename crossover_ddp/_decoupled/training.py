@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import (
-    Bucket,
     check_copyable,
     check_forward,
     flat_gradients,
@@ -29,11 +28,12 @@ from crossover_ddp._ddp.checks import (
 )
 from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
 from crossover_ddp._ddp.module_buffers import BufferCopy
-from crossover_ddp._engine.buckets import after_backward
+from crossover_ddp._engine.buckets import Bucket, BucketWay, after_backward
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.own_hook import OwnHook
-from crossover_ddp._exchange.transfer import MakeMessages, Payload
 from crossover_ddp._owners.interception import guard_groups, intercept
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -47,6 +47,23 @@ from .trial import Trial
 from .updates import Updates
 
 logger = logging.getLogger(__name__)
+
+
+async def deferred(bucket: Bucket, link: Link) -> None:
+    """Average a bucket that was handed back; what forward needs first comes back first."""
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    if await bucket.summed():
+        await link.all_gather(bucket.flat, bucket.layout)
+
+
+def handed_back(way: BucketWay) -> BucketWay:
+    """Make a way on which backward does not wait for the bucket."""
+
+    def made(bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        bucket.hand_back()
+        return way(bucket, link)
+
+    return made
 
 
 class DecoupledTraining:
@@ -143,79 +160,72 @@ class DecoupledTraining:
         self, state: object, process_group: dist.ProcessGroup, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
-        exchange = self.exchange = Exchange.of(process_group)
-        messages = self.coding.messages(bucket, process_group)
+        self.exchange = Exchange.of(process_group)
         if self._closed:
-            return exchange.submit(bucket, messages=messages, payload=self._payload_of(bucket), state=state)
+            return self._average(bucket, process_group, state)
         round_, times = self.updates.round, self.updates.times
-        if isinstance(bucket, dist.GradBucket) and round_.begins_with(bucket):
-            self.coding.await_former(round_.shares)
-            if round_.shares:
-                _settle(bucket.buffer().device)  # nobody has waited for them, and their memory goes
+        if round_.begins_with(bucket):
+            for share in round_.shares:
+                share.bucket.drop()
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
         parameters = self._checked_parameters(bucket, state)
-        if self.trial is not None and not self.trial.defers:
-            future = self._average_now(exchange, process_group, bucket, messages, state)
-            if bucket.is_last():
-                self._end_trial_step(bucket)
-            return future
-        future, share = self._defer(exchange, bucket, parameters, messages, state)
-        if share is None:
-            self.break_round()
-        else:
-            round_.shares.append(share)
-            times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
-            self._buffers = share.deferred.buffers
         if bucket.is_last():
             self._has_turn = self._turn is None
-            self._end_round()
+        if self.trial is not None and not self.trial.defers:
+            future = self._average_now(bucket, process_group, state)
+        else:
+            share = self._defer(bucket, parameters, process_group, state)
+            future = share.bucket.future
+            round_.shares.append(share)
+            times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
+            self._buffers = share.bucket.buffers
+            if bucket.is_last():
+                self._end_round()
+        if bucket.is_last():
             self._end_trial_step(bucket)
         return future
 
     def _defer(
         self,
-        exchange: Exchange,
         bucket: dist.GradBucket,
         parameters: list[torch.Tensor],
-        messages: MakeMessages | None,
+        process_group: dist.ProcessGroup,
         state: object,
-    ) -> tuple[torch.futures.Future[torch.Tensor], Share | None]:
-        urgency, payload = self._urgency(bucket, parameters), self._payload_of(bucket)
-        future, deferred = exchange.defer(
-            bucket, turn=self._turn, urgency=urgency, messages=messages, payload=payload, state=state
+    ) -> Share:
+        around = self.coding.around(bucket, process_group)
+        taken = Exchange.of(process_group).carry(
+            bucket, handed_back(deferred), turn=self._turn, state=state, around=around
         )
-        if deferred is None:
-            return future, None
-        place, views = len(self.updates.round.shares), _views(self.model(), deferred.bucket, parameters)
-        return future, Share(deferred, parameters, bucket.buffer(), urgency, place, views)
+        views = _views(self.model(), taken.flat, parameters)
+        return Share(taken, parameters, bucket.buffer(), len(self.updates.round.shares), views)
 
-    def _urgency(self, bucket: dist.GradBucket, parameters: list[torch.Tensor]) -> int:
-        return self.updates.urgency(bucket.index(), parameters)
-
-    def _payload_of(self, bucket: dist.GradBucket) -> Callable[[], Payload] | None:
-        """Return what makes the payload that travels in the bucket's place; None: the bucket does."""
+    def _average(
+        self,
+        bucket: dist.GradBucket,
+        process_group: dist.ProcessGroup,
+        state: object,
+        turn: Turn | None = None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket that backward waits for."""
+        around = self.coding.around(bucket, process_group)
+        return Exchange.of(process_group).carry(bucket, split, turn=turn, state=state, around=around).future
 
     def _average_now(
-        self,
-        exchange: Exchange,
-        process_group: dist.ProcessGroup,
-        bucket: dist.GradBucket,
-        messages: MakeMessages | None,
-        state: object,
+        self, bucket: dist.GradBucket, process_group: dist.ProcessGroup, state: object
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of a step that is not deferred, to the same bits."""
         # Two addends have one sum, and DDP's way costs least.
-        if self._turn is None and exchange.world_size <= 2 and messages is None:
+        if self._turn is None and process_group.size() <= 2 and self.coding.compression is None:
             return allreduce_hook(process_group, bucket)
         self._has_turn = True  # the exchange gives it away, and takes the next one before backward ends
-        return exchange.submit(bucket, turn=self._turn, messages=messages, state=state)
+        return self._average(bucket, process_group, state, self._turn)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:
             device = bucket.buffer().device
-            agree = functools.partial(self.exchange.journeys.gather_numbers, device=device)
+            agree = functools.partial(self.exchange.gather_numbers, device=device)
             self.trial.backward_ended(agree, functools.partial(_settle, device))
 
     def break_round(self) -> None:
@@ -235,10 +245,9 @@ class DecoupledTraining:
             after_backward(self.updates.note_gradients)
         self.updates.raise_guards()
 
-    def _checked_parameters(self, bucket: Bucket, state: object) -> list[torch.Tensor]:
+    def _checked_parameters(self, bucket: dist.GradBucket, state: object) -> list[torch.Tensor]:
         """Return the bucket's parameters; look at each once in its life."""
         flat_gradients(bucket)
-        assert isinstance(bucket, dist.GradBucket)
         parameters = bucket.parameters()
         if self._known.issuperset(map(id, parameters)):
             return parameters
@@ -289,7 +298,7 @@ class DecoupledTraining:
         if torch.is_grad_enabled():
             self._take_turn()
         if self.exchange is not None:
-            self.exchange.begin_compute()
+            self.exchange.compute_begins()
         updates.times.begin()
 
     def _unpack_buffers(self) -> None:
@@ -301,13 +310,10 @@ class DecoupledTraining:
         """Take the turn, unless it is held, once there is something to compute: the first gradients have come."""
         if self._turn is None or self._has_turn or self.exchange is None:
             return
-        first = min([*self.updates.stale.values()], key=lambda share: share.urgency, default=None)
+        first = max([*self.updates.stale.values()], key=lambda share: share.place, default=None)
         if first is not None:
             # Alone the host runs ahead of the device as it would without a mutex.
-            if self._turn.shared:
-                first.deferred.wait_on_host()
-            else:
-                first.deferred.wait()
+            first.bucket.wait(on_host=self._turn.shared)
         since_s = time.monotonic()
         self._turn.acquire()
         self.exchange.waited(since_s)

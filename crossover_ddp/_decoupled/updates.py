@@ -5,14 +5,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from crossover_ddp._exchange.step_times import StepTimes
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -20,6 +19,7 @@ from .guards import Guards, Watch, named_entries
 from .round import Round
 from .seals import Checks
 from .shares import UNSTEPPED, Share
+from .step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,6 @@ class Updates:
         """Number of buckets whose updates are still to come."""
         return len({id(share) for share in list(self.stale.values())})
 
-    def urgency(self, index: int, parameters: Sequence[torch.Tensor]) -> int:
-        """Return when forward first reads one of a bucket's parameters; the last bucket comes first at first."""
-        order = self.watch.order
-        if not order:
-            return -index
-        return min([order.get(id(p), len(order)) for p in parameters])
-
     def look(self) -> None:
         """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
         if self.round.is_whole:
@@ -98,7 +91,7 @@ class Updates:
     def _update_those(self, *, unseen: bool) -> None:
         with self.lock:
             pending = {id(share): share for share in self.stale.values() if share.unseen or not unseen}
-            for share in sorted(pending.values(), key=lambda each: each.urgency):
+            for share in sorted(pending.values(), key=lambda each: -each.place):
                 if share.pending:
                     self._update(share)
 

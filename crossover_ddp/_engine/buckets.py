@@ -97,6 +97,7 @@ class Bucket(Trip):
         backward: the pass that it belongs to.
         place: where its tensors are.
         timeline: is told who waits for it.
+        link: that its messages belong to.
 
     ``flat``: its buffer, with a version counter of its own: what is changed through the gradients shows in theirs.
     ``keeps_turn``: its way says, in the hook, that owners' work after the reduce-scatter is part of the turn, which
@@ -111,18 +112,20 @@ class Bucket(Trip):
         backward: Backward,
         place: Place,
         timeline: Timeline | None,
+        link: Link,
     ) -> None:
         super().__init__(f"bucket {grad_bucket.index()}")
         self.index, self.last = grad_bucket.index(), grad_bucket.is_last()
         self.result = grad_bucket.buffer()
         self.flat, self.layout = self.result.data, layout
-        self.backward, self.place = backward, place
+        self.backward, self.place, self.link = backward, place, link
         self.future, self.half = place.future(), Milestone()
         self.buffers: BufferCopy | None = None
         self.done_s: float | None = None
         self.keeps_turn = False
         self.compute_ends: Callable[[], None] = _nothing
         self._timeline, self._is_dropped = timeline, False
+        self._on_device: Callable[[], None] = _nothing
 
     # --- for its journey -------------------------------------------------------------------------------------
 
@@ -144,16 +147,26 @@ class Bucket(Trip):
 
     # --- for whoever needs one that was handed back ----------------------------------------------------------
 
-    def wait(self) -> None:
-        """Block until the mean is there; on a device order what the caller does behind it. May be called again."""
-        if not (self.backward.is_whole or self.backward.gathers.is_open):
-            raise ExchangeError(
-                "expected a bucket whose gather is under way, got one of a backward that did not end; restart the job"
-            )
+    def wait(self, *, on_host: bool = False) -> None:
+        """Block until the mean is there; on a device order what the caller does behind it. May be called again.
+
+        Args:
+            on_host: also block until the device has it.
+        """
+        gathers = self.backward.gathers
+        if not self.backward.is_whole and not gathers.is_open:
+            if self.link.in_program_order:
+                raise ExchangeError(
+                    "expected a bucket whose gather is under way, got one of a backward that did not end; restart the "
+                    "job"
+                )
+            gathers.open()
         self._wait(super().wait)
+        if on_host:
+            self._on_device()
 
     def wait_for_sum(self) -> None:
-        """Do so until the own part of the mean is there."""
+        """Block until the own part of the mean is there; on a device order what the caller does behind it."""
         self._wait(self.half.wait)
 
     def _wait(self, wait: Callable[[], None]) -> None:
@@ -163,17 +176,18 @@ class Bucket(Trip):
             self._timeline.span("stall", begin_s, time.monotonic(), bucket=self.index)
 
     def drop(self) -> None:
-        """Let its memory be used by the next backward pass, on all ranks: nobody is going to wait for it."""
-        if self.backward.is_whole:
-            self.wait()
-        else:
-            self._is_dropped = True
+        """Let its memory be used by the next backward pass: nobody is going to wait for it, on no rank."""
+        self._is_dropped = self.link.in_program_order and not self.backward.is_whole
+        if self._is_dropped:
             self.wait_for_sum()
+        else:
+            self.wait()
 
     # --- for the exchange ------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
+        self._on_device = self.place.reached()
         super().end(error, follow)
         self.half.reach(error, follow)
         if self.deferred:

@@ -86,7 +86,15 @@ class Exchange:
                 found = cls._of_group[group] = cls(group)
             return found
 
-    def begin(self, way: Way, device: torch.device, name: str, *, deferred: bool = False) -> Trip:
+    def begin(
+        self,
+        way: Way,
+        device: torch.device,
+        name: str,
+        *,
+        deferred: bool = False,
+        link: Link | None = None,
+    ) -> Trip:
         """Begin a journey that belongs to no bucket.
 
         Args:
@@ -94,12 +102,15 @@ class Exchange:
             device: of its tensors.
             name: of what travels, in errors.
             deferred: other ranks may need it although this one ends.
+            link: of an earlier journey, whose messages these belong to; None draws one.
 
         **Collective**: all ranks begin the same journeys in the same order.
         """
         self._check_process()
         trip, network = Trip(name, deferred=deferred), self.network(device)
-        link = self._traced(network.link(), step=next(self._numbers), bucket=-1, largest_bytes=0, owner=0)
+        if link is None:
+            details = {"step": next(self._numbers), "bucket": -1, "largest_bytes": 0, "owner": 0}
+            link = self._traced(network.link(), **details)
         self._start(trip, way(link), network.place)
         return trip
 
@@ -111,8 +122,8 @@ class Exchange:
         turn: Turn | None = None,
         state: object = None,
         around: Around | None = None,
-    ) -> GradientFuture:
-        """Send a bucket on its way, in its hook; the Future holds what the way has made of the bucket's buffer.
+    ) -> Bucket:
+        """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
 
         Args:
             grad_bucket: what DDP gave to the hook.
@@ -128,17 +139,18 @@ class Exchange:
         backward = self._enter(grad_bucket)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
         with self._refusing(grad_bucket, backward, turn):
-            bucket = self._bucket(grad_bucket, backward, turn)
+            bucket = self._bucket(grad_bucket, link, backward, turn)
             link = link if around is None or self.size == 1 else around(link)
             if self._timeline is not None:
                 number, largest = backward.number, largest_bytes(grad_bucket)
                 link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
             turns = TurnLink(link, bucket, turn) if turn is not None and bucket.last else None
-            journey = way(bucket, link if turns is None else turns)
+            bucket.link = link if turns is None else turns
+            journey = way(bucket, bucket.link)
         self._send(bucket, journey, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1:
             self._send_buffers(bucket, grad_bucket, state)
-        return bucket.future
+        return bucket
 
     def follow(self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
         """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
@@ -152,7 +164,7 @@ class Exchange:
             return future
         link = self.network(grad_bucket.buffer().device).link()
         with self._refusing(grad_bucket, backward, turn):
-            bucket = self._bucket(grad_bucket, backward, turn)
+            bucket = self._bucket(grad_bucket, link, backward, turn)
         self._send(bucket, behind(backward.futures, bucket, link, turn))
         return bucket.future
 
@@ -177,7 +189,9 @@ class Exchange:
                 backward.gathers.open()
             raise
 
-    def _bucket(self, grad_bucket: dist.GradBucket, backward: Backward, turn: Turn | None) -> Bucket:
+    def _bucket(
+        self, grad_bucket: dist.GradBucket, link: Link, backward: Backward, turn: Turn | None
+    ) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
         flat, group = flat_gradients(grad_bucket), self._group()
         if grad_bucket.parameters()[0] not in self._checked and group is not None:
@@ -186,7 +200,8 @@ class Exchange:
         check_turn(turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         network = self.network(flat.device)
-        bucket = Bucket(grad_bucket, equal_layout(flat, network), backward, network.place, self._timeline)
+        place = network.place
+        bucket = Bucket(grad_bucket, equal_layout(flat, network), backward, place, self._timeline, link)
         bucket.compute_ends = functools.partial(self._compute_ends, backward, turn)
         return bucket
 

@@ -39,7 +39,9 @@ _STAGES: Final = 8  # collectives of one link, at most
 _PIECES: Final = 2
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_PIECE_BYTES: Final = 4 << 20
-_AHEAD_BYTES: Final = 16 << 20
+_MIN_ADDEND_BYTES: Final = 512 << 10  # of as many ranks as there may be
+_ROW_BYTES: Final = 4 << 20
+_AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
 
 
@@ -74,6 +76,10 @@ class Gloo:
     def tag(self, number: int) -> int:
         """Return the tag of one collective's messages."""
         return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
+
+    def addends(self, part: Tensor) -> Sequence[Tensor]:
+        """Cut what is added by its owner, see [Note: memory for sums]."""
+        return _pieces(part, max(_MIN_ADDEND_BYTES, _ROW_BYTES // (self.size - 1)))
 
     def send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send."""
@@ -121,7 +127,7 @@ class _GlooLink:
             flat.div_(self.size)
         own = cut[self.rank]
         rows = net.sums.post(own, tag)
-        leaving = [net.send(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
+        leaving = [net.send(piece, owner, tag) for owner in net.others for piece in net.addends(cut[owner])]
         await net.reducing
         for row in rows:
             for work in row.arriving:
@@ -188,7 +194,8 @@ class _Sums:
     def post(self, own: Tensor, tag: int) -> Iterator[_Row]:
         """Receive the others' addends of ``own`` as early as memory allows; the rows must be `done` one by one."""
         rows: deque[_Row] = deque()
-        pieces = _pieces(own)
+        net = self._net()
+        pieces = () if net is None else net.addends(own)
         with self._lock:
             self._waiting.extend((piece, tag, rows) for piece in pieces)
             self._post_some()
@@ -235,11 +242,11 @@ def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
     torch.add(*addends, out=out)
 
 
-def _pieces(part: Tensor) -> Sequence[Tensor]:
-    return part.split(_piece_numel(part.numel(), part.itemsize)) if part.numel() else ()
+def _pieces(part: Tensor, most_bytes: int = _MAX_PIECE_BYTES) -> Sequence[Tensor]:
+    return part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()
 
 
 @functools.cache
-def _piece_numel(numel: int, itemsize: int) -> int:
-    nbytes = min(max(numel * itemsize // _PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+def _piece_numel(numel: int, itemsize: int, most_bytes: int) -> int:
+    nbytes = min(max(numel * itemsize // _PIECES, _MIN_PIECE_BYTES), most_bytes)
     return max(1, nbytes // itemsize)

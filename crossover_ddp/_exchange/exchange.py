@@ -169,48 +169,36 @@ class Exchange:
         *,
         turn: Turn | None = None,
         urgency: int = 0,
-        messages: MakeMessages | None = None,
-        scatter: Callable[[], Sharded] | None = None,
-        payload: Callable[[], Payload] | None = None,
+        payload: Callable[[], Payload],
         state: object = None,
-    ) -> tuple[GradientFuture, Deferred | None]:
+    ) -> tuple[GradientFuture, Deferred]:
         """Begin to average ``bucket`` in the background; backward does not wait for it.
 
         Args:
             bucket: what DDP gave to the hook; its gradients must be views of its buffer.
             turn: given away after the last bucket; the caller takes it again.
             urgency: the gather comes before those of the same step with a greater one. Only rank 0's counts.
-            messages: see `submit`; its ``unload`` must leave the version counter of the bucket's buffer alone.
-            scatter: returns what is summed into its owners instead of the buffer. It is not gathered: see `spread`.
             payload: see `submit`; each completes by itself, the last one after all steps of this rank.
             state: that the hook was registered with; see `ModuleBuffers`.
 
         Returns:
-            The Future for DDP, complete already, and where to wait; None for the latter if the bucket was refused.
+            The Future for DDP, complete already, and where to wait. Raises what refuses the bucket.
         """
         step = self._enter(bucket)
-        deferred = None
         try:
-            direct = messages(None) if messages is not None and self.world_size > 1 else None
             transfer = self.routes.of_bucket(bucket, step, turn)
-            transfer.messages = direct
             # Its own version counter: the user's changes show in the gradients', ours do not.
             transfer.tensor, transfer.urgency = transfer.tensor.data, urgency
-            if scatter is not None:
-                transfer.only_reduce(scatter())
-            if payload is not None:
-                transfer.carry(payload())
-        except Exception as error:  # whatever it is, it must not leave the hook
-            future = step.refuse(bucket, error)
-        else:
+            transfer.carry(payload())
             deferred = Deferred(transfer, self.spans.timeline)
             future = transfer.side.future()
             deferred.buffers = self._launch(transfer, bucket, state)
             if deferred.buffers is not None:
                 after_backward(deferred.buffers.claim)
             future.set_result(bucket.buffer())
-        if _is_last(bucket):
-            self._leave(step, turn)
+        finally:
+            if _is_last(bucket):
+                self._leave(step, turn)
         return future, deferred
 
     def begin_compute(self) -> None:

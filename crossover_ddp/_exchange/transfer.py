@@ -119,14 +119,6 @@ class Messages(Protocol):
 MakeMessages = Callable[[Payload | None], Messages | None]
 
 
-def _no_step(part: torch.Tensor) -> None:
-    """For what is only summed."""
-
-
-def _nothing() -> None:
-    """For what brings nothing back."""
-
-
 class RingHalves(NamedTuple):
     """Both halves of a bucket on a ring; no gather yet if it is of another buffer, or if there is none."""
 
@@ -178,11 +170,6 @@ class Transfer:
         self.tensor, self.layout = payload.scatter
         self.step.keeps_turn = self.step.keeps_turn or payload.keeps_turn
         self.owner_step = payload.step
-
-    def only_reduce(self, scatter: Sharded) -> None:
-        """Let ``scatter`` be summed into its owners, who keep it, in the place of the bucket's buffer."""
-        self.payload, self.result = Payload(scatter, None, _no_step, _nothing), self.tensor
-        self.tensor, self.layout = scatter
 
     def in_words(self) -> dict[str, Detail]:
         """Return what a timeline says of this bucket. ``owner``: 1 if there is an owner's step between the halves."""

@@ -1,15 +1,14 @@
 """What carries the buckets: gloo by messages, a backend with collectives of its own, and a CUDA device on both."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conformance import cases
-from tests.conformance.cases import CASES
 from tests.harness import inside, run_ranks
 
 TIMEOUT_S = 90.0
@@ -26,7 +25,6 @@ class Backend:
         world_sizes: in the short form.
         adds_in_order: whether from three ranks on the order of additions is the one in `reference`.
         switches_off: whether hooks are torch's all-reduce there, as ``CROSSOVER_DISABLE=1`` has it.
-        refuses: by hook, the cases that it refuses here, each with words of its error.
     """
 
     process_group: str = "gloo"
@@ -35,7 +33,6 @@ class Backend:
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)
     adds_in_order: bool = True
     switches_off: bool = False
-    refuses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Call ``function`` in all ranks, with the backend's process group."""
@@ -61,14 +58,11 @@ def switched_off() -> Iterator[None]:
 
 # All that runs there in the short form.
 SHORT = ("many_buckets", "accumulation_viewed", "unused_parameters_viewed", "batch_norm_buffers")
-DEFERRED = ("decoupled_identity_codec", "decoupled_int8")
 _CUDA: dict[str, Any] = {"around": on_cuda, "marks": (pytest.mark.fake_cuda,), "world_sizes": (2,)}
 BACKENDS = {
     "gloo": Backend(),
     "native": Backend(around=inside.force_native, world_sizes=(2,), adds_in_order=False),
     "switched_off": Backend(around=switched_off, world_sizes=(2,), adds_in_order=False, switches_off=True),
-    "cuda_gloo": Backend(
-        refuses=dict.fromkeys(DEFERRED, dict.fromkeys(CASES, "make the process group with NCCL")), **_CUDA
-    ),
+    "cuda_gloo": Backend(**_CUDA),
     "cuda_nccl": Backend("nccl", adds_in_order=False, **_CUDA),
 }

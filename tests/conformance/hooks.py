@@ -59,7 +59,7 @@ class Row:
         optimizers: of the walk, plain DDP's, too.
         like: the row that it walks with; None: plain DDP.
         order: in which owners add, so that from three ranks on plain DDP can be made to add alike and results are
-            identical: ``"tree"`` over ranks; ``"ring"``, where buckets are deferred, begins behind the owner; after
+            identical: ``"tree"`` over ranks; after
             the first step ``"ranks"`` for messages of a codec. None: equal within ``tolerance`` there. With fewer ranks
             there is one order only.
         tolerance: relative to the largest magnitude of a tensor, in epsilons of its dtype (float32's for float64); for
@@ -76,7 +76,7 @@ class Row:
     options: Mapping[str, bool] = field(default_factory=dict)
     optimizers: Callable[[nn.Module, float], list[Optimizer]] = sgd
     like: str | None = None
-    order: Literal["tree", "ring", "tree, then ranks", "ring, then ranks"] | None = "tree"
+    order: Literal["tree", "tree, then ranks"] | None = "tree"
     tolerance: float = EPSILONS
     lossy: bool = False
     is_like_others: bool = False
@@ -161,10 +161,10 @@ HOOKS: dict[str, Row] = {
         lambda model, optimizers, **turn: (LocalSGDState(sync_every=1, **turn), local_sgd_hook),
         refuses={**AS_MANY_STEPS, **NO_SEARCH},
     ),
-    "decoupled": Row(decoupled(), options=VIEWS, order="ring", reads="never", refuses=NO_SEARCH),
-    "decoupled_and_copied": Row(decoupled(), order="ring", reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
+    "decoupled": Row(decoupled(), options=VIEWS, reads="never", refuses=NO_SEARCH),
+    "decoupled_and_copied": Row(decoupled(), reads="never", refuses={**NO_VIEWS, **NO_SEARCH}),
     "decoupled_and_flushed": Row(
-        decoupled(), options=VIEWS, order="ring", reads="flushed", is_like_others=True, refuses=NO_SEARCH
+        decoupled(), options=VIEWS, reads="flushed", is_like_others=True, refuses=NO_SEARCH
     ),
     "compressed_by_nothing": Row(compressed(None), is_like_others=True),
     "identity_codec": Row(compressed(Identity()), order="tree, then ranks", refuses=IN_DOUBLE),
@@ -172,7 +172,7 @@ HOOKS: dict[str, Row] = {
         decoupled(codec=Identity()),
         options=VIEWS,
         reads="never",
-        order="ring, then ranks",
+        order="tree, then ranks",
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "int8": Row(compressed(Int8()), lossy=True, tolerance=2.0**20, refuses=IN_DOUBLE),
@@ -197,7 +197,6 @@ HOOKS: dict[str, Row] = {
         owners,
         options=VIEWS,
         optimizers=adamw,
-        order=None,
         reads="never",
         refuses={**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
     ),

@@ -6,15 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.harness.oracles import sum_as_owners_do, tree_sum
+from tests.harness.oracles import tree_sum
 
 
 class Additions:
     """Add the ranks' gradients as owners do.
 
-    Divided first, as torch's hook does, and added as a tree over ranks; where buckets are deferred, around the ring:
-    each part begins behind its owner. Of messages of a codec: in the order of ranks, divided last; but a codec's first
-    step is exact.
+    Divided first, as torch's hook does, and added as a tree over ranks. Of messages of a codec: in the order of ranks,
+    divided last; but a codec's first step is exact.
     """
 
     def __init__(self, order: str) -> None:
@@ -28,19 +27,10 @@ class Additions:
         order = self._order if self._is_first or not self._later else self._later
         if order == "tree":
             flat.copy_(tree_sum([each / world_size for each in everyone]))
-        elif order == "ring":
-            cut = [(each / world_size).tensor_split(_edges(flat.numel(), world_size)) for each in everyone]
-            parts = [sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(world_size)]
-            flat.copy_(torch.cat(parts))
         else:
             flat.copy_(functools.reduce(torch.add, [each.float() for each in everyone]) / world_size)
         self._is_first &= not bucket.is_last()
         return flat
-
-
-def _edges(numel: int, world_size: int) -> list[int]:
-    """Equal parts; the last one has the rest, too."""
-    return [numel // world_size * owner for owner in range(1, world_size)]
 
 
 def adding(order: str) -> tuple[Any, Any]:

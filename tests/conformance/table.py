@@ -2,31 +2,14 @@
 
 from collections.abc import Mapping
 
-from tests.conformance.backends import BACKENDS
 from tests.conformance.cases import CASES
 from tests.conformance.hooks import HOOKS, Row
-
-# How a page calls what has carried the buckets.
-COLUMNS = {
-    "gloo": "gloo",
-    "native": "a backend's own collectives",
-    "cuda_gloo": "CUDA over gloo",
-    "cuda_nccl": "CUDA over NCCL",
-}
 
 
 def table() -> str:
     """Return a table in Markdown, a row a hook."""
-    lines = [
-        f"| hook, with plain DDP in {len(CASES)} situations | results | refuses | {' | '.join(COLUMNS.values())} |",
-        "|---|---|---|" + "---|" * len(COLUMNS),
-    ]
-    lines += [
-        f"| `{name}` | {_results(row)} | {_named(row.refuses)} | "
-        + " | ".join(_on(backend, name) for backend in COLUMNS)
-        + " |"
-        for name, row in HOOKS.items()
-    ]
+    lines = [f"| hook, with plain DDP in {len(CASES)} situations | results | refuses |", "|---|---|---|"]
+    lines += [f"| `{name}` | {_results(row)} | {_named(row.refuses)} |" for name, row in HOOKS.items()]
     return "\n".join(lines)
 
 
@@ -42,10 +25,3 @@ def _results(row: Row) -> str:
 
 def _named(refuses: Mapping[str, str]) -> str:
     return ", ".join(case.replace("_", " ") for case in refuses) or "nothing"
-
-
-def _on(backend: str, hook: str) -> str:
-    refuses = BACKENDS[backend].refuses.get(hook, {})
-    if len(refuses) == len(CASES):
-        return "refused"
-    return f"not {_named(refuses)}" if refuses else "yes"

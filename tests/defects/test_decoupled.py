@@ -210,21 +210,18 @@ def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> 
     return "none"
 
 
-ONE_BUCKET = pytest.mark.xfail(strict=True, raises=AssertionError, reason="decoupled-12")
-
-
 @pytest.mark.defect("decoupled-12")
 @pytest.mark.quiet
 @pytest.mark.parametrize(
     ("defer", "cap_mb"),
     [
         ("always", 1e-4),
-        pytest.param("auto", 25, marks=ONE_BUCKET),
-        pytest.param("always", 25, marks=ONE_BUCKET),
+        ("auto", 25),
+        ("always", 25),
     ],
 )
 def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others(defer: str, cap_mb: float) -> None:
-    """A user gets an error with rank and bucket; today a single bucket meets that of the other ranks' next step."""
+    """A user gets an error with rank and bucket, with one bucket or with many."""
     other, own = run_ranks(refused_on_rank_1, 2, args=(defer, cap_mb))
     named = r"rank \d.* bucket \d"
     assert re.search(named, other), other

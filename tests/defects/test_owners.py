@@ -275,7 +275,6 @@ def with_a_skipped_step(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.defect("strangers-31")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-31")
 def test_a_step_that_one_rank_skips_is_named() -> None:
     """Where one rank takes a step that another skips, an error says that steps differ."""
     assert any("step()" in message for message in run_ranks(with_a_skipped_step, 2))

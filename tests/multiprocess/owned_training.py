@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from crossover_ddp import GPUMutex
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
-from tests.harness.oracles import sum_as_owners_do
+from tests.harness.oracles import tree_sum
 from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
 from tests.multiprocess.muon_training import optimizers as muon_and_adamw
 
@@ -200,20 +200,21 @@ class ByOwners:
         self.module = copy.deepcopy(module)
         self.optimizers = MAKE[kind](self.module)
         in_order = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
-        self._owners = [(p, owner) for p, owner in zip(in_order, owners, strict=True)]
+        assert len(in_order) == len(owners)
+        self._in_order = in_order
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 100) for each in self.optimizers]
 
     def step(self, tokens: Tensor) -> None:
         loss_of(self.module, tokens).backward()
         world_size = dist.get_world_size()
-        gradients = [parameter.grad for parameter, _ in self._owners if parameter.grad is not None]
-        assert len(gradients) == len(self._owners)
+        gradients = [parameter.grad for parameter in self._in_order if parameter.grad is not None]
+        assert len(gradients) == len(self._in_order)
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / world_size
         everyone = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(everyone, flat)
         of_ranks = [each.split([gradient.numel() for gradient in gradients]) for each in everyone]
-        for place, (gradient, (_, owner)) in enumerate(zip(gradients, self._owners, strict=True)):
-            total = sum_as_owners_do([each[place] for each in of_ranks], owner)
+        for place, gradient in enumerate(gradients):
+            total = tree_sum([each[place] for each in of_ranks])
             gradient.copy_(total.view(gradient.shape))
         for optimizer in self.optimizers:
             optimizer.step()

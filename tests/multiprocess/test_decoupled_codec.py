@@ -64,8 +64,7 @@ def test_parameters_are_those_of_the_codec_alone_on_all_ranks(world_size: int) -
     first, *others = run_ranks(all_codecs, world_size)
     assert len({decoupled for _, decoupled in first.values()}) == len(CODECS)
     for each in (first, *others):
-        # Exact steps add deferred buckets in another order: the last bits of more than two ranks.
-        assert world_size > 2 or all(alone == decoupled for alone, decoupled in each.values()), each
+        assert all(alone == decoupled for alone, decoupled in each.values()), each
         assert each == first
 
 

@@ -51,7 +51,7 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state: DecoupledState | None = None
     if way.startswith("decoupled"):
-        state = DecoupledState(optimizer, mutex=mutex, defer="always" if way.endswith("always") else "auto")
+        state = DecoupledState(optimizer, mutex=mutex)
         model.register_comm_hook(state, decoupled_hook)
         if verdict is not None:
             inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
@@ -88,9 +88,7 @@ def train(rank: int, world_size: int, way: str, verdict: bool | None = None, gro
 @functools.cache
 def reference(world_size: int) -> list[tuple[list[float], bytes]]:
     """Return the losses and parameters of all ranks that all are held against."""
-    # The split hook adds more than two ranks' gradients in another order.
-    way = "split" if world_size == 2 else "decoupled always"
-    return [each[:2] for each in run_ranks(train, world_size, args=(way,), timeout_s=TIMEOUT_S)]
+    return [each[:2] for each in run_ranks(train, world_size, args=("split",), timeout_s=TIMEOUT_S)]
 
 
 # With three ranks, unless in the campaign, each way and each verdict once.

@@ -130,8 +130,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "of what is left over by equal parts nothing travels",
         _GLOO,
-        "    return part.split(_piece_numel(part.numel(), part.itemsize)) if part.numel() else ()\n",
-        "    pieces = part.split(_piece_numel(part.numel(), part.itemsize)) if part.numel() else ()\n"
+        "    return part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()\n",
+        "    pieces = part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()\n"
         "    return pieces[:1]\n",
         ("tests/unit/engine/test_gloo.py", "-k", "bounded"),
     ),

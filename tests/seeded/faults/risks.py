@@ -5,6 +5,8 @@ from typing import Final
 from tests.seeded.fault import Fault
 
 _EXCHANGE = "crossover_ddp/_exchange/exchange.py"
+_JOURNEYS_OF = "crossover_ddp/_engine/exchange.py"
+_BUCKETS = "crossover_ddp/_engine/buckets.py"
 _ENGINE = "crossover_ddp/_exchange/engine.py"
 _RING = "crossover_ddp/_exchange/ring_way.py"
 _WORKER = "crossover_ddp/_system/worker.py"
@@ -56,9 +58,9 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 6: whoever needs a native gather waits for it although it was never issued",
-        "crossover_ddp/_exchange/transfer.py",
-        "if not is_launched and not transfer.future.done():",
-        "if False:",
+        _BUCKETS,
+        "            if self.link.in_program_order:\n",
+        "            if False:\n",
         (_FAILURES, "-k", "never_issued"),
     ),
     Fault(
@@ -91,23 +93,23 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 10: a gather waits for reduce-scatters of later steps, too",
-        "crossover_ddp/_exchange/gathers.py",
-        "if self._scattering[oldest]:",
-        "if +self._scattering:",
+        "crossover_ddp/_engine/buckets.py",
+        "await (gathers.passed_first() if self.last else gathers)",
+        "await gathers",
         (_FAILURES, "-k", "ahead"),
     ),
     Fault(
         "risk 11: a rank leaves although another one still needs its parts",
-        _EXCHANGE,
-        "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
-        "_END_TIMEOUT_S",
+        _JOURNEYS_OF,
+        "_NEEDED_BY_OTHERS_S if needed else _END_S",
+        "_END_S",
         (_FAILURES, "-k", "may_leave"),
     ),
     Fault(
         "risk 12: the last bucket's refusal does not end its backward pass",
-        _EXCHANGE,
-        "            future = step.refuse(bucket, error)\n        else:\n            deferred = ",
-        "            return step.refuse(bucket, error), None\n        else:\n            deferred = ",
+        _JOURNEYS_OF,
+        "                backward.gathers.open()\n",
+        "",
         (_FAILURES, "-k", "refused_bucket_is and decoupled-last"),
     ),
     Fault(
@@ -119,9 +121,9 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 13: what arrives counts as a change of the user's gradients",
-        _EXCHANGE,
-        "transfer.tensor, transfer.urgency = transfer.tensor.data, urgency",
-        "transfer.tensor, transfer.urgency = transfer.tensor, urgency",
+        _BUCKETS,
+        "self.flat, self.layout = self.result.data, layout",
+        "self.flat, self.layout = self.result, layout",
         (_BITS, "-k", "our_hand"),
     ),
     Fault(
@@ -169,8 +171,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     Fault(
         "risk 21: beside a sibling the turn is taken when gradients are launched",
         "crossover_ddp/_decoupled/training.py",
-        "if self._turn.shared:",
-        "if False:",
+        "on_host=self._turn.shared",
+        "on_host=False",
         (_DEVICES, "-k", "beside_a_sibling"),
     ),
     Fault(
