@@ -7,24 +7,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from crossover_ddp.cli import advise as cli_advise
+from crossover_ddp.cli import doctor as cli_doctor
 from crossover_ddp.cli import plan as cli_plan
 from crossover_ddp.cli import run as cli_run
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
-from crossover_ddp.cli.doctor import command as cli_doctor
 from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingPackageError
 
 _EXAMPLES = """\
 examples:
-  crossover-ddp doctor           is this machine ready, and what should be set?
-  crossover-ddp status --watch   who computes, who queues, live
+  crossover-ddp doctor           is this machine ready, and what mends it?
+  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would make this job faster?
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
-  crossover-ddp timeline DIR     who computed, who communicated when; a trace, a picture
-  crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would pay for this job?
+  crossover-ddp status           who computes, who queues?
+  crossover-ddp timeline DIR     who computed, who communicated when
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages for a cluster
 
 exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
-Tables need rich: pip install 'crossover_ddp[cli]'. With --json nothing more is needed.
 """
 
 

@@ -1,164 +1,102 @@
-"""``crossover-ddp status``: show groups, devices and jobs, as seen from outside."""
+"""``crossover-ddp status``: who computes, who queues, as seen from outside; joins, locks and wakes nothing."""
 
 import argparse
-import random
+import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, look
+from crossover_ddp._turns.view import Liveness, Look, Place, look
 
-from .output import FINE, FOUND, add_command, console, group_name, new_table, require, seconds, write_json
-from .turn_report import COMPUTES, DEAF, GONE, DeviceReport, JobReport, Report, report
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .output import FINE, FOUND, columns, declare, forget, say, write_json
 
 _INTERVAL_S = 1.0
-_BETWEEN_LOOKS_S = 0.05
-_STYLES = {COMPUTES: "bold green", GONE: "red", DEAF: "red"}
 _EXAMPLES = """\
 examples:
-  crossover-ddp status                     who computes, who queues, over one second
-  crossover-ddp status --watch             live, until Ctrl-C
-  crossover-ddp status --watch 5 --json    one line of JSON every five seconds
-  crossover-ddp status --group sweep       one group only
-
-exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong usage, or rich is missing
+  crossover-ddp status                     over one second
+  watch -n 1 crossover-ddp status          live
+exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong usage
 """
+_GONE = {"--watch": "watch -n 1 crossover-ddp status", "--group": "all groups are shown"}
+HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "lease")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
-    parser = add_command(
-        commands,
-        "status",
-        run,
-        help="who holds the turn, who queues, shares and rates",
-        description="Show the jobs of this user that take turns. Only looks: joins, locks and wakes nothing.",
-        examples=_EXAMPLES,
-        json_help="JSON instead of tables; one line each with --watch",
+    about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
+    parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    forget(parser, _GONE)
+
+
+def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
+    """Look twice, show one table; return the exit code."""
+    before = look(base)
+    time.sleep(_INTERVAL_S)
+    after = look(base)
+    shown = [*rows(before, after)]
+    if arguments.json:
+        write_json([dict(zip(HEAD, row, strict=True)) for row in shown])
+    elif shown:
+        sys.stdout.write(columns(HEAD, shown))
+    else:
+        sys.stdout.write(f"no jobs take turns here (nothing in {after.directory})\n")
+    for problem in after.problems:
+        say(f"! {problem.path}: {problem.what}")
+    return FINE if shown and not after.problems else FOUND
+
+
+def rows(before: Look, after: Look) -> Iterator[list[str]]:
+    """Yield a row for each job on each device.
+
+    The log of a job's lead device says which slot has drawn which turn; of jobs whose lead device is elsewhere, turns
+    a second and who queues are not known.
+    """
+    drawn, counts = _draws(before, after)
+    seconds = (after.at_ns - before.at_ns) / 1e9
+    for segment in after.segments:
+        for job in sorted({place.job for place in segment.places}):
+            places = sorted(
+                (place for place in segment.places if place.job == job), key=lambda place: place.rank
+            )
+            living = [place for place in places if place.liveness is not Liveness.GONE] or places
+            lease_s = max((place.lease_s for place in living if place.lease_s is not None), default=None)
+            yield [
+                segment.group,
+                segment.device,
+                f"{job:x}"[:8],
+                _state(living, drawn.get(job)),
+                str(max(place.started for place in living)),
+                f"{counts[job] / seconds:.1f}" if job in drawn and seconds else "?",
+                f"{','.join(str(place.rank) for place in living)} of {max(place.world_size for place in living)}",
+                ",".join(str(place.pid) for place in living),
+                "?" if lease_s is None else f"{lease_s:.3g} s",
+            ]
+
+
+def _draws(before: Look, after: Look) -> tuple[dict[int, int], Counter[int]]:
+    """Return the last turn that each job has drawn, and how many between the looks, as far as logs show it."""
+    lengths = {segment.path: segment.log.numel for segment in before.segments if segment.log}
+    drawn: dict[int, int] = {}
+    counts: Counter[int] = Counter()
+    for segment in after.segments:
+        new = (segment.log.drawn_since(lengths.get(segment.path, 0)) or b"") if segment.log else b""
+        for place in segment.places if segment.log else ():
+            last = segment.log.last_turn(place.slot) if segment.log else 0
+            if last > place.joined_at:
+                drawn[place.job] = max(last, drawn.get(place.job, 0))
+            counts[place.job] += new.count(place.slot)
+    return drawn, counts
+
+
+def _state(places: Sequence[Place], drawn: int | None) -> str:
+    if places[0].liveness is Liveness.GONE:
+        return "gone"
+    if any(place.liveness is Liveness.DEAF for place in places):
+        return "deaf"
+    if any(place.started > place.returned for place in places):
+        return "computes"
+    return (
+        "queues" if drawn is not None and drawn > min(place.started for place in places) else "between turns"
     )
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        const=_INTERVAL_S,
-        type=seconds(0.1, 3600),
-        metavar="SECONDS",
-        help="go on until Ctrl-C, a new picture every SECONDS (default 1)",
-    )
-    parser.add_argument("--group", type=group_name, metavar="NAME", help="this group only (default: all)")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Show the status once or until Ctrl-C; return the exit code."""
-    if not arguments.json:
-        require("rich")  # before the first second is over
-    reports = observe(arguments.group, arguments.watch or _INTERVAL_S)
-    if arguments.watch is None:
-        last = next(reports)
-        if arguments.json:
-            write_json(last)
-        else:
-            console().print(tables(last))
-        return exit_code(last)
-    return _watch(reports, as_json=arguments.json)
-
-
-def exit_code(last: Report) -> int:
-    """Return the command's exit code."""
-    return FINE if last.groups and not last.problems else FOUND
-
-
-def _watch(reports: Iterator[Report], *, as_json: bool) -> int:
-    code = FOUND
-    try:
-        if as_json:
-            for each in reports:
-                code = exit_code(each)
-                write_json(each, indent=None)
-        else:
-            code = _watch_live(reports)
-    except KeyboardInterrupt:  # this is how the user ends it
-        return FINE
-    return code
-
-
-def _watch_live(reports: Iterator[Report]) -> int:
-    screen = console()
-    if not screen.is_terminal:
-        for each in reports:
-            screen.print(tables(each))
-        return FINE
-    from rich.live import Live
-
-    with Live(console=screen, auto_refresh=False) as live:
-        for each in reports:
-            live.update(tables(each), refresh=True)
-    return FINE
-
-
-def observe(group: str | None, interval_s: float, *, base: str = SHARED_MEMORY) -> Iterator[Report]:
-    """Yield a report per interval, without end."""
-    first = look(base, group=group)
-    while True:
-        looks = [first, *_looks_until(time.monotonic() + interval_s, group, base)]
-        first = look(base, group=group)
-        yield report([*looks, first])
-
-
-def _looks_until(end_s: float, group: str | None, base: str) -> Iterator[Look]:
-    """Look repeatedly, at irregular times: the steps of a job are regular."""
-    while (left_s := end_s - time.monotonic()) > 0:
-        time.sleep(min(left_s, _BETWEEN_LOOKS_S * random.uniform(0.5, 1.5)))
-        yield look(base, group=group, with_log=False)
-
-
-# --- tables -------------------------------------------------------------------------------------------------------
-
-
-def tables(shown: Report) -> "RenderableType":
-    """Return the report as tables, one per device."""
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[Any] = []
-    for group in shown.groups:
-        parts += [part for device in group.devices for part in _device(group.group, device)]
-    if not shown.groups:
-        parts.append(Text(f"no jobs take turns here (nothing in {shown.directory})"))
-    parts += [Text(f"! {problem['path']}: {problem['what']}", style="yellow") for problem in shown.problems]
-    return Group(*parts)
-
-
-def _device(group: str, device: DeviceReport) -> list[Any]:
-    from rich.text import Text
-
-    figures = ("turn", "ranks", "PIDs", "turns/s", "share", "lease")
-    table = new_table(("job", "state"), figures, f"group {group} on {device.device}")
-    for job in device.jobs:
-        table.add_row(*_cells(job), style=_STYLES.get(job.state))
-    idle = "?" if device.idle_share is None else f"{device.idle_share:.0%}"
-    summary = (
-        f"{_number(device.turns_per_s, '.1f')} turns/s, last hand-over {_number(device.handover_age_s, '.2f')} s ago, "
-        f"idle {idle}"
-    )
-    return [table, Text(summary), *(Text(f"not known: {what}", style="dim") for what in device.not_known)]
-
-
-def _cells(job: JobReport) -> list[str]:
-    return [
-        job.job[:8],
-        job.state,
-        str(job.turn),
-        f"{','.join(map(str, job.ranks))} of {job.world_size}",
-        ",".join(map(str, job.pids)),
-        _number(job.turns_per_s, ".1f"),
-        "?" if job.share is None else f"{job.share:.0%}",
-        "?" if job.lease_s is None else f"{job.lease_s:.3g} s",
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "?" if value is None else format(value, form)

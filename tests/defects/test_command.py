@@ -83,7 +83,6 @@ def test_a_platform_without_fcntl_is_named() -> None:
 
 
 @pytest.mark.defect("strangers-35")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-35")
 def test_the_command_explains_itself_without_torch() -> None:
     """Commands start at once: help needs no torch, which takes two seconds of processor time."""
     done = python(

@@ -44,7 +44,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 EXCEPTIONS = {
     "_decoupled.coded imports _compression",
     "_exchange.link_probe imports _planning",
-    "cli.doctor.findings imports _turns",
     "cli.output imports _turns",
     "comm_hooks imports _compression",
     "kfac_hooks imports _compression",
@@ -68,8 +67,6 @@ PURE = {
     "_timeline.spans",
     "_timeline.trace",
     "_turns.rules",
-    "cli.doctor.findings",
-    "cli.turn_report",
     "pipeline.model",
     "pipeline.simulate",
 }

@@ -272,10 +272,3 @@ def test_what_has_gone_is_accepted_with_a_line(runs: Runs) -> None:
     run = runs("true", options="--name x --grace 3 --fail-fast --try-first --json")
     assert run.code() == 0
     assert run.shown.count("does nothing any more") == 5
-
-
-def test_commands_of_the_docs_are_commands() -> None:
-    lines = re.findall(
-        r"^    crossover-ddp (run .+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE
-    )
-    assert [len(cli.parse(shlex.split(line)).groups) for line in lines].count(2) >= 1

@@ -29,7 +29,7 @@ from crossover_ddp._turns.slots import (
     digest,
 )
 from crossover_ddp._turns.view import Liveness, look
-from crossover_ddp.cli.turn_report import report
+from crossover_ddp.cli.status import rows
 from crossover_ddp.errors import SegmentError
 from tests.unit.turns.joined_segments import DEVICE, home, join_at
 
@@ -105,7 +105,7 @@ def test_looking_at_any_bytes_finds_nobody_alive(turns: bytes, log: bytes | None
         assert (segment.log.numel if segment.log else None) == (len(log) if log is not None else None)
     elif not seen.segments:
         assert any(problem.path == str(turns_path) for problem in seen.problems)
-    report([seen])
+    list(rows(seen, seen))
     assert turns_path.read_bytes() == turns, "looking changes nothing"
     assert log is None or log_path.read_bytes() == log
 

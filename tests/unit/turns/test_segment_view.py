@@ -1,7 +1,6 @@
 """Looking at segments from outside: what is seen, that nobody notices, and that nothing makes it raise."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -21,8 +20,7 @@ from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot, digest
 from crossover_ddp._turns.view import Liveness, LogEnd, Look, Segment, look, printable, sweep
-from crossover_ddp.cli.status import tables
-from crossover_ddp.cli.turn_report import report
+from crossover_ddp.cli.status import rows
 from tests.unit.turns.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
 
 NOBODY = 65534
@@ -401,13 +399,7 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
 
 def _show(looks: list[Look]) -> str:
     """Carry looks all the way to the terminal."""
-    from rich.console import Console
-
-    shown = report(looks)
-    document = json.dumps(dataclasses.asdict(shown), allow_nan=False)
-    with open(os.devnull, "w") as nowhere:
-        Console(file=nowhere, width=200).print(tables(shown))
-    return document
+    return json.dumps([*rows(looks[0], looks[-1])])
 
 
 @settings(

@@ -1,0 +1,151 @@
+"""``crossover-ddp doctor``: what of this machine and environment keeps jobs from taking turns, and what mends it."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from crossover_ddp._system import environment
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
+from crossover_ddp._turns.view import look, printable
+
+from .output import FINE, FOUND, declare, forget
+
+_EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
+_GONE = {"--json": "findings are lines", "--sweep": "findings name what to remove"}
+_LEAST_TORCH = (2, 11)
+_ROOM_MIB = 16
+_FILES = 4096
+_GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MPS = "nvidia-cuda-mps-control -d"
+
+Finding = tuple[str, str, str]
+"""``note`` (it works, but not as well) or ``problem``; what was found; what mends it."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    about = (
+        "Say what of versions, shared memory, network, limits, GPUs and variables you should mend, and how."
+    )
+    parser = declare(commands, "doctor", run, "is this machine ready, and what mends it?", about, _EXAMPLES)
+    forget(parser, _GONE, flags=("--json", "--sweep"))
+
+
+def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
+    """Show the findings; return the exit code."""
+    found = [*_versions(), *_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
+    for state, what, mend in found:
+        sys.stdout.write(f"{state:8}{printable(what)}\n        → {printable(mend)}\n")
+    sys.stdout.write("" if found else "nothing to mend\n")
+    return FOUND if any(state == "problem" for state, _, _ in found) else FINE
+
+
+def _versions() -> Iterator[Finding]:
+    torch = importlib.metadata.version("torch")
+    if not sys.platform.startswith("linux"):
+        yield "problem", f"{sys.platform}: jobs train without turns", "use Linux"
+    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _LEAST_TORCH:
+        yield "problem", f"torch {torch}", f"pip install 'torch>={'.'.join(map(str, _LEAST_TORCH))}'"
+
+
+def _shared_memory(base: str) -> Iterator[Finding]:
+    if not os.path.isdir(base):
+        yield "problem", f"no {base}: jobs train without turns", f"mount -t tmpfs tmpfs {base}"
+        return
+    room, own, seen = os.statvfs(base), segment_directory(base), look(base, with_log=False)
+    if not os.access(base, os.W_OK | os.X_OK):
+        yield "problem", f"{base} is not writable", f"chmod 1777 {base}"
+    if room.f_bavail * room.f_frsize >> 20 < _ROOM_MIB:
+        yield "problem", f"{base} has less than {_ROOM_MIB} MiB free", "free some; docker: --shm-size=1g"
+    with contextlib.suppress(FileNotFoundError):  # nobody has joined yet
+        found = os.lstat(own)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            yield "problem", f"{own} is not a directory of yours", f"let its owner rm -r {own}"
+        elif found.st_mode & 0o077:
+            yield "problem", f"{own} has mode {stat.S_IMODE(found.st_mode):04o}", f"chmod 0700 {own}"
+    for segment in seen.segments:
+        if not segment.held:
+            left = f"rm {segment.path.removesuffix('.turns')}.*"
+            yield "note", f"dead jobs have left files of group {segment.group}", left
+    for problem in seen.problems:
+        if problem.path != seen.directory:
+            yield "problem", f"{problem.path}: {problem.what}", f"rm -r {problem.path}  # while no job runs"
+
+
+def _network() -> Iterator[Finding]:
+    states = {name: Path(f"/sys/class/net/{name}/operstate").read_text() for _, name in socket.if_nameindex()}
+    up = [name for name, state in states.items() if state != "down\n"]  # of lo it is not known
+    others = sorted({*up} - {"lo"})
+    mend = f"export GLOO_SOCKET_IFNAME={others[0] if others else 'lo'}"
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        for name in {*chosen.split(",")} - {*up}:
+            yield "problem", f"GLOO_SOCKET_IFNAME={name} is not there, or down", mend
+        return
+    host = socket.gethostname()
+    addresses = _own_addresses(host)
+    if not addresses:
+        yield "problem", f"host name {host} resolves to no address of this machine, which gloo takes", mend
+    elif others and all(address.startswith("127.") or address == "::1" for address in addresses):
+        yield "note", f"host name {host} resolves to {addresses[0]}: other machines cannot reach that", mend
+
+
+def _own_addresses(host: str) -> list[str]:
+    """Return those addresses of a host that are this machine's."""
+    found = []
+    with contextlib.suppress(OSError):  # nobody knows the name
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address[0], 0))
+                found.append(str(address[0]))
+    return found
+
+
+def _files() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _FILES:
+        what = f"{soft} open files: few for ranks, their connections and DataLoader workers"
+        yield "note", what, f"ulimit -n {_FILES}"
+
+
+def _gpus() -> Iterator[Finding]:
+    if shutil.which("nvidia-smi") is None:
+        return
+    query = ["nvidia-smi", "--query-gpu=uuid,compute_mode", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    mps = os.path.exists(f"{pipes}/control")
+    for uuid, _, mode in (line.partition(", ") for line in listed):
+        if mode == "Prohibited" or (mode == "Exclusive_Process" and not mps):
+            yield (
+                "problem",
+                f"{uuid} has compute mode {mode}: no second job",
+                f"nvidia-smi -c DEFAULT, or {_MPS}",
+            )
+    if listed and not mps:
+        yield "note", f"no MPS in {pipes}: NCCL's exchange does not overlap a sibling's computation", _MPS
+    for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"):
+        if listed and environment.is_set(name):
+            yield "problem", f"{name} is set: nothing overlaps", f"unset {name}"
+
+
+def _variables() -> Iterator[Finding]:
+    group, directory = os.environ.get(environment.GROUP), os.environ.get(environment.TIMELINE, "")
+    if group is not None and not _GROUP.fullmatch(group):
+        yield "problem", f"CROSSOVER_GROUP={group!r}", "1-64 letters, digits, '.', '_', '-'"
+    if os.path.exists(directory) and not os.access(directory, os.W_OK | os.X_OK):
+        yield "problem", f"CROSSOVER_TIMELINE={directory} is not writable", "name another directory"
+    if environment.is_set(environment.DISABLE):
+        yield "note", "CROSSOVER_DISABLE is set: hooks are plain all-reduce", "unset CROSSOVER_DISABLE"
+    for name in sorted(os.environ):
+        if name.startswith("CROSSOVER_") and name not in environment.FOR_USERS:
+            yield "note", f"{name} means nothing to jobs", f"unset {name}"

@@ -1,1 +1,0 @@
-"""``crossover-ddp doctor``: what to expect of this machine, and what to set."""

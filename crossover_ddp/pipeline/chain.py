@@ -1,0 +1,64 @@
+"""A model, found by its name, as a chain of layers."""
+
+import importlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+NamedLayer = tuple[str, nn.Module]
+
+
+def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
+    """Return a model's layers by name, and a micro-batch; `ValueError` if one after the other is not the model."""
+    place, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(place)
+        make = {"timm": "create_model", "torchvision": "get_model"}.get(place)
+        home = module.models if place == "torchvision" else module
+        model = getattr(home, make)(function) if make else getattr(module, function)()
+    except (ImportError, AttributeError, ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"expected a profile (a .json file), timm:NAME, torchvision:NAME or module:function, got {name!r} ({error})"
+        ) from error
+    sample = torch.randn(*shape)
+    if not isinstance(model, nn.Module):
+        return [(str(place), layer) for place, layer in enumerate(model)], sample
+    layers = list(_children(model, ""))
+    head = next(
+        (place for place, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), len(layers)
+    )
+    flattened = [
+        *layers[:head],
+        ("flatten", nn.Flatten()),
+        *layers[head:],
+    ]  # as many models do in their forward
+    for chain in (layers, flattened):
+        if _is_chain(model, chain, sample):
+            return chain, sample
+    raise ValueError(
+        f"expected a model that is a chain and takes {tuple(shape)}, got {name!r}; change --input, or write a function "
+        "that returns its blocks as a list, with skip connections inside them, and give it as module:function"
+    )
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[NamedLayer]:
+    for name, child in module.named_children():
+        inner = type(child) is nn.Sequential
+        yield from _children(child, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", child)]
+
+
+def _is_chain(model: nn.Module, chain: Sequence[NamedLayer], sample: torch.Tensor) -> bool:
+    training = model.training
+    model.eval()
+    output = sample
+    try:
+        with torch.no_grad():
+            expected = model(sample)
+            for _, layer in chain:
+                output = layer(output)
+        return bool(output.shape == expected.shape and torch.allclose(output, expected, 1e-4, 1e-4))
+    except (RuntimeError, TypeError, NotImplementedError, AttributeError, ValueError, AssertionError):
+        return False
+    finally:
+        model.train(training)

@@ -1,0 +1,66 @@
+"""How ``crossover-ddp`` behaves as a command."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossover_ddp import cli
+from crossover_ddp.cli.output import columns, say
+
+ROOT = Path(__file__).resolve().parents[3]
+LINES = re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
+COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
+
+
+def test_the_entry_point_leads_to_the_command() -> None:
+    declared = re.search(
+        r'^crossover-ddp = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert declared is not None
+    assert declared.groups() == (cli.__name__, cli.main.__name__)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["run", "--at-once", "0"], ["plan"], ["advise", "--steps", "3"]]
+)
+def test_wrong_usage_says_what_was_expected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    assert "usage: crossover-ddp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_starts_without_torch(command: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; from crossover_ddp.cli import main; main(['{command}', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "exit codes:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
+)
+def test_lines_of_the_document_are_commands(line: str) -> None:
+    assert cli.parse(shlex.split(line, comments=True)).command in COMMANDS
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m crossover_ddp.cli --help | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout[:5], done.stderr) == ("usage", "")
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert columns(["a", "bb"], [["long", "x"], ["", "y"]]) == "a     bb\nlong  x\n      y\n"
+
+
+def test_what_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        say("a line")
+    assert os.path.exists("/dev/full")
