@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -23,17 +23,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
+from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._kfac.columns import WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.layers import Layer, find_layers, group_of
 from crossover_ddp._kfac.placement import LayerCost, place
 from crossover_ddp._kfac.preconditioner import Preconditioner
-from crossover_ddp._kfac.rounds import Rounds
 from crossover_ddp._kfac.settings import (
     Hyper,
     Hypers,
@@ -51,6 +53,7 @@ from crossover_ddp._kfac.settings import (
     warn_of_large,
 )
 from crossover_ddp._kfac.setup import KFACSetup
+from crossover_ddp._kfac.steps import Steps
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -204,7 +207,7 @@ class KFACState(Pausable):
         self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
         if self._setup.rank == 0:
             warn_of_adaptive(self.optimizer, self._setup.layers)
-        self._rounds = Rounds(self._setup, model, self._learning_rates, self)
+        self._steps = Steps(self._setup, model, self._learning_rates, self)
         self._own(owners)
         logger.info("%s", self)
 
@@ -228,7 +231,7 @@ class KFACState(Pausable):
     def _own(self, owners: Sequence[int]) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
         self._preconditioner = Preconditioner(self._setup, owners)
-        self._rounds.use(self._preconditioner)
+        self._steps.use(self._preconditioner)
 
     def _learning_rates(self, clips: bool) -> dict[int, float]:
         """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
@@ -243,7 +246,7 @@ class KFACState(Pausable):
     @property
     def steps(self) -> int:
         """Number of backward passes whose gradients were exchanged."""
-        return self._rounds.steps
+        return self._steps.steps
 
     @property
     def owners(self) -> dict[str, int]:
@@ -275,7 +278,7 @@ class KFACState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        check_on_its_own(deferred=self._rounds.is_deferred)
+        check_on_its_own(deferred=self._steps.is_deferred)
         plan = FactorPlan(self._preconditioner.traffic.plan(early=early is not False))
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
@@ -283,7 +286,7 @@ class KFACState(Pausable):
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
         found = self._preconditioner.memory_usage()
-        return {**found, "buffers": found["buffers"] + self._rounds.nbytes}
+        return {**found, "buffers": found["buffers"] + self._steps.nbytes}
 
     def stats(self) -> dict[str, Any]:
         """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective.
@@ -337,8 +340,8 @@ class KFACState(Pausable):
         self._preconditioner.load_state_dict(state)
         if self._compression is not None:
             self._compression.load({}, None)
-        self._rounds.steps = state["steps"]
-        self._rounds.prepare_step()
+        self._steps.steps = state["steps"]
+        self._steps.prepare_step()
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known.
@@ -346,7 +349,7 @@ class KFACState(Pausable):
         Not collective, but all ranks must, between the same two steps: later steps send no factors.
         """
         self._flush()
-        self._rounds.close()
+        self._steps.close()
         self._preconditioner.close()
 
     def __repr__(self) -> str:
@@ -363,28 +366,59 @@ class KFACState(Pausable):
 
     # --- for the hook ----------------------------------------------------------------------------------------
 
-    def defer(self, state: object, flush: Callable[[], None]) -> Rounds:
-        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way; return its payloads."""
+    def defer(self, state: object, flush: Callable[[], None]) -> None:
+        """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way."""
         is_planned = bool(self._preconditioner.traffic.early)
-        check_new(deferred=self._rounds.is_deferred, codec=self.codec, planned=is_planned)
+        check_new(deferred=self._steps.is_deferred, codec=self.codec, planned=is_planned)
         self._flush = flush
-        self._rounds.defer(state)
-        return self._rounds
+        self._steps.defer(state)
+
+    def enter(self, bucket: dist.GradBucket) -> None:
+        """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
+        self._steps.enter(bucket)
+
+    def refuse(self, bucket: dist.GradBucket) -> None:
+        """Note that ``bucket`` is not exchanged."""
+        self._steps.refuse(bucket)
+        if bucket.is_last():
+            self._steps.end()
 
     def exchange(
-        self, group: dist.ProcessGroup, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``; for `kfac_hook`. Raises what makes it impossible."""
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        *,
+        state: object,
+        turn: Turn | None,
+        hands_back: bool = False,
+    ) -> Bucket:
+        """Start the exchange of ``bucket``; for the hooks. Raises what makes it impossible.
+
+        Args:
+            group: resolved.
+            bucket: DDP's.
+            state: that the hook is registered with.
+            turn: given away after the step's last bucket.
+            hands_back: whether backward goes on without it.
+        """
+        pack = functools.cache(functools.partial(self._steps.pack, bucket))  # when all else has been checked
+
+        def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+            packed = pack()
+            if hands_back:
+                taken.hand_back()
+            return self._steps.way(packed, taken, link)
+
+        self.enter(bucket)
+        coded = None if self._compression is None else around(self._compression, bucket, group, pack)
         try:
-            turn = cast(Turn | None, self.mutex)
-            payload, compression = functools.partial(self._rounds.payload, bucket), self._compression
-            messages = None if compression is None else functools.partial(compression.messages, bucket, group)
-            return Exchange.of(group).submit(
-                bucket, turn=turn, payload=payload, messages=messages, state=self
-            )
-        finally:
-            if not isinstance(bucket, dist.GradBucket) or bucket.is_last():
-                self._rounds.end()
+            taken = Exchange.of(group).carry(bucket, way, turn=turn, state=state, around=coded)
+        except Exception:
+            self.refuse(bucket)
+            raise
+        if bucket.is_last():
+            self._steps.end()
+        return taken
 
 
 def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -395,7 +429,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         bucket: DDP's bucket.
 
     Returns:
-        A Future of the bucket's own buffer; all Futures of a step complete together.
+        A Future of the bucket's own buffer. With a KL clip all Futures of a step complete together.
 
     On failure: as `reduce_scatter_all_gather_hook`; see also `KFACState`. Nothing leaves the hook.
 
@@ -412,7 +446,8 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state.exchange(group, bucket)
+        turn = cast(Turn | None, state.mutex)
+        return state.exchange(group, bucket, state=state, turn=turn).future
 
     return guarded(bucket, answer)
 
@@ -424,7 +459,7 @@ def _check_state(state: KFACState) -> None:
         "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with another state: pass "
         "mutex= to share the device",
     )
-    if state._rounds.is_deferred:
+    if state._steps.is_deferred:
         raise UnsupportedConfigurationError(
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
             "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"

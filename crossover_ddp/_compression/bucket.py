@@ -11,7 +11,7 @@ what is not finite, or not in use, shows in tensors.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -37,20 +37,12 @@ class Buffers(NamedTuple):
     """What the messages of one step are about.
 
     Args:
-        scatter: flat; messages to owners are made of it.
-        push: its parts, by owner.
-        gather: flat; owners' messages fill it.
-        pull: its parts, by owner; what is coded is of the same lengths as in ``push``.
-        work: makes the owner's part of ``gather`` of its part of ``scatter``, which holds the mean; None: the mean is
-            what comes back, and both buffers are one, or somebody else does the work between `CodedBucket.add` and
-            `CodedBucket.write`.
+        flat: messages to owners are made of it, and owners' messages fill it.
+        parts: its parts, by owner.
     """
 
-    scatter: torch.Tensor
-    push: Sequence[Part]
-    gather: torch.Tensor
-    pull: Sequence[Part]
-    work: Callable[[], None] | None = None
+    flat: torch.Tensor
+    parts: Sequence[Part]
 
 
 class _Message:
@@ -161,7 +153,7 @@ class CodedBucket:
         for kept in self._kept:
             kept.mul_(factor)
 
-    # --- messages, see `Messages` in `_exchange/transfer.py` --------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------
 
     def encode(self, buffers: Buffers, *, whole: bool = False) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
@@ -170,32 +162,32 @@ class CodedBucket:
         """
         self._buffers = buffers
         self._lay_out(whole=whole)
-        flat = buffers.scatter
+        flat = buffers.flat
         for owner, message in self._sent.items():
-            part = buffers.push[owner]
+            part = buffers.parts[owner]
             pieces = _places(flat, part.coded)
             values = self._scratch.take(len(self._kept[owner]), flat.device)
             self._collect(pieces, owner, values, self._kept[owner])
             self._encode(values, owner, message, self._unused(pieces))
             _collect_exact(flat, part, message.exact)
-        own = buffers.push[self.rank]
+        own = buffers.parts[self.rank]
         self._collect(_places(flat, own.coded), self.rank, self._addend)
         _collect_exact(flat, own, self._exact_addend)
 
     def _lay_out(self, *, whole: bool) -> None:
         """Give each message its place; the same as in the last step, if parts are."""
         buffers = self._buffers
-        wanted = buffers.push, buffers.pull, whole
+        wanted = buffers.parts, whole
         if wanted == self._laid_out:
             return
         self._laid_out = wanted
-        codecs, own = _WHOLE if whole else self._codecs, buffers.push[self.rank]
+        codecs, own = _WHOLE if whole else self._codecs, buffers.parts[self.rank]
         # Not made in each step: a device's other stream may still read the last one's.
         self._exact_addend = torch.empty(own.exact_numel, device=self._addend.device)
         others = [rank for rank in range(len(self.parts)) if rank != self.rank]
-        out = {owner: (buffers.push[owner], codecs.between(self.rank, owner)) for owner in others}
+        out = {owner: (buffers.parts[owner], codecs.between(self.rank, owner)) for owner in others}
         into = {source: (own, codecs.between(self.rank, source)) for source in others}
-        back = {owner: (part, codecs.pull) for owner, part in enumerate(buffers.pull)}
+        back = {owner: (part, codecs.pull) for owner, part in enumerate(buffers.parts)}
         (self.outgoing, self._sent), (self.incoming, self._received), (self.gather, self._returned) = [
             self._messages(each, None if whole else memory)
             for each, memory in zip((out, into, back), self._memory, strict=True)
@@ -216,21 +208,14 @@ class CodedBucket:
             rank: _Message(*each, self._multiple, sharded.part(rank)) for rank, each in made.items()
         }
 
-    def step(self) -> None:
-        """Add what came, do the owner's work, and write the message to all. On a worker, or on another stream."""
-        self.add()
-        if self._buffers.work is not None:
-            self._buffers.work()
-            self.write()
-
     def add(self) -> None:
         """Add what came: for the owner's work, or for the message to all, which is written."""
         buffers, rank = self._buffers, self.rank
         values, exact = self._mean()
         if self.has_work:
-            part = buffers.push[rank]
-            _copy(_places(buffers.scatter, part.coded), self._views(values, rank))
-            _copy(_places(buffers.scatter, part.exact), _split(exact, part))
+            part = buffers.parts[rank]
+            _copy(_places(buffers.flat, part.coded), self._views(values, rank))
+            _copy(_places(buffers.flat, part.exact), _split(exact, part))
         else:
             self._returned[rank].exact.copy_(exact)
             self._encode_own(values)
@@ -238,9 +223,9 @@ class CodedBucket:
     def write(self) -> None:
         """Write the message to all of what the owner has made of the mean."""
         buffers, rank = self._buffers, self.rank
-        part = buffers.pull[rank]
-        self._collect(_places(buffers.gather, part.coded), rank, self._addend)
-        _collect_exact(buffers.gather, part, self._returned[rank].exact)
+        part = buffers.parts[rank]
+        self._collect(_places(buffers.flat, part.coded), rank, self._addend)
+        _collect_exact(buffers.flat, part, self._returned[rank].exact)
         self._encode_own(self._addend)
 
     def _encode_own(self, values: torch.Tensor) -> None:
@@ -275,7 +260,7 @@ class CodedBucket:
                 self._unload(owner)
 
     def _unload(self, owner: int) -> None:
-        part, flat, message = self._buffers.pull[owner], self._buffers.gather, self._returned[owner]
+        part, flat, message = self._buffers.parts[owner], self._buffers.flat, self._returned[owner]
         _copy(_places(flat, part.exact), _split(message.exact, part))
         pieces, numel = _places(flat, part.coded), len(self._kept[owner])
         if not pieces:

@@ -8,7 +8,7 @@ from torch import Tensor
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
 from .bucket import CodedBucket
-from .compression import Compression
+from .compression import Compression, Packed
 
 
 class CodedLink(LinkAround):
@@ -51,12 +51,22 @@ class CodedLink(LinkAround):
 
 
 def around(
-    compression: Compression, bucket: dist.GradBucket, group: dist.ProcessGroup
+    compression: Compression,
+    bucket: dist.GradBucket,
+    group: dist.ProcessGroup,
+    pack: Callable[[], Packed] | None = None,
 ) -> Callable[[Link], Link]:
-    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then."""
+    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
+
+    Args:
+        compression: of the model.
+        bucket: DDP's.
+        group: the ranks.
+        pack: returns what travels in the bucket's place.
+    """
 
     def coded(link: Link) -> Link:
-        messages = compression.messages(bucket, group, None)
+        messages = compression.messages(bucket, group, None if pack is None else pack())
         return link if messages is None else CodedLink(link, messages)
 
     return coded

@@ -12,7 +12,7 @@ that. So do loaded residuals. Ranks need not exchange anything for that, and not
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._exchange.contents import contents_of
+from crossover_ddp._exchange.contents import Run, contents_of
 from crossover_ddp._exchange.layout import Layout, Span
-from crossover_ddp._exchange.transfer import Payload, Travelling
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .bucket import Buffers, CodedBucket
@@ -44,6 +43,21 @@ class _Journey(NamedTuple):
     exact_bytes: int
 
 
+class Packed(Protocol):
+    """What travels in a bucket's place, laid out by owner."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """It goes both ways."""
+
+    @property
+    def layout(self) -> Sequence[int]:
+        """Number of elements of each rank's part."""
+
+    def runs(self) -> Sequence[Run]:
+        """List what of it may be rounded, in its order."""
+
+
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
@@ -51,7 +65,7 @@ class Compression:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
         state: that the hook is registered with; tells apart models that wrap one module.
-        has_work: owners make something of the mean; what travels are payloads.
+        has_work: owners make something of the mean; something else travels in the place of buckets.
     """
 
     def __init__(
@@ -81,10 +95,10 @@ class Compression:
     # --- in a hook -------------------------------------------------------------------------------------------
 
     def messages(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, payload: Payload | None
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, packed: Packed | None = None
     ) -> CodedBucket | None:
         """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
-        flat = flat_gradients(bucket) if payload is None else payload.scatter.tensor
+        flat = flat_gradients(bucket) if packed is None else packed.flat
         if (flat.dtype, flat.device) not in self._checked:
             self._check(flat, group)
             self._checked.add((flat.dtype, flat.device))
@@ -99,13 +113,9 @@ class Compression:
             self.steps += 1
             self._exact_left, self._is_draining = max(0, self._exact_left - 1), False
         known = self._buckets.get(bucket.index())
-        journey = (
-            _journey_of(bucket, flat, group, known) if payload is None else _journey_with(payload, group)
-        )
-        if journey is None:
-            return None
+        journey = _journey_of(bucket, flat, group, known) if packed is None else _journey_with(packed)
         buffers, parameters = journey.buffers, journey.parameters
-        if known is None or not known.is_of(parameters, buffers.push):
+        if known is None or not known.is_of(parameters, buffers.parts):
             self._put_aside(parameters)
             known = None
         self._add_aside(journey)
@@ -115,7 +125,7 @@ class Compression:
             known = self._buckets[bucket.index()] = CodedBucket(
                 self.codecs,
                 parameters,
-                buffers.push,
+                buffers.parts,
                 group.rank(),
                 flat.device,
                 has_work=self._has_work,
@@ -194,14 +204,14 @@ class Compression:
         """Add to the gradients what is kept of them outside of any bucket."""
         if not self._aside and not self._loaded:
             return
-        flat = journey.buffers.scatter
+        flat = journey.buffers.flat
         for number, parameter in enumerate(journey.parameters):
             residual = self._taken(parameter)
             if residual is None:
                 continue
             segments = [
                 each
-                for part in journey.buffers.push
+                for part in journey.buffers.parts
                 for each in (*part.coded, *part.exact)
                 if each.parameter == number
             ]
@@ -289,36 +299,31 @@ def _journey_of(
         parts = cut(numels, [each.dim() for each in parameters], Layout.equal(flat.numel(), group.size()))
     # With a version counter of its own: decoded values are no change that somebody has made.
     own = flat.data
-    return _Journey(Buffers(own, parts, own, parts), parameters, 2 * flat.nbytes)
+    return _Journey(Buffers(own, parts), parameters, 2 * flat.nbytes)
 
 
-def _journey_with(payload: Payload, group: dist.ProcessGroup) -> _Journey | None:
-    """Return what travels for a payload; None: nothing of it may be rounded, or nothing comes back."""
-    if payload.matrices is None or payload.gather is None:
-        return None
-    runs, there, back = payload.matrices(), payload.scatter, payload.gather
+def _journey_with(packed: Packed) -> _Journey:
+    """Return what travels in a bucket's place."""
+    runs = packed.runs()
     parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
-    push, pull = (parts_of(each.layout, runs, there=each is there) for each in (there, back))
-
-    return _Journey(
-        Buffers(there.tensor, push, back.tensor, pull, lambda: payload.step(there.part(group.rank()))),
-        parameters,
-        there.tensor.nbytes + back.tensor.nbytes,
-    )
+    parts = parts_of(Layout.of_lengths(packed.layout), runs)
+    return _Journey(Buffers(packed.flat, parts), parameters, 2 * packed.flat.nbytes)
 
 
-def parts_of(layout: Layout, runs: Sequence[Travelling], *, there: bool) -> tuple[Part, ...]:
-    """Cut a payload's buffer by owner into what is coded and the rest, which travels exact."""
+def parts_of(layout: Layout, runs: Sequence[Run]) -> tuple[Part, ...]:
+    """Cut a buffer by owner into ``runs``, which are coded, and the rest, which travels exact."""
     numbers: dict[int, int] = {}
     for run in runs:
         numbers.setdefault(id(run.parameter), len(numbers))
     parts = []
     for owner in range(layout.parts):
         whole, exact = layout.part(owner), []
-        spans = [(run, run.there if there else run.back) for run in runs if run.owner == owner]
-        coded = [OwnedSpan(numbers[id(run.parameter)], span, run.begin) for run, span in spans]
+        spans = [run.span for run in runs if run.owner == owner]
+        coded = [
+            OwnedSpan(numbers[id(run.parameter)], run.span, run.begin) for run in runs if run.owner == owner
+        ]
         start = whole.start
-        for _, span in [*spans, (None, Span(whole.stop, whole.stop))]:
+        for span in [*spans, Span(whole.stop, whole.stop)]:
             if start < span.start:
                 exact.append(OwnedSpan(-1, Span(start, span.start), 0))
             start = span.stop

@@ -68,7 +68,7 @@ class Share:
         views: of ``bucket.flat``, by the parameter's id, if gradients are not views of the buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
-    ``needs``: what else must have come before its gradients are whole. ``pending``: its update is still to come.
+    ``pending``: its update is still to come.
     ``unseen``: it is not known that forward reads all of it through guards.
     """
 
@@ -82,7 +82,6 @@ class Share:
     factor: torch.Tensor | None = None
     pending: bool = False
     unseen: bool = False
-    needs: list[Bucket] = field(default_factory=list)
     _gradient_seal: Seal = field(init=False)
     _parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -161,8 +160,6 @@ class Share:
 
     def await_mean(self) -> None:
         """Wait until its gradients are whole."""
-        for each in self.needs:
-            each.wait()
         self.bucket.wait()
 
     def apply(self, partial: PartialOptimizer) -> None:

@@ -27,10 +27,10 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
 from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
+from .deferrable import Deferrable, check_deferrable, check_group
 from .owned_training import OwnedTraining
-from .payload_training import PayloadTraining
-from .payloads import Deferrable, check_deferrable, check_group
 from .planning import plan_from
+from .preconditioned_training import PreconditionedTraining
 from .training import DecoupledTraining
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class DecoupledState(Pausable):
                 self._training = DecoupledTraining(optimizers, mutex, coding, always=defer == "always")
             else:
                 check_group(kfac, resolve_group(process_group))
-                self._training = PayloadTraining(optimizers, mutex, coding, kfac, self)
+                self._training = PreconditionedTraining(optimizers, mutex, coding, kfac, self)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
 
@@ -219,7 +219,7 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if isinstance(self._training, (OwnedTraining, PayloadTraining)):
+        if isinstance(self._training, (OwnedTraining, PreconditionedTraining)):
             raise UnsupportedConfigurationError(
                 "expected a state without owners or kfac to plan for, got owners that do more between the halves than "
                 "the plan's model knows; choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
@@ -244,7 +244,7 @@ class DecoupledState(Pausable):
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
-        if isinstance(self._training, PayloadTraining):
+        if isinstance(self._training, PreconditionedTraining):
             raise UnsupportedConfigurationError(
                 "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
             )

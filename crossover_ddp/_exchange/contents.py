@@ -18,6 +18,15 @@ class Content(NamedTuple):
     span: Span
 
 
+class Run(NamedTuple):
+    """A run of a parameter's elements, from ``begin`` on, in its owner's part of what travels in a bucket's place."""
+
+    parameter: Tensor
+    begin: int
+    owner: int
+    span: Span
+
+
 def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
     """List the parameters of a bucket; raise if ``buffer`` is not made of their gradients one after the other."""
     contents, start = [], 0

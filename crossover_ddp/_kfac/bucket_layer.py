@@ -3,10 +3,6 @@
 [Note: a layer's way] A layer goes to its owner, which preconditions it: `Whole`. Or, if all ranks have its solver, each
 rank preconditions some rows of it: `Rows`, see [Note: spread layers] in `spread`. Both do the same in turn: `pack` on
 the hook's thread, `work` between the halves, `bring_back` wherever the bucket's way ends.
-
-[Note: equal bits] The last product of a spread layer is every rank's own. Should one round it otherwise than the others
-one day, since its number of threads has changed, say, replicas would drift apart in silence. So each rank sends the sum
-of the directions' bits, as whole numbers, with the messages of the next step, and all compare them.
 """
 
 from collections.abc import Sequence
@@ -15,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._owners.packing import Item, Place
 
 from .columns import LayerShape
 from .factors import gradient_matrix, split_gradient
@@ -31,7 +27,7 @@ class BucketLayer:
 
     ``lr``, ``bias_lr``: of its weight and its bias. ``local``: this rank's A and G, if it takes its own. ``spread``:
     its solver, if all ranks have it and the layer is spread in this step. ``sends_solver``: whether its owner sends it
-    to all ranks in this step.
+    to all ranks in this step. ``whole``: to be opened when it is written, if an earlier bucket has a part of it.
     """
 
     index: int
@@ -43,6 +39,7 @@ class BucketLayer:
     local: tuple[Tensor, Tensor] | None = None
     spread: SpreadSolver | None = None
     sends_solver: bool = False
+    whole: Gate | None = None
 
 
 class Whole:
@@ -53,62 +50,63 @@ class Whole:
         owned: this rank's layers.
 
     Attributes:
-        items: what travels.
-        places: where; set before anything is packed.
+        layer: as given.
+        items: what travels: by owner, how many elements.
+        spans: where; set before anything is packed.
     """
 
     def __init__(self, layer: BucketLayer, owned: Preconditioner) -> None:
         self.layer = layer
-        self._owned = owned
+        self._curvature = owned.curvatures.get(layer.index)
         numel = layer.weight.numel() + (0 if layer.bias is None else layer.bias.numel())
-        self.items = [Item(owned.owners[layer.index], numel, numel)]
-        self.places: Sequence[Place] = ()
+        self.items = [(owned.owners[layer.index], numel)]
+        self.spans: Sequence[Span] = ()
 
-    def pack(self, there: Tensor) -> None:
+    def pack(self, flat: Tensor) -> None:
         """Write the gradients."""
-        weight, bias = self._views(there, self.places[0].there)
-        weight.copy_(self.layer.weight)
-        if bias is not None and self.layer.bias is not None:
-            bias.copy_(self.layer.bias)
+        weight, bias, (span,) = self.layer.weight, self.layer.bias, self.spans
+        middle = span.start + weight.numel()
+        self._weight = flat[span.start : middle].view(weight.shape)
+        self._bias = None if bias is None else flat[middle : span.stop].view(bias.shape)
+        self._weight.copy_(weight)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
 
-    def work(self, now: HyperNow, there: Tensor, back: Tensor) -> Tensor | None:
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell whether this rank, the owner, makes a solver now, if there are factors."""
+        # Not to send plain gradients for a whole period where the first factors were not finite.
+        return self._curvature is not None and (now.inverts or self._curvature.solver is None)
+
+    def work(self, now: HyperNow) -> Tensor | None:
         """Precondition the mean, if this rank is the owner; return the layer's term of the KL clip's sum, if any."""
-        curvature = self._owned.curvatures.get(self.layer.index)
+        curvature, layer = self._curvature, self.layer
         if curvature is None:
             return None
-        # Not to send plain gradients for a whole period where the first factors were not finite.
         if now.inverts or curvature.lacks_solver:
             curvature.invert(now.damping)
-        (place,), shape, solver = self.places, self.layer.shape, curvature.solver
-        matrix = gradient_matrix(shape, *self._views(there, place.there))
+        matrix = gradient_matrix(layer.shape, self._weight, self._bias)
         preconditioned = matrix
-        if solver is not None:
+        if curvature.solver is not None:
             # With a bias it is a copy already, see [Note: copies before products] in `factors`.
-            preconditioned = solver.precondition(matrix if shape.has_bias else matrix.clone())
+            preconditioned = curvature.solver.precondition(matrix if layer.shape.has_bias else matrix.clone())
         term = None
-        if now.kl_clip is not None:  # now, since the direction may be written over the gradient
+        if now.kl_clip is not None:  # now, since the direction is written over the gradient
             term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
-        if solver is not None or back is not there:
-            split_gradient(shape, preconditioned, *self._views(back, place.back))
+        if curvature.solver is not None:
+            split_gradient(layer.shape, preconditioned, self._weight, self._bias)
         return term
 
-    def bring_back(self, back: Tensor, scale: Tensor | None) -> None:
+    def bring_back(self, scale: Tensor | None) -> None:
         """Write the direction, times ``scale``, to DDP's bucket; None for 1."""
-        weight, bias = self._views(back, self.places[0].back)
-        for source, target in ((weight, self.layer.weight), (bias, self.layer.bias)):
+        for source, target in ((self._weight, self.layer.weight), (self._bias, self.layer.bias)):
             if source is None or target is None:
                 continue
             if scale is None:
                 target.copy_(source)
             else:
                 torch.mul(source, scale, out=target)
-
-    def _views(self, flat: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
-        """Return the views of weight and bias, one behind the other."""
-        weight, bias = self.layer.weight, self.layer.bias
-        middle = span.start + weight.numel()
-        own = flat[span.start : middle].view(weight.shape)
-        return own, None if bias is None else flat[middle : span.stop].view(bias.shape)
+        if self.layer.whole is not None:
+            self.layer.whole.open()
 
     def _kl_term(self, terms: Tensor) -> Tensor:
         """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
@@ -126,53 +124,50 @@ class Rows:
         layer: in DDP's buckets.
         solver: that all ranks have.
         owned: this rank's layers.
-        bits: by layer, where those of its direction are noted, see [Note: equal bits].
+        bits: by layer, where those of its direction are noted, see [Note: equal bits] in `journeys`.
     """
 
     def __init__(
         self, layer: BucketLayer, solver: SpreadSolver, owned: Preconditioner, bits: dict[int, Tensor]
     ) -> None:
-        self.layer = layer
-        self._bits = bits
-        self._solver = solver
-        self._owned = owned
+        self.layer, self._solver, self._bits = layer, solver, bits
+        self._rank = owned.setup.rank
         self._rows = rows_of(layer.shape, owned.setup.world_size)
         self._width = sides(layer.shape)[1]
-        numels = [rows.numel * self._width for rows in self._rows]
-        self.items = [Item(rank, numel, numel) for rank, numel in enumerate(numels)]
-        self.places: Sequence[Place] = ()
+        self.items = [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
+        self.spans: Sequence[Span] = ()
 
-    def pack(self, there: Tensor) -> None:
+    def pack(self, flat: Tensor) -> None:
         """Write each rank's rows of T ∇."""
+        self._parts = [flat[span.start : span.stop].view(-1, self._width) for span in self.spans]
         matrix = gradient_matrix(self.layer.shape, self.layer.weight, self.layer.bias)[0]
-        # It runs inside of backward(), which may have been called under autocast.
-        with torch.autocast(matrix.device.type, enabled=False):
-            for rows, place in zip(self._rows, self.places, strict=True):
-                self._solver.before(matrix, rows, self._view(there, place.there))
+        for rows, part in zip(self._rows, self._parts, strict=True):
+            self._solver.before(matrix, rows, part)
 
-    def work(self, now: HyperNow, there: Tensor, back: Tensor) -> Tensor | None:
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell that all ranks have it."""
+        return False
+
+    def work(self, now: HyperNow) -> Tensor | None:
         """Precondition this rank's rows; return their term of the KL clip's sum, if any."""
-        rank = self._owned.setup.rank
-        place = self.places[rank]
+        own = self._parts[self._rank]
         # See [Note: copies before products] in `factors`.
-        turned = self._view(there, place.there).to(self._solver.right.dtype, copy=True)
+        turned = own.to(self._solver.right.dtype, copy=True)
         made = turned @ self._solver.right
-        self._view(back, place.back).copy_(made)
+        own.copy_(made)
         if now.kl_clip is None:
             return None
         return (made * turned).sum(dtype=torch.float64) * self.layer.lr**2
 
-    def bring_back(self, back: Tensor, scale: Tensor | None) -> None:
+    def bring_back(self, scale: Tensor | None) -> None:
         """Make the direction of all ranks' rows, times ``scale``, and write it to DDP's bucket; None for 1."""
-        with torch.autocast(back.device.type, enabled=False):
-            direction = self._solver.after([self._view(back, place.back) for place in self.places])
+        direction = self._solver.after(self._parts)
         if scale is not None:
             direction *= scale
         self._bits[self.layer.index] = _bits_of(direction)
         split_gradient(self.layer.shape, direction.unsqueeze(0), self.layer.weight, self.layer.bias)
-
-    def _view(self, flat: Tensor, span: Span) -> Tensor:
-        return flat[span.start : span.stop].view(-1, self._width)
+        if self.layer.whole is not None:
+            self.layer.whole.open()
 
 
 def _bits_of(direction: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ batch would have given there. What does not end up in the step's gradient is no 
 
 [Note: few columns] A factor is C Cᵀ of columns, one per sample and position. Where a mini-batch has few of them they
 are smaller than the factor, so they are kept, and sent, instead of it: exactly the same, with less traffic, and the
-product is left to the layer's owner. How many may be sent is agreed before the step.
+product is left to the layer's owner. Each rank decides that for itself, see `placement.most_columns`.
 
 [Note: hooks on views] A hook on a tensor belongs to the tensor's place in autograd's graph. Where a layer returns a
 view (a Linear layer of three-dimensional inputs does before torch 2.15, a convolution of one picture everywhere), that
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .columns import WeightSharing, input_columns, input_count, output_columns, output_count
 from .factor_sums import Call, ColumnRoom, GradientMark, LayerSums
-from .factors import input_factor, input_factor_of, output_factor
+from .factors import BatchFactor, Gram, input_factor, input_factor_of, output_factor
 from .layers import Layer, unwrapped
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,12 @@ class FactorCapture:
         loss_scale: by what the loss is multiplied; read once per micro-batch.
         accumulated: "mean" if each micro-batch's loss is divided by their number, "sum" if not.
         only: the indices to capture; default all. Others cost nothing.
+        rooms: by layer, how many columns are kept; default none.
 
     Attributes:
         active: whether anything is captured.
         on_begin: called when a micro-batch begins.
         on_input: called with the layer's index when it was called in forward.
-        room: by the layer's index, the same during a step: whether columns are kept.
     """
 
     def __init__(
@@ -78,12 +78,13 @@ class FactorCapture:
         loss_scale: Callable[[], float] = lambda: 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         only: Collection[int] | None = None,
+        rooms: Sequence[ColumnRoom] | None = None,
     ) -> None:
         self.active = True
         self.on_begin: Callable[[], None] | None = None
         self.on_input: Callable[[int], None] | None = None
-        self.room: Callable[[int], ColumnRoom] = _no_room
         self._layers = list(layers)
+        self._rooms = [ColumnRoom() for _ in layers] if rooms is None else rooms
         self._sharing = sharing
         self._loss_scale = loss_scale
         self._scale: float | None = None
@@ -157,26 +158,23 @@ class FactorCapture:
         if self.active:
             self._begin_pass()
 
-    def take_input(self, index: int) -> Tensor | None:
-        """Return A of a layer as of now, or its columns [groups, a_dim, count], and forget it.
+    def take_input(self, index: int) -> BatchFactor | None:
+        """Return A of a layer as of now, or its columns, and forget it; None if it had no gradient."""
+        return self._sums[index].take_input()
 
-        None if it had no gradient, or has more columns than there is room for.
-        """
-        return self._sums[index].take_input(self.room(index).a)
-
-    def take_input_ahead(self, index: int) -> Tensor | None:
+    def take_input_ahead(self, index: int) -> BatchFactor | None:
         """Return A as `take_input`, of calls whose backward is still to come, too.
 
         If it does not come `take_output` returns what is not a number, so that the layer's factors are dropped.
         """
         if not _in_backward():
             self._drop_given_up()
-        return self._sums[index].take_input_ahead(self.room(index).a)
+        return self._sums[index].take_input_ahead(self._rooms[index].a)
 
-    def take_output(self, index: int) -> Tensor | None:
+    def take_output(self, index: int) -> BatchFactor | None:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
-        sums, room = self._sums[index], self.room(index).g
-        found = sums.take_output(room, self._output_scale)
+        sums = self._sums[index]
+        found = sums.take_output(self._output_scale)
         if not sums.spoiled:
             return found
         self._warn_of_spoiled(
@@ -184,19 +182,13 @@ class FactorCapture:
             "was taken from a forward whose backward was not the step's",
             "call plan_factors(early=False)",
         )
-        shape = self._layers[index].shape
-        return self._not_a_number(index, shape.groups, shape.g_dim, 1 if room else shape.g_dim)
+        return self._not_a_number(index, self._layers[index].shape.g_dim)
 
     def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
             return 1 / calls
         m = max(1, self.micro_batches)
         return m if self._accumulated == "mean" else 1 / m
-
-    def counts(self, index: int) -> ColumnRoom:
-        """Return how many columns a layer's factors had in this step, taken or not; 0 if it is not captured."""
-        sums = self._sums.get(index)
-        return ColumnRoom() if sums is None else ColumnRoom(sums.a.count, sums.g.count)
 
     def close(self) -> None:
         """Remove the hooks and forget what was captured; may be called again."""
@@ -222,19 +214,14 @@ class FactorCapture:
         in_forward = not _in_backward()
         if in_forward:
             sums.trials.clear()  # of passes that added to no gradient
-        call = Call(
-            number=next(self._numbers),
-            step=self._step,
-            micro_batch=self._micro_batch,
-            count=input_count(module, input, output, self._sharing),
-            make_a=None,
-        )
+        call = Call(next(self._numbers), step=self._step, micro_batch=self._micro_batch, make_a=None)
+        count = input_count(module, input, output, self._sharing)
         if not in_forward:
             # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then
             # the first output has the hook that will fire.
-            call.make_a = partial(self._make_later, index, module, input, input._version, call.count)
+            call.make_a = partial(self._make_later, index, module, input, input._version, count)
         else:
-            call.make_a = self._made(index, module, input, call.count)
+            call.make_a = self._made(index, module, input, count)
         sums.open.add(call)
         _hook_output(output, partial(self._on_gradient, index, module, call))
         if in_forward and self.on_input is not None:
@@ -243,10 +230,10 @@ class FactorCapture:
     def _captures(self, module: nn.Module) -> bool:
         return self.active and module.training and torch.is_grad_enabled()
 
-    def _made(self, index: int, module: nn.Module, input: Tensor, count: int) -> Callable[[], Tensor | None]:
+    def _made(self, index: int, module: nn.Module, input: Tensor, count: int) -> Callable[[], BatchFactor]:
         """Return A of one call: now, or, of a layer that waits for many gradients at once, in the smallest form."""
-        room, shape = self.room(index).a, self._layers[index].shape
-        if not room and count < shape.a_dim and self._sums[index].open:
+        shape = self._layers[index].shape
+        if self._rooms[index].a < count < shape.a_dim and self._sums[index].open:
             columns = input_columns(module, shape, input, self._sharing)
             # A copy: the input may be changed in place where activations are recomputed.
             columns = columns._replace(columns=columns.columns.clone())
@@ -256,7 +243,7 @@ class FactorCapture:
 
     def _make_later(
         self, index: int, module: nn.Module, input: Tensor, version: int, count: int
-    ) -> Tensor | None:
+    ) -> BatchFactor:
         if input._version == version:
             return self._part_of_input(index, module, input, count)
         self._warn_of_spoiled(
@@ -264,14 +251,13 @@ class FactorCapture:
             "was changed in place before activation checkpointing had computed it again",
             "do not change it in place, or name the layer in skip=",
         )
-        shape = self._layers[index].shape
-        return self._not_a_number(index, shape.groups, shape.a_dim, 1 if self.room(index).a else shape.a_dim)
+        return self._not_a_number(index, self._layers[index].shape.a_dim)
 
-    def _part_of_input(self, index: int, module: nn.Module, input: Tensor, count: int) -> Tensor | None:
-        room, shape = self.room(index).a, self._layers[index].shape
-        if not room:
-            return input_factor(module, shape, input, self._sharing)
-        return input_columns(module, shape, input, self._sharing).scaled() if count <= room else None
+    def _part_of_input(self, index: int, module: nn.Module, input: Tensor, count: int) -> BatchFactor:
+        shape = self._layers[index].shape
+        if 0 < count <= self._rooms[index].a:
+            return Gram(input_columns(module, shape, input, self._sharing).scaled())
+        return input_factor(module, shape, input, self._sharing)
 
     # --- backward --------------------------------------------------------------------------------------------
 
@@ -282,15 +268,13 @@ class FactorCapture:
         if self._scale is None:  # a GradScaler's makes the host wait for the device
             self._scale = self._loss_scale()
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
-        room = self.room(index).g
+        room = self._rooms[index].g
         trial.calls.append(call)
-        count = output_count(module, gradient, self._sharing)
-        part = None
-        if not room:
-            part = output_factor(module, shape, gradient, self._sharing).div_(self._scale**2)
-        elif trial.g.count + count <= room:
-            part = output_columns(module, shape, gradient, self._sharing).scaled().div_(self._scale)
-        trial.g.add(part, count, room)
+        if 0 < output_count(module, gradient, self._sharing) <= room:
+            columns = output_columns(module, shape, gradient, self._sharing)
+            trial.g.add(Gram(columns.scaled().div_(self._scale)), room)
+        else:
+            trial.g.add(output_factor(module, shape, gradient, self._sharing).div_(self._scale**2), room)
 
     def _on_accumulated(self, index: int, weight: Tensor) -> None:
         """The gradient of a layer's weight was added to: what its pass has brought is the step's."""
@@ -307,7 +291,7 @@ class FactorCapture:
         self._marks[index].left(weight.grad, made_in)
         if sums is None or trial is None:
             return
-        sums.commit(trial, self.room(index))
+        sums.commit(trial, self._rooms[index])
 
     def _begin_pass(self) -> None:
         """Once per backward pass, before it adds to any gradient: drop what was given up."""
@@ -337,8 +321,8 @@ class FactorCapture:
         if index in self._sums:
             self._sums[index].drop()
 
-    def _not_a_number(self, index: int, *size: int) -> Tensor:
-        weight = self._layers[index].weight
+    def _not_a_number(self, index: int, dim: int) -> Tensor:
+        weight, size = self._layers[index].weight, (self._layers[index].shape.groups, dim, dim)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return torch.full(size, math.nan, dtype=dtype, device=weight.device)
 
@@ -394,10 +378,6 @@ def _task() -> int:
 def _in_backward() -> bool:
     """Tell whether autograd is what runs this, on whichever thread."""
     return _task() != _NO_BACKWARD
-
-
-def _no_room(index: int) -> ColumnRoom:
-    return ColumnRoom()
 
 
 class WeakHook:

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .factors import BatchFactor, Gram, multiplied
+
 
 class ColumnRoom(NamedTuple):
-    """How many columns of a layer's factors each rank may send, see [Note: few columns]; 0: the factor itself."""
+    """How many columns of a layer's factors this rank may send, see [Note: few columns]; 0: none."""
 
     a: int = 0
     g: int = 0
@@ -32,53 +34,39 @@ class Call:
     Args:
         number: the order of calls.
         step, micro_batch: in which it was made.
-        count: of A's columns.
-        make_a: returns A, or its columns; None where they are more than may be sent. None: A is counted already.
+        make_a: returns A, or its columns. None: A is counted already.
     """
 
     number: int
     step: int
     micro_batch: int
-    count: int
-    make_a: Callable[[], Tensor | None] | None
+    make_a: Callable[[], BatchFactor] | None
 
 
 @dataclass
 class Sum:
-    """What one layer has gathered of one of its factors: a sum, or columns."""
+    """What one layer has gathered of one of its factors."""
 
-    total: Tensor | None = None
-    columns: list[Tensor] = field(default_factory=list)
-    count: int = 0  # of columns
+    value: BatchFactor | None = None
     calls: int = 0
 
-    def add(self, part: Tensor | None, count: int, room: int) -> None:
-        """Add one call's factor, or its columns if there is ``room`` for columns; None: more than that."""
-        self.calls += 1
-        self.count += count
-        if not room:
-            assert part is not None
-            self.total = part if self.total is None else self.total.add_(part)
-        elif part is not None and self.count <= room:
-            self.columns.append(part)
+    def add(self, part: BatchFactor | None, room: int, calls: int = 1) -> None:
+        """Add the factor of some calls, or its columns, as columns for as long as there is ``room``."""
+        self.calls += calls
+        if self.value is None or part is None:
+            self.value = part if self.value is None else self.value
+        elif (
+            isinstance(self.value, Gram) and isinstance(part, Gram) and self.value.width + part.width <= room
+        ):
+            self.value = Gram(torch.cat([self.value.columns, part.columns], dim=2))
+        else:
+            self.value = multiplied(self.value).add_(multiplied(part))
 
-    def merge(self, other: "Sum", room: int) -> None:
-        """Add what ``other`` has, which is not used any more."""
-        self.calls += other.calls
-        self.count += other.count
-        if other.total is not None:
-            self.total = other.total if self.total is None else self.total.add_(other.total)
-        if self.count <= room:
-            self.columns += other.columns
-
-    def take(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
-        """Return the factor, times ``scale`` of the number of calls, or its columns; None if there is none."""
-        if not self.calls or self.count > room > 0:
-            return None
-        if not room:
-            assert self.total is not None
-            return self.total.mul_(scale(self.calls))
-        return torch.cat(self.columns, dim=2).mul_(math.sqrt(scale(self.calls)))
+    def take(self, scale: Callable[[int], float]) -> BatchFactor | None:
+        """Return the factor, or its columns, times ``scale`` of the number of calls; None if there is none."""
+        if isinstance(self.value, Gram):
+            return Gram(self.value.columns * math.sqrt(scale(self.calls)))
+        return None if self.value is None else self.value.mul_(scale(self.calls))
 
 
 @dataclass
@@ -147,27 +135,25 @@ class LayerSums:
         for call in sorted(trial.calls, key=lambda call: call.number):
             self._ahead.discard(call.number)
             self._count(call, room.a)
-        self.g.merge(trial.g, room.g)
+        self.g.add(trial.g.value, room.g, trial.g.calls)
 
-    def take_input(self, room: int) -> Tensor | None:
+    def take_input(self) -> BatchFactor | None:
         """Return A of what was committed, and forget it."""
-        found = self.a.take(room, lambda calls: 1 / calls)
-        self.a = Sum(count=self.a.count)
-        return found
+        taken, self.a = self.a, Sum()
+        return taken.take(lambda calls: 1 / calls)
 
-    def take_input_ahead(self, room: int) -> Tensor | None:
+    def take_input_ahead(self, room: int) -> BatchFactor | None:
         """Return A of what was committed and of all calls so far, assuming that their backward will come."""
         for call in sorted(self.open, key=lambda call: call.number):
             self._ahead.add(call.number)
             self._count(call, room)
         self._took_ahead = True
-        return self.take_input(room)
+        return self.take_input()
 
-    def take_output(self, room: int, scale: Callable[[int], float]) -> Tensor | None:
+    def take_output(self, scale: Callable[[int], float]) -> BatchFactor | None:
         """Return G of what was committed, and forget it."""
-        found = self.g.take(room, scale)
-        self.g = Sum(count=self.g.count)
-        return found
+        taken, self.g = self.g, Sum()
+        return taken.take(scale)
 
     def drop(self) -> None:
         """What was committed in this step was given up."""
@@ -178,7 +164,7 @@ class LayerSums:
         make_a, call.make_a = call.make_a, None
         self.open.discard(call)
         if make_a is not None:
-            self.a.add(make_a(), call.count, room)
+            self.a.add(make_a(), room)
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
-"""How K-FAC's factors travel: as triangles or columns; beside the gradients' buckets, ahead of them or behind them.
+"""When K-FAC's factors travel: with the gradients' buckets, ahead of them or behind them.
 
-Always in messages of their own, which are summed into the layers' owners; only the moment differs. In steps that make
-solvers the factors of a bucket's layers leave with it, just before its gradients.
+Always as journeys of their own, to the layers' owners; only the moment differs. In steps that make solvers the factors
+of a bucket's layers leave with it, just before its gradients.
 
 [Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
 steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients
@@ -13,37 +13,34 @@ trail, too; the groups are our design.
 2107.06533): a group when its last layer has been called and all groups before it have left. What has not left when
 backward hands out its first bucket leaves then.
 
-All ranks send the same groups in the same order; a rank that does not have a factor, since its forward takes another
-path or it has run out of inputs, sends zeros for it.
+All ranks send the same groups in the same order. They are added to the running means in that order, too.
 """
 
+import functools
 import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._engine.places import GradientFuture
-from crossover_ddp._exchange.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.trips import Trip
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
 from .curvature import Curvature
-from .factor_sums import ColumnRoom
+from .factor_messages import Due, Factor, FactorMessages, bring_factors
 from .factors import BatchFactor
 from .layers import Layer
-from .packing import FactorPacking, TravellingFactors, factors_payload
-from .placement import columns_that_travel
 
 Groups = tuple[tuple[int, ...], ...]
-_EARLY_GROUPS: Final = 8  # each costs a message
+_EARLY_GROUPS: Final = 8  # each costs messages
 
 
 class FactorTraffic:
@@ -52,15 +49,15 @@ class FactorTraffic:
     Args:
         layers: of the model.
         owners: of each layer.
-        curvatures: of the layers that this rank owns; they take late factors, on a thread of the engine.
+        curvatures: of the layers that this rank owns; they take the factors.
         capture: where the factors are; its callbacks are taken.
         process_group: the ranks of the job, None for the default group.
         local: whether factors do not travel at all.
 
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
-        steps_apart: whether owners' steps run on a thread of their own, as those of deferred buckets do.
         early: by index of layer, the groups whose input factors leave during forward; see [Note: early factors].
+        arrived: opened when all factors that have left so far are in the running means.
     """
 
     def __init__(
@@ -77,105 +74,40 @@ class FactorTraffic:
         self._owners = owners
         self._curvatures = curvatures
         self._capture = capture
-        self._process_group = process_group
+        self._group = resolve_group(process_group)
         self._local = local
-        group = resolve_group(process_group)
-        self._rank, self._world_size = group.rank(), group.size()
         self._called: Counter[int] = Counter()  # layers, in the order of this forward
         self._in_order: list[int] = []  # those of the last step that were called once
         capture.on_begin = self._called.clear
         capture.on_input = self._input_came
-        capture.room = self.room
-        self._counts = [0] * (2 * len(layers))
-        self._rooms: list[ColumnRoom] | None = None
-        self._ended: tuple[Callable[[], Tensor | None], Callable[[], None] | None] | None = None
-        self.steps_apart = False
-        self._engine: Exchange | None = None
         self._model: Callable[[], DistributedDataParallel | None] = _no_model
         self.trails = False
         self.early: Groups = ()
         self._early_left = 0
-        self._arrived: dict[int, BatchFactor] = {}  # means of the input factors that came early
-        self._late: list[list[TravellingFactors]] = []
+        self._inputs: dict[int, BatchFactor] = {}  # means of the input factors that came early
+        self._late: list[list[Due]] = []
         self._late_decay = 0.0
-        self._newest: GradientFuture | None = None
+        self.arrived = Gate()
+        self.arrived.open()
+        self._newest: Trip | None = None
 
     @property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
-        return (
-            self._world_size > 1
-            and not self._local
-            and all(layer.weight.device.type == "cpu" for layer in self._layers)
-        )
+        on_host = all(layer.weight.device.type == "cpu" for layer in self._layers)
+        return self._group.size() > 1 and not self._local and on_host
 
     def adopt(self, model: DistributedDataParallel | None) -> None:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
         self._model = _no_model if model is None else weakref.ref(model)
 
-    def counts_come(self, greatest: Callable[[], Tensor | None], wait: Callable[[], None] | None) -> None:
-        """Note that the ranks' numbers of columns are on their way.
-
-        Args:
-            greatest: returns the greatest over all ranks.
-            wait: blocks until they have come; None: backward does.
-        """
-        self._ended, self._rooms = (greatest, wait), None
-
     def end_step(self) -> None:
         """Note that the step's last bucket is on its way."""
         self._early_left = 0
-        self._arrived = {}
         if self._called:
             # Of a layer that is called several times the last call cannot be recognised.
             self._in_order = [index for index, calls in self._called.items() if calls == 1]
         self._called.clear()
-
-    # --- how many columns ------------------------------------------------------------------------------------
-
-    def room(self, index: int) -> ColumnRoom:
-        """Return how many columns a layer's factors may have in this step: what the ranks needed in the last one."""
-        if self._rooms is None:
-            counts = self.counts()
-            pairs = zip(self._layers, counts[::2], counts[1::2], strict=True)
-            self._rooms = [self._room(layer, a_count, g_count) for layer, a_count, g_count in pairs]
-        return self._rooms[index]
-
-    def _room(self, layer: Layer, a_count: int, g_count: int) -> ColumnRoom:
-        if self._local:
-            return ColumnRoom()
-        return ColumnRoom(
-            columns_that_travel(a_count, layer.shape.a_dim, self._world_size),
-            columns_that_travel(g_count, layer.shape.g_dim, self._world_size),
-        )
-
-    def counts(self) -> list[int]:
-        """Return the greatest numbers of columns, of A and G by layer, that a rank has ever had.
-
-        Not those of the last step alone: it may have been a short batch at the end of an epoch.
-        """
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            greatest, wait = ended
-            if wait is not None:
-                wait()
-            if (found := greatest()) is not None:
-                self._counts = [max(pair) for pair in zip(self._counts, found.tolist(), strict=True)]
-        return self._counts
-
-    def load_counts(self, counts: Sequence[int]) -> None:
-        """Go on with the counts of a checkpoint."""
-        self._counts, self._rooms, self._ended = list(counts), None, None
-
-    def own_counts(self) -> Tensor | None:
-        """Return how many columns this rank had in this step, to be sent to all; None if factors do not travel."""
-        if self._local or not self._layers:
-            return None
-        counts = [count for index in range(len(self._layers)) for count in self._capture.counts(index)]
-        device = self._layers[0].weight.device
-        # From pinned memory: the host need not wait for the device.
-        sent = torch.tensor(counts, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return sent.to(device, non_blocking=True)
 
     # --- ahead of the gradients ------------------------------------------------------------------------------
 
@@ -187,11 +119,10 @@ class FactorTraffic:
                 + ("factors='local'" if self._local else "a model on a GPU")
                 + "; leave the plan out: factors then leave with the gradients' buckets, or do not travel"
             )
-        sizes = [self._packings(index)[0].numel for index in range(len(self._layers))]
         order = self._in_order
-        groups = in_equal_groups([sizes[index] for index in order], _EARLY_GROUPS)
+        groups = in_equal_groups([self._due(index, "a").numel for index in order], _EARLY_GROUPS)
         answer: list[Any] = [tuple(tuple(order[place] for place in group) for group in groups)]
-        dist.broadcast_object_list(answer, group=resolve_group(self._process_group), group_src=0)
+        dist.broadcast_object_list(answer, group=self._group, group_src=0)
         if early and not answer[0]:
             raise UnsupportedConfigurationError(
                 "expected layers that are called once in a forward, got none on rank 0 so far; train some steps that "
@@ -219,63 +150,39 @@ class FactorTraffic:
     def _send_early(self) -> None:
         group = self.early[self._early_left]
         self._early_left += 1
-        arrived = self._arrived
-
-        def keep(index: int, factors: list[BatchFactor]) -> None:
-            (arrived[index],) = factors
-
-        self._send(
-            [self._travelling(index, a=self._capture.take_input_ahead(index)) for index in group], keep
-        )
+        self.send([self._due(index, "a", self._capture.take_input_ahead(index)) for index in group])
 
     # --- beside the gradients, or behind them ----------------------------------------------------------------
 
-    def taken(self, index: int) -> TravellingFactors:
+    def taken(self, index: int) -> Due:
         """Take a layer's factors of this step, without what has left early."""
         if not self.trails and any(index in group for group in self.early):
-            return self._travelling(index, g=self._capture.take_output(index))
+            return self._due(index, "g", self._capture.take_output(index))
         a = self._capture.take_input(index)
-        return self._travelling(index, g=self._capture.take_output(index), a=a)
+        return self._due(index, "ga", self._capture.take_output(index), a)
 
-    def add(
-        self, factors: Sequence[TravellingFactors], decay: float, *, behind: bool = False
-    ) -> GradientFuture:
-        """Begin to add factors to the running means of their owners, of which ``decay`` remains."""
-        arrived = self._arrived
-
-        def add(index: int, means: list[BatchFactor]) -> None:
-            g, a = means if len(means) > 1 else (*means, arrived.pop(index))
-            self._curvatures[index].add(a, g, decay)
-
-        return self._send(factors, add, behind=behind)
-
-    def hold(self, factors: Sequence[TravellingFactors], groups: int, decay: float) -> None:
+    def hold(self, due: Sequence[Due], groups: int, decay: float) -> None:
         """Take the factors of a step, see [Note: late factors].
 
         Args:
-            factors: G and A of the layers whose gradients were exchanged, in the same order on all ranks.
+            due: G and A of the layers whose gradients were exchanged, in the same order on all ranks.
             groups: in how many groups they leave at most.
             decay: weight of the running factors that they are added to.
         """
-        sizes = [each.numel for each in factors]
-        self._late = [[factors[place] for place in group] for group in in_equal_groups(sizes, groups)]
+        groups_of = in_equal_groups([each.numel for each in due], groups)
+        self._late = [[due[place] for place in group] for group in groups_of]
         self._late_decay = decay
 
-    def leave(self, *, all_groups: bool = False) -> None:
-        """Send the next group of late factors, or all that are left."""
+    def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
+        """Send the next group of late factors, or all that are left, ``after`` a gate was opened."""
         while self._late:
-            self._newest = self.add(self._late.pop(0), self._late_decay, behind=True)
+            self.send(self._late.pop(0), self._late_decay, after)
             if not all_groups:
                 return
 
     def settle(self) -> None:
         """Send what is left, and wait until all has arrived. Collective. Raises what made it impossible."""
         self.leave(all_groups=True)
-        self.arrive()
-
-    def arrive(self) -> None:
-        """Wait until all late factors that have left have arrived. Not collective. Raises what made it impossible."""
-        # They arrive in their order, and after a failure no later one does.
         newest, self._newest = self._newest, None
         if newest is not None:
             newest.wait()
@@ -283,37 +190,35 @@ class FactorTraffic:
     @property
     def nbytes(self) -> int:
         """Memory of the late factors that are held."""
-        return sum(each.nbytes for group in self._late for each in group)
+        return sum(factor.nbytes for group in self._late for each in group for factor in each.factors)
 
     # --- all -------------------------------------------------------------------------------------------------
 
-    def _travelling(self, index: int, **own: Tensor | None) -> TravellingFactors:
-        """Return "g" and "a" of a layer, or one of them, as they travel; None: this rank has none."""
-        packings = dict(zip("ag", self._packings(index), strict=True))
-        return TravellingFactors(
-            index, self._owners[index], tuple(packings[name] for name in own), tuple(own.values())
-        )
+    def _due(self, index: int, which: str, *values: BatchFactor | None) -> Due:
+        """Return "g" and "a" of a layer, or one of them; None: this rank has none."""
+        shape = self._layers[index].shape
+        dims = [shape.g_dim if name == "g" else shape.a_dim for name in which]
+        pairs = itertools.zip_longest(dims, values)
+        return Due(index, self._owners[index], which, tuple([Factor(shape.groups, *pair) for pair in pairs]))
 
-    def _packings(self, index: int) -> tuple[FactorPacking, FactorPacking]:
-        shape, room = self._layers[index].shape, self.room(index)
-        return (
-            FactorPacking(shape.groups, shape.a_dim, room.a, self._world_size),
-            FactorPacking(shape.groups, shape.g_dim, room.g, self._world_size),
-        )
+    @torch.no_grad()
+    def send(self, due: Sequence[Due], decay: float = 0.0, after: Gate | None = None) -> None:
+        """Begin to add factors to the running means of their owners, of which ``decay`` remains."""
+        exchange, like = Exchange.of(self._group), self._layers[0].weight
+        tells = exchange.size == 1 or exchange.sends_messages(like.device)
+        messages = FactorMessages(due, exchange.rank, exchange.size, like, tells=tells)
+        former, self.arrived = self.arrived, Gate()
+        add = functools.partial(self._add, decay)
+        way = functools.partial(bring_factors, messages, add, after, former, self.arrived)
+        self._newest = exchange.begin(way, like.device, "factors of K-FAC")
 
-    def _send(
-        self,
-        factors: Sequence[TravellingFactors],
-        take: Callable[[int, list[BatchFactor]], None],
-        *,
-        behind: bool = False,
-    ) -> GradientFuture:
-        if self._engine is None:
-            self._engine = Exchange.of(resolve_group(self._process_group))
-        payload = factors_payload(
-            factors, like=self._layers[0].weight, rank=self._rank, world_size=self._world_size, take=take
-        )
-        return self._engine.reduce(replace(payload, is_long=self.steps_apart), behind=behind)
+    def _add(self, decay: float, index: int, which: str, means: Sequence[BatchFactor]) -> None:
+        """Take what has come of an own layer."""
+        if which == "a":
+            (self._inputs[index],) = means
+            return
+        g, a = means if which == "ga" else (*means, self._inputs.pop(index))
+        self._curvatures[index].add(a, g, decay)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

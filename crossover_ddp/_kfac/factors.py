@@ -127,6 +127,11 @@ class Gram(NamedTuple):
 
     columns: Tensor
 
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.columns.shape[2]
+
     def factor(self) -> Tensor:
         """Multiply it out."""
         return factor_of(self.columns)

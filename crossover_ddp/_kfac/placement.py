@@ -117,14 +117,13 @@ def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes
     return found[::-1]
 
 
-def columns_that_travel(count: int, dim: int, world_size: int) -> int:
-    """Return how many columns of a factor each rank sends in the place of its triangle; 0 for the triangle.
+def most_columns(dim: int, world_size: int) -> int:
+    """Return up to how many columns of a factor a rank sends in the place of its triangle; 0: none.
 
-    The columns of W ranks lie side by side in the buffer that is summed: W·count·d numbers against d·(d+1)/2.
+    The columns of W ranks come together at the owner, which multiplies them: never more numbers than a triangle has.
 
     Args:
-        count: the greatest number of columns that a rank has; 0 if it is not known.
-        dim: d.
+        dim: d; the triangle has d·(d+1)/2 numbers.
         world_size: W. Alone nothing travels.
     """
-    return count if world_size > 1 and world_size * count < (dim + 1) / 2 else 0
+    return dim // (2 * world_size) if world_size > 1 else 0

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from crossover_ddp._ddp.checks import resolve_group
 
 from .capture import FactorCapture
+from .columns import LayerShape
 from .curvature import Curvature
+from .factor_sums import ColumnRoom
 from .factor_traffic import FactorTraffic
 from .factors import SOLVERS
-from .placement import loads_s
+from .placement import loads_s, most_columns
 from .setup import KFACSetup
 from .spread import SpreadLayers
 
@@ -45,6 +47,7 @@ class Preconditioner:
             accumulated=setup.accumulated,
             loss_scale=setup.loss_scale,
             only=self.curvatures if setup.local else None,
+            rooms=None if setup.local else [self._room(layer.shape) for layer in setup.layers],
         )
         self.traffic = FactorTraffic(
             setup.layers,
@@ -54,6 +57,11 @@ class Preconditioner:
             process_group=setup.process_group,
             local=setup.local,
         )
+
+    def _room(self, shape: LayerShape) -> ColumnRoom:
+        """Return how many columns this rank sends of each factor."""
+        ranks = self.setup.world_size
+        return ColumnRoom(most_columns(shape.a_dim, ranks), most_columns(shape.g_dim, ranks))
 
     def _curvature(self, index: int) -> Curvature:
         setup = self.setup
@@ -121,7 +129,6 @@ class Preconditioner:
             "solver": setup.solver,
             "world_size": setup.world_size,
             "owners": list(self.owners),
-            "columns": list(self.traffic.counts()),
             "layers": {layer.name: states[layer.name] for layer in setup.layers},
         }
 
@@ -138,7 +145,6 @@ class Preconditioner:
                     curvature.load_state_dict(own, layer.weight.device)
                 if (solver := curvature.spread()) is not None:
                     self.spread.solvers[index] = solver
-        self.traffic.load_counts(state["columns"])
 
 
 def _trouble(curvature: Curvature) -> str:

@@ -184,7 +184,7 @@ HOOKS: dict[str, Row] = {
         is_like_others=True,
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
-    "kfac_of_nothing": Row(kfac_of_nothing, order=None),
+    "kfac_of_nothing": Row(kfac_of_nothing),
     "muon_of_nothing": Row(muon_of_nothing, is_like_others=True),
     "muon": Row(
         lambda model, optimizers, **turn: (MuonState(optimizers[0], **turn), muon_hook),  # type: ignore[arg-type]

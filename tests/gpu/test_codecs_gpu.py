@@ -37,8 +37,8 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for bucket, flat in zip(ranks.buckets, flats, strict=True):
-            bucket.encode(Buffers(flat, ranks.parts, flat, ranks.parts))
-            bucket.step()
+            bucket.encode(Buffers(flat, ranks.parts))
+            bucket.add()
             bucket.unload()
     finally:
         torch.cuda.set_sync_debug_mode("default")

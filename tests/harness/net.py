@@ -12,7 +12,15 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
-_OF_KFAC: Final = ("bucket_layer", "factor_traffic", "packing", "payload", "preconditioner", "rounds")
+_OF_KFAC: Final = (
+    "bucket_layer",
+    "factor_messages",
+    "factor_traffic",
+    "journeys",
+    "packed",
+    "preconditioner",
+    "steps",
+)
 ENGINE: Final = (
     *("_ddp", "_engine", "_exchange", "_decoupled", "_compression", "_averaging", "_muon"),
     *(f"_kfac.{module}" for module in _OF_KFAC),

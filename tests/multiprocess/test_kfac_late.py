@@ -23,9 +23,9 @@ def train_both_ways(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     counts: list[int] = []
     leave = FactorTraffic.leave
 
-    def count(traffic: FactorTraffic, *, all_groups: bool = False) -> None:
+    def count(traffic: FactorTraffic, after: Any = None, *, all_groups: bool = False) -> None:
         before = sum(map(len, traffic._late))
-        leave(traffic, all_groups=all_groups)
+        leave(traffic, after, all_groups=all_groups)
         counts.append(before - sum(map(len, traffic._late)))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -41,10 +41,10 @@ def every(run: KfacRuns, way: str) -> float:
 
 
 def packing_bytes(run: KfacRuns, way: str, form: str) -> int:
-    """Return what a rank sends to the other one's layers: A and G of each, either as it is smaller, and a weight."""
-    numel = 2 * SAMPLES["columns"] * WIDTH if form == "columns" else WIDTH * (WIDTH + 1) // 2
+    """Return what a rank sends to the other one's layers: how A and G of each come, and either as it is smaller."""
+    numel = SAMPLES["columns"] * WIDTH if form == "columns" else WIDTH * (WIDTH + 1) // 2 + 1
     others = [owner for owner in run.owners[way] if owner != run.rank]
-    return 4 * len(others) * 2 * (numel + 1)
+    return 4 * len(others) * 2 * (1 + numel)
 
 
 @pytest.mark.parametrize("form", SAMPLES)

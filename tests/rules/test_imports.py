@@ -180,7 +180,7 @@ def test_importing_the_package_imports_no_torch() -> None:
         ("_exchange.engine", "from crossover_ddp._turns.rules import y", "_exchange.engine imports _turns"),
         ("_exchange.engine", "import crossover_ddp._timeline.files", "_exchange.engine imports _timeline"),
         ("comm_hooks", "def f():\n    import crossover_ddp.kfac_hooks", "comm_hooks imports kfac_hooks"),
-        ("_kfac.rounds", "from .._decoupled import trial", "_kfac.rounds imports _decoupled"),
+        ("_kfac.steps", "from .._decoupled import trial", "_kfac.steps imports _decoupled"),
         ("cli.run", "from .._exchange.engine import x", "cli.run imports _exchange"),
         ("_turns.rules", "import time", "_turns.rules is pure and imports time"),
         ("minimal_kfac", "from crossover_ddp._kfac import x", "minimal_kfac imports _kfac"),

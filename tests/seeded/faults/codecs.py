@@ -77,7 +77,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "owners send the mean, not what they have made of it",
         "crossover_ddp/_compression/bucket.py",
-        "        self._collect(_places(buffers.gather, part.coded), rank, self._addend)\n",
+        "        self._collect(_places(buffers.flat, part.coded), rank, self._addend)\n",
         "",
         (
             _KFAC,

@@ -13,8 +13,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "an update does not wait for the mean of its bucket",
         "crossover_ddp/_decoupled/shares.py",
-        "            each.wait()\n        self.bucket.wait()\n",
-        "            each.wait()\n",
+        'whole."""\n        self.bucket.wait()\n',
+        'whole."""\n',
         _WALKS,
     ),
     Fault(

@@ -57,11 +57,11 @@ class Ranks:
     def step(self, gradients: Sequence[torch.Tensor], *, whole: bool = False) -> None:
         """Replace each rank's gradient by the mean."""
         for bucket, flat in zip(self.buckets, gradients, strict=True):
-            bucket.encode(Buffers(flat, self.parts, flat, self.parts), whole=whole)
+            bucket.encode(Buffers(flat, self.parts), whole=whole)
         for rank, bucket in enumerate(self.buckets):
             for source, other in enumerate(self.buckets):
                 bucket.incoming.part(source).copy_(other.outgoing.part(rank))
-            bucket.step()
+            bucket.add()
         for bucket in self.buckets:
             for owner, other in enumerate(self.buckets):
                 bucket.gather.part(owner).copy_(other.gather.part(owner))

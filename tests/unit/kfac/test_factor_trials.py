@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.factor_sums import ColumnRoom
-from crossover_ddp._kfac.factors import factor_of
+from crossover_ddp._kfac.factors import Gram, multiplied
 from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.kfac.test_capture import (
@@ -226,18 +226,17 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
 @pytest.mark.parametrize("before", [attack, given_up])
 def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
     layers, _ = find_layers(model := net(2))
-    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model))
-    run.capture.room = lambda index: ColumnRoom(2 * 6 * 9, 2 * 6 * 9)
+    rooms = [
+        ColumnRoom(most, most) for most in (54, 107, 6)
+    ]  # of the second layer one too few for both calls
+    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model, rooms=rooms))
     before(model, batch(seed=1))
     loss_of(model(batch())).backward()
-    counts = [run.capture.counts(index) for index in range(3)]
-    assert counts == [ColumnRoom(54, 54), ColumnRoom(108, 108), ColumnRoom(6, 6)]
-    taken = {
-        name: Captured(factor_of(c.a), factor_of(c.g)) for name, c in run.taken().items() if c is not None
-    }
-    expected = expected_of(net(2), batch())
-    # Columns of A are summed over the calls, the mean is scaled when they are taken.
-    assert_same(taken, expected)
+    taken = {name: each for name, each in run.taken().items() if each is not None}
+    forms = [[isinstance(factor, Gram) for factor in each] for each in taken.values()]
+    assert forms == [[True, True], [False, False], [True, True]]
+    factors = {name: Captured(multiplied(each.a), multiplied(each.g)) for name, each in taken.items()}
+    assert_same(factors, expected_of(net(2), batch()))
 
 
 @pytest.mark.parametrize("inplace", [False, True])

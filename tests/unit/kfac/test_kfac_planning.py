@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from crossover_ddp._kfac.placement import (
     LayerCost,
-    columns_that_travel,
     expected_buckets,
     loads_s,
+    most_columns,
     place,
     spreads,
 )
@@ -21,16 +21,12 @@ def layer(name: str, dim: int, gradient_bytes: int = 0) -> LayerCost:
     return LayerCost(name, 1, dim, 1, gradient_bytes)
 
 
-@pytest.mark.parametrize(
-    ("count", "dim", "world_size", "sent"),
-    [(0, 9, 2, 0), (2, 9, 2, 2), (3, 9, 2, 0), (1, 9, 4, 1), (2, 9, 4, 0), (2, 9, 1, 0)],
-)
-def test_columns_travel_where_they_are_fewer_numbers(
-    count: int, dim: int, world_size: int, sent: int
-) -> None:
-    assert columns_that_travel(count, dim, world_size) == sent
-    if sent:
-        assert world_size * sent * dim < dim * (dim + 1) // 2
+@pytest.mark.parametrize("dim", range(1, 20))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(dim: int, world_size: int) -> None:
+    most = most_columns(dim, world_size)
+    assert world_size * most * dim < dim * (dim + 1) / 2 <= world_size * (most + 1) * dim
+    assert most_columns(dim, 1) == 0
 
 
 # Costs.

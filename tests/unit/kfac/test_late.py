@@ -1,13 +1,15 @@
 """Groups of late factors: consecutive, complete, of about the same size; and none is lost without an error."""
 
+from unittest import mock
+
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from crossover_ddp._exchange.transfer import Payload
+from crossover_ddp._kfac.curvature import Curvature
 from crossover_ddp._kfac.factor_traffic import in_equal_groups
+from crossover_ddp.errors import ExchangeError
 from crossover_ddp.kfac_hooks import KFACState
 from tests.harness.groups import single_process_group
 
@@ -31,24 +33,12 @@ def test_equal_sizes_make_equal_groups() -> None:
     assert [len(group) for group in in_equal_groups([7], 4)] == [1]
 
 
-def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    network = nn.Linear(2, 2)
+def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
     with single_process_group():
-        state = KFACState(network, kl_clip=None)
-    traffic = state._preconditioner.traffic
-    sent: list[torch.futures.Future[torch.Tensor]] = []
-
-    class Engine:
-        def reduce(self, payload: Payload, *, behind: bool) -> torch.futures.Future[torch.Tensor]:
-            sent.append(torch.futures.Future())
-            return sent[-1]
-
-    monkeypatch.setattr(traffic, "_engine", Engine())
-    traffic.hold([traffic._travelling(0, g=None, a=None)], groups=1, decay=0.9)
-    traffic.leave()
-    sent[0].set_exception(RuntimeError("a peer has gone"))  # type: ignore[arg-type]
-    traffic.leave()  # as in each later step
-    with pytest.raises(RuntimeError, match="a peer has gone"):
-        traffic.settle()
+        traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
+        traffic.hold([traffic._due(0, "ga")], groups=1, decay=0.9)
+        with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
+            traffic.leave()
+        traffic.leave()  # as in each later step
+        with pytest.raises(ExchangeError, match="factors of K-FAC failed: a peer has gone"):
+            traffic.settle()

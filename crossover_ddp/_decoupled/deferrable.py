@@ -1,35 +1,19 @@
-"""What travels in the place of buckets in decoupled training, made by another wing: K-FAC."""
+"""What decoupled training must know of another hook's state that preconditions its gradients: K-FAC's."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
 
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._exchange.transfer import Payload
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
 
-class Payloads(Protocol):
-    """Makes the payload of each bucket."""
-
-    def payload(self, bucket: dist.GradBucket) -> Payload:
-        """Return what travels in the bucket's place. On the hook's thread, in the order of buckets."""
-
-    def end(self, wait: Callable[[], None] | None = None) -> Mapping[int, Collection[int]]:
-        """Note that the step's last bucket was handed out, or refused.
-
-        Args:
-            wait: blocks until it has come back; None if backward does.
-
-        Returns:
-            By the number of a bucket, those of later ones whose payloads it needs, too.
-        """
-
-
 class Deferrable(Protocol):
-    """A state of another hook whose payloads may come back late; ``KFACState`` is one."""
+    """A state of another hook whose buckets may come back late; ``KFACState`` is one."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -39,8 +23,25 @@ class Deferrable(Protocol):
     def mutex(self) -> GPUMutex | None:
         """The job's, or None."""
 
-    def defer(self, state: object, flush: Callable[[], None]) -> Payloads:
+    def defer(self, state: object, flush: Callable[[], None]) -> None:
         """Become part of ``state``; ``flush`` finishes what is under way."""
+
+    def enter(self, bucket: dist.GradBucket) -> None:
+        """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
+
+    def refuse(self, bucket: dist.GradBucket) -> None:
+        """Note that ``bucket`` is not exchanged."""
+
+    def exchange(
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        *,
+        state: object,
+        turn: Turn | None,
+        hands_back: bool = False,
+    ) -> Bucket:
+        """Start the exchange of ``bucket``. Raises what makes it impossible."""
 
 
 def check_group(kfac: Deferrable, group: dist.ProcessGroup) -> None:
