@@ -1,10 +1,9 @@
-"""Record when a process computed, communicated and waited: spans, as JSON lines.
+"""Record when a process computed, communicated and waited: spans, as a trace that Perfetto opens.
 
-The first line of a file is a header that names the job, the rank, the device and the two
-clocks; every further line is one span. Pictures and statistics are made from these
-files elsewhere (`crossover_ddp._timeline.files`), so that recording stays cheap: a span
-is one append to a list, and the file is written when some hundreds are waiting, or once
-a second, so that most spans are in the file while a job runs, and after it was killed.
+The file is a JSON array of events in the Chrome format, one a line, whose end may be missing: it is a trace while the
+job runs, and after it was killed. A process of the trace is a device, a thread a lane of one rank of one job; both
+numbers are digests of names, so traces are merged by writing them one behind the other (`_timeline.trace`).
+A span is one append to a list; the file is written when some hundreds are waiting, or once a second.
 """
 
 import atexit
@@ -16,18 +15,22 @@ import os
 import socket
 import threading
 import time
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from crossover_ddp._system import environment
-from crossover_ddp._system.machine import machine
 
 _log = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Of the files."""
+RECORDING: Final = "recording"
+"""The name of the event that says whose trace it is; viewers ignore it."""
+LANES: Final = {"compute": "turns", "wait": "turns", "exchange": "turns"}
+_MICROSECONDS: Final = 1e6
 _FLUSH_SPANS: Final = 512
-_TIME_NAMESPACE: Final = "/proc/self/ns/time"
 _FLUSH_S: Final = 1.0
 
 Detail = int | float | str
@@ -35,7 +38,7 @@ _WaitingSpan = tuple[str, float, float, dict[str, Detail]]
 
 
 class Timeline:
-    """Record spans in a file of its own, ``directory/rank<r>-<pid>.jsonl``, or ``…-<pid>-2.jsonl`` if that is there.
+    """Record spans in a file of its own, ``directory/rank<r>-<pid>.json``, or ``…-<pid>-2.json`` if that is there.
 
     Args:
         directory: where the file goes; made if it is missing.
@@ -56,14 +59,19 @@ class Timeline:
         job: str | None = None,
     ) -> None:
         # `_begin_file` may change it: another state, or an earlier process, may have a file of that name.
-        self.path = Path(directory) / f"rank{rank}-{os.getpid()}.jsonl"
+        self.path = Path(directory) / f"rank{rank}-{os.getpid()}.json"
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._waiting: list[_WaitingSpan] = []
         self._written_s = time.monotonic()
         self._closed = False
-        self._begin_file({"job": job, "rank": rank, "device": device})
+        # Readings of this clock are brought to the wall clock's once: what NTP changes later does not bend the trace.
+        self._wall_s = time.time() - time.monotonic()
+        self._ends_s: dict[str, list[float]] = {}  # of the last span in each lane of a name
+        self._rank_name = f"{job or self.path.parent.name} · rank {rank}"
+        self._device_id = _digest(device)
+        self._begin_file({"version": FORMAT_VERSION, "job": job, "rank": rank, "device": device})
         # Not a weak reference: a state dropped before the process ends must not lose its spans.
         atexit.register(self.close)
 
@@ -92,7 +100,7 @@ class Timeline:
             with self._lock:
                 spans, self._waiting = self._waiting, []
             if spans and os.getpid() == self._pid:
-                self._append("".join(_line(span) for span in spans))
+                self._append("".join(event for span in spans for event in self._events(span)))
 
     def close(self) -> None:
         """Write what is waiting and record nothing more. May be called again."""
@@ -102,23 +110,38 @@ class Timeline:
         atexit.unregister(self.close)
 
     def _begin_file(self, who: dict[str, Detail | None]) -> None:
-        before_s, wall_s, after_s = time.monotonic(), time.time(), time.monotonic()
-        header = {
-            "version": FORMAT_VERSION,
-            **who,
-            "host": socket.gethostname(),
-            "pid": self._pid,
-            "clock": _clock_name(),
-            "monotonic_s": (before_s + after_s) / 2,
-            "wall_s": wall_s,
-        }
+        whose = {**who, "host": socket.gethostname(), "process": self._pid, "wall_s": self._wall_s}
+        device = {"name": who["device"]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path = _new_file(self.path)
         except OSError as error:
             self._give_up(error)
         else:
-            self._append(json.dumps(header) + "\n")
+            names = self._metadata(RECORDING, 0, whose) + self._metadata("process_name", 0, device)
+            self._append(f"[\n{names}")
+
+    def _metadata(self, name: str, thread: int, args: Mapping[str, object]) -> str:
+        return _line({"ph": "M", "name": name, "pid": self._device_id, "tid": thread, "args": args})
+
+    def _events(self, span: _WaitingSpan) -> Iterator[str]:
+        """Yield a span as an event, in a lane without a span that it overlaps, since a trace allows only nesting."""
+        kind, begin_s, end_s, detail = span
+        name = LANES.get(kind, kind.replace("_", "-"))
+        ends_s = self._ends_s.setdefault(name, [])
+        lane = next((place for place, last_s in enumerate(ends_s) if last_s <= begin_s), len(ends_s))
+        title = f"{self._rank_name} · {name}" + f" {lane + 1}" * (lane > 0)
+        thread = _digest(f"{self._device_id} {self.path} {title}")
+        if lane == len(ends_s):
+            ends_s.append(end_s)
+            yield self._metadata("thread_name", thread, {"name": title})
+        ends_s[lane] = end_s
+        times = {
+            "ts": round((begin_s + self._wall_s) * _MICROSECONDS, 3),
+            "dur": round((end_s - begin_s) * _MICROSECONDS, 3),
+        }
+        where = {"pid": self._device_id, "tid": thread, **times}
+        yield _line({"ph": "X", "name": _title(kind, detail), "cat": kind, **where, "args": detail})
 
     def _append(self, text: str) -> None:
         try:
@@ -148,14 +171,16 @@ def _new_file(path: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def _clock_name() -> str:
-    """Name the clock that ``time.monotonic()`` reads; it is the same in all containers of a machine."""
-    try:
-        return f"{machine()}/{os.readlink(_TIME_NAMESPACE)}"
-    except OSError:  # a kernel without time namespaces
-        return machine()
+def _digest(name: str) -> int:
+    return zlib.crc32(name.encode()) >> 1  # viewers take 31 bits
 
 
-def _line(span: _WaitingSpan) -> str:
-    kind, begin_s, end_s, detail = span
-    return json.dumps({"kind": kind, "begin_s": begin_s, "end_s": end_s, **detail}) + "\n"
+def _title(kind: str, detail: Mapping[str, Detail]) -> str:
+    name, bucket, step = kind.replace("_", "-"), detail.get("bucket"), detail.get("step")
+    if bucket is not None:
+        return f"{name} of bucket {bucket}" if bucket != -1 else f"{name} beside the buckets"
+    return name if step is None else f"{name} (step {step})"
+
+
+def _line(event: Mapping[str, object]) -> str:
+    return f"{json.dumps(event)},\n"

@@ -12,7 +12,7 @@ from crossover_ddp.cli import plan as cli_plan
 from crossover_ddp.cli import run as cli_run
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli import timeline as cli_timeline
-from crossover_ddp.cli.output import FINE, INTERRUPTED, USAGE, MissingPackageError
+from crossover_ddp.cli.output import FINE, INTERRUPTED
 
 _EXAMPLES = """\
 examples:
@@ -66,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)
-    except MissingPackageError as error:
-        sys.stderr.write(f"{error}\n")
-        return USAGE
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, Final
 
-from crossover_ddp._timeline.spans import Statistics, TimelineSpan, handovers_s
+from .spans import Statistics, TimelineSpan, handovers_s
 
 # Iteration 0 is one single bucket, 1 rebuilds the buckets, 2 is the first in its final form.
 WARM_UP_STEPS: Final = 3

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from crossover_ddp._system.children import Child, wait_any
-
+from .children import Child, wait_any
 from .network import LabError
 from .nodes import Nodes
 

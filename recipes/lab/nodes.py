@@ -2,7 +2,7 @@
 
 Node i is a network namespace with a shaped link, and core i, which the ranks of all jobs on it share:
 that core is "device i". A job has one rank on each node, or several, which then share its core and its
-link, as local ranks do. See [Note: no process is left behind] in `crossover_ddp._system.children`:
+link, as local ranks do. See [Note: no process is left behind] in `lab.children`:
 the mark is ``CROSSOVER_LAB``. By it processes are found by the lab as it closes, by the next lab as it
 starts, and by ``python recipes/lab clean``.
 """
@@ -19,10 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from crossover_ddp._system.children import Child, end, end_marked, marked
-from crossover_ddp._system.signals import endings_raise, undisturbed
-
+from .children import Child, end, end_marked, marked
 from .network import INTERFACE, LabError, LabId, Network, delete_namespace, lab_namespaces, why_not_shaped
+from .signals import endings_raise, undisturbed
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"
 _serials = count()

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._timeline.files import FoundTimelines, read_file
-from crossover_ddp._timeline.picture import Window, draw
-from crossover_ddp._timeline.spans import TimelineSpan, occupancy
-
 from .analysis import JobFigures, MeteredStep, job_figures, makespan_s
 from .cluster import RUN_FILE
+from .picture import Window, draw
+from .spans import TimelineSpan, occupancy, read_spans
 
 
 @dataclass(frozen=True)
@@ -102,20 +100,8 @@ def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
 
     All nodes are on one machine, so that the spans are on the clock of the step logs as they are.
     """
-    reading = FoundTimelines()
-    for path in sorted(directory.glob("rank*.jsonl")):
-        read_file(path, job, reading)
-    if reading.problems:
-        problem = reading.problems[0]
-        raise ValueError(f"{problem.path}:{problem.line}: {problem.what}")
-    spans = [
-        TimelineSpan(
-            job, each.header.rank, each.header.device, span.kind, span.begin_s, span.end_s, span.detail
-        )
-        for each in reading.recordings
-        for span in each.spans
-    ]
-    return sorted(spans, key=lambda span: span.begin_s)
+    found = [span for path in sorted(directory.glob("rank*.json")) for span in read_spans(path, job)]
+    return sorted(found, key=lambda span: span.begin_s)
 
 
 def load_steps(directory: Path) -> dict[int, list[MeteredStep]]:

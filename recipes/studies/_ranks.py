@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from _models import PRESETS
-from crossover_ddp._system.children import Child
 from lab import STEADY_MEMORY, Cluster
+from lab.children import Child
 from studies._tables import Cells, show_table
 
 RECIPES = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
-from crossover_ddp._system.children import Child, end, wait_any
+from tests.harness.children import Child, end, wait_any
 
 from . import environment, is_here, why_not
 

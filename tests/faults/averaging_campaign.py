@@ -39,9 +39,9 @@ import torch
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.rounds import ElasticRound
-from crossover_ddp._system.children import Child
 from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
 from tests.faults.logged_rank import LoggedRank, close_forker
+from tests.harness.children import Child
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay, first_centre
 from tests.multiprocess.replicas import DelayedWalk, Spring, TogetherWalk

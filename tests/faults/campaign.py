@@ -27,9 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-from crossover_ddp._system.children import Child
 from lab import Cluster, why_not_shaped
 from tests.faults.logged_rank import LoggedRank
+from tests.harness.children import Child
 from tests.harness.groups import files_of
 
 ROOT = Path(__file__).resolve().parents[2]

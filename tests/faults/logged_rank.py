@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._system.children import Child, end, wait_any
+from tests.harness.children import Child, end, wait_any
 
 _END_S = 5.0
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossover_ddp._system.children import Child
 from tests.faults import oracles, schedules
 from tests.faults.logged_rank import close_forker
 from tests.faults.oracles import Key, Leftovers, Rank, Story, longest_wait_s, read_rank, violations
 from tests.faults.schedules import Blow, JobPlan, Schedule
+from tests.harness.children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS_EACH = 40

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
+from tests.harness.children import Child, end
 from tests.harness.groups import files_of, free_port, new_group
 from tests.harness.waiting import eventually
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._system.children import Child, end
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, ROOT, Rank
 from tests.harness import spawn_script
+from tests.harness.children import Child, end
 from tests.harness.groups import files_of, new_group
 
 STEPS = 24

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from crossover_ddp._system.children import Child
+from .children import Child
 
 PRELOADED: Final = (
     *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),

@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from crossover_ddp._system.children import Child, end, wait_any
-
 from ._preloaded import ForkedScript
+from .children import Child, end, wait_any
 from .groups import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

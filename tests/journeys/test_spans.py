@@ -1,4 +1,4 @@
-"""What a recording of a step contains, one contract for all hooks: `advise` and `timeline` read it."""
+"""What a recording of a step contains, one contract for all hooks: the command and the lab read it."""
 
 import itertools
 import json
@@ -31,11 +31,12 @@ def recorded(way: str, world_size: int, directory: Path) -> Spans:
     run_ranks(train, world_size, args=(way,), environment={"CROSSOVER_TIMELINE": str(directory)})
     trace = directory / "trace.json"
     assert cli.main(["timeline", str(directory), "--trace", str(trace)]) == 0
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(trace.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     return [
         {"kind": event["cat"], "begin": event["ts"], "end": event["ts"] + event["dur"], **event["args"]}
         for event in events
-        if event["ph"] == "X" and event["args"]["rank"] == 0
+        if event["ph"] == "X" and " · rank 0 · " in lanes[event["tid"]]
     ]
 
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lab
-from crossover_ddp._timeline.spans import TimelineSpan
+from crossover_ddp._timeline.record import Timeline
 from lab import command
 from lab.analysis import MeteredStep, bound, job_figures, rate_for
 from lab.cluster import RUN_FILE
-from tests.unit.timeline.made_up_spans import siblings, span
+from lab.spans import TimelineSpan
+from tests.recipes.made_up_spans import siblings, span
 
 
 def steps(
@@ -122,22 +123,12 @@ def write_run(directory: Path, spans: Sequence[TimelineSpan]) -> Path:
     for job in "ab":
         (directory / job / "timeline").mkdir(parents=True)
         for rank in (0, 1):
-            header = {
-                "version": 2,
-                "rank": rank,
-                "device": f"device{rank}",
-                "host": "h",
-                "pid": 1,
-                "monotonic_s": 0,
-                "wall_s": 0,
-            }
-            own = [s for s in spans if (s.job, s.rank) == (job, rank)]
-            lines = [
-                header,
-                *({"kind": s.kind, "begin_s": s.begin_s, "end_s": s.end_s, "bucket": 1} for s in own),
-            ]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (directory / job / "timeline" / f"rank{rank}-1.jsonl").write_text(text + '{"kind": "cut o')
+            timeline = Timeline(directory / job / "timeline", rank=rank, device=f"device{rank}", job=job)
+            for each in (each for each in spans if (each.job, each.rank) == (job, rank)):
+                timeline.span(each.kind, each.begin_s, each.end_s, bucket=1)
+            timeline.close()
+            with timeline.path.open("a") as file:
+                file.write('{"ph": "X", "name": "cut o')
             record = {
                 "event": "step",
                 "step": 0,

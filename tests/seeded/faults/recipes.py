@@ -90,7 +90,7 @@ RECIPES: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         why="SIGTERM ends a lab at once, and nothing is cleaned",
-        path="crossover_ddp/_system/signals.py",
+        path="recipes/lab/signals.py",
         old="(signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n)",
         new="(signal.SIGHUP,) if signal.getsignal(n)",
         tests=(f"{_LAB}::test_interrupted_labs_clean_up",),

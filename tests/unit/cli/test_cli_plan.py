@@ -70,9 +70,9 @@ def test_the_function_of_the_document_makes_a_chain_of_a_transformer(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timm = pytest.importorskip("timm", reason="timm is in the extra 'recipes'")
-    (source,) = documents.blocks((ROOT / "docs" / "command.md").read_text(), "python")
+    source = documents.blocks((ROOT / "docs" / "pipeline.md").read_text(), "python")[-1]
     names: dict[str, Any] = {"__name__": "myvit"}
-    exec(compile(source, "command.md", "exec"), names)
+    exec(compile(source, "pipeline.md", "exec"), names)
     torch.manual_seed(0)
     chain = nn.Sequential(*names["blocks"]())
     torch.manual_seed(0)

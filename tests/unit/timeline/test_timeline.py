@@ -1,4 +1,4 @@
-"""The recorder of spans: what is in the file, and that it never disturbs the job."""
+"""The recorder of spans: what is in the file, that it never disturbs the job; and the command that merges files."""
 
 import json
 import logging
@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 
+from crossover_ddp import cli
 from crossover_ddp._timeline import record
 from crossover_ddp._timeline.record import Timeline
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return a file's events, as a viewer takes it although its end is missing."""
+    found: list[dict[str, Any]] = json.loads(path.read_text().removesuffix(",\n") + "]")
+    return found
+
+
+def _spans(path: Path) -> list[dict[str, Any]]:
+    return [line for line in _lines(path) if line["ph"] == "X"]
 
 
 def test_no_directory_no_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,38 +39,61 @@ def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     timeline.span("compute", 1.0, 2.5)
     timeline.span("reduce_scatter", 2.0, 2.25, bucket=1, bytes=4096, dtype="float32")
     timeline.close()
-    assert timeline.path.name == f"rank3-{os.getpid()}.jsonl"
-    header, *spans = _lines(timeline.path)
-    assert header.keys() == {
-        *("version", "job", "rank", "device"),
-        *("host", "pid", "clock", "monotonic_s", "wall_s"),
-    }
-    assert (header["rank"], header["device"], header["version"]) == (3, "node0/device0", 2)
-    assert header["job"] == "5ca1ab1e"
-    # Another process of this boot reads the same clock.
-    code = "from crossover_ddp._timeline.record import _clock_name; print(_clock_name())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert header["clock"] == other.stdout.strip()
-    assert spans == [
-        {"kind": "compute", "begin_s": 1.0, "end_s": 2.5},
-        {
-            "kind": "reduce_scatter",
-            "begin_s": 2.0,
-            "end_s": 2.25,
-            "bucket": 1,
-            "bytes": 4096,
-            "dtype": "float32",
-        },
-    ]
+    assert timeline.path.name == f"rank3-{os.getpid()}.json"
+    whose, device, *lanes = (line for line in _lines(timeline.path) if line["ph"] == "M")
+    who = whose["args"]
+    assert (whose["name"], who["job"], who["rank"], who["device"]) == (
+        "recording",
+        "5ca1ab1e",
+        3,
+        "node0/device0",
+    )
+    assert (device["name"], device["args"]) == ("process_name", {"name": "node0/device0"})
+    names = {lane["tid"]: lane["args"]["name"] for lane in lanes}
+    assert sorted(names.values()) == ["5ca1ab1e · rank 3 · reduce-scatter", "5ca1ab1e · rank 3 · turns"]
+    compute, half = _spans(timeline.path)
+    assert names[half["tid"]].endswith("reduce-scatter")
+    assert (compute["cat"], half["cat"], half["name"]) == (
+        "compute",
+        "reduce_scatter",
+        "reduce-scatter of bucket 1",
+    )
+    assert (compute["args"], half["args"]) == ({}, {"bucket": 1, "bytes": 4096, "dtype": "float32"})
+    assert (compute["dur"], half["dur"]) == (1.5e6, 0.25e6)
+    assert compute["ts"] / 1e6 - who["wall_s"] == pytest.approx(1.0, abs=1e-5)
+    assert who["wall_s"] == pytest.approx(time.time() - time.monotonic(), abs=1.0)
+
+
+def test_spans_of_a_lane_never_overlap(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, rank=0, device="d")
+    for begin_s, end_s in ((0, 4), (1, 5), (4, 6), (5, 7), (2, 8), (8, 9)):
+        timeline.span("all_gather", begin_s, end_s)
+    timeline.close()
+    lanes: dict[int, list[float]] = {}
+    for span in _spans(timeline.path):
+        lanes.setdefault(span["tid"], []).extend((span["ts"], span["ts"] + span["dur"]))
+    assert len(lanes) == 3
+    assert all(times == sorted(times) for times in lanes.values())
+
+
+def test_devices_are_processes_and_no_lane_is_two_ranks(tmp_path: Path) -> None:
+    ranks = [("a", 0, "d0"), ("a", 1, "d1"), ("b", 0, "d0"), ("b", 1, "d0")]
+    recorders = [Timeline(tmp_path, rank=rank, device=device, job=job) for job, rank, device in ranks]
+    for each in recorders:
+        each.span("compute", 0, 1)
+        each.close()
+    (first, second, third, fourth) = (_spans(each.path)[0] for each in recorders)
+    assert first["pid"] == third["pid"] == fourth["pid"] != second["pid"]
+    assert len({each["tid"] for each in (first, second, third, fourth)}) == 4
 
 
 def test_nothing_is_written_until_some_hundreds_wait(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
     for _ in range(record._FLUSH_SPANS - 1):
         timeline.span("compute", 0, 1)
-    assert len(_lines(timeline.path)) == 1
+    assert _spans(timeline.path) == []
     timeline.span("compute", 0, 1)
-    assert len(_lines(timeline.path)) == 1 + record._FLUSH_SPANS
+    assert len(_spans(timeline.path)) == record._FLUSH_SPANS
     timeline.close()
 
 
@@ -71,11 +101,11 @@ def test_a_second_after_the_last_time_it_is_written(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, rank=0, device="d")
     now_s = time.monotonic()
     timeline.span("compute", now_s, now_s + record._FLUSH_S / 2)
-    assert len(_lines(timeline.path)) == 1
+    assert _spans(timeline.path) == []
     timeline.span("compute", now_s, now_s + record._FLUSH_S)
-    assert len(_lines(timeline.path)) == 3
+    assert len(_spans(timeline.path)) == 2
     timeline.span("compute", now_s, now_s + record._FLUSH_S)
-    assert len(_lines(timeline.path)) == 3
+    assert len(_spans(timeline.path)) == 2
     timeline.close()
 
 
@@ -84,7 +114,7 @@ def test_spans_after_close_are_dropped_and_close_may_be_repeated(tmp_path: Path)
     timeline.close()
     timeline.span("compute", 0, 1)
     timeline.close()
-    assert len(_lines(timeline.path)) == 1
+    assert _spans(timeline.path) == []
 
 
 def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> None:
@@ -94,9 +124,9 @@ def test_every_recorder_has_a_file_and_a_header_of_its_own(tmp_path: Path) -> No
         recorder.span(f"kind{place}", 0, 1)
         recorder.close()
     name = f"rank0-{os.getpid()}"
-    assert [each.path.name for each in recorders] == [f"{name}.jsonl", f"{name}-2.jsonl", f"{name}-3.jsonl"]
-    assert [[line.get("kind") for line in _lines(each.path)] for each in recorders] == [
-        [None, f"kind{place}"] for place in range(3)
+    assert [each.path.name for each in recorders] == [f"{name}.json", f"{name}-2.json", f"{name}-3.json"]
+    assert [[span["cat"] for span in _spans(each.path)] for each in recorders] == [
+        [f"kind{place}"] for place in range(3)
     ]
 
 
@@ -113,9 +143,11 @@ def test_threads_lose_and_mix_nothing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     timeline.close()
-    spans = _lines(timeline.path)[1:]
+    spans = _spans(timeline.path)
+    wall_s = _lines(timeline.path)[0]["args"]["wall_s"]
     for number in range(4):
-        assert [span["begin_s"] for span in spans if span["thread"] == number] == list(range(1000))
+        begins_s = [round(span["ts"] / 1e6 - wall_s) for span in spans if span["args"]["thread"] == number]
+        assert begins_s == list(range(1000))
 
 
 def test_a_process_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
@@ -126,7 +158,7 @@ def test_a_process_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
     (path,) = tmp_path.iterdir()
-    assert [line.get("kind") for line in _lines(path)] == [None, "compute"]
+    assert [span["cat"] for span in _spans(path)] == ["compute"]
 
 
 def test_a_forked_child_does_not_repeat_its_parents_spans(tmp_path: Path) -> None:
@@ -138,7 +170,7 @@ def test_a_forked_child_does_not_repeat_its_parents_spans(tmp_path: Path) -> Non
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
     (path,) = tmp_path.iterdir()
-    assert len(_lines(path)) == 2
+    assert len(_spans(path)) == 1
 
 
 def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,3 +181,63 @@ def test_unwritable_directory_costs_one_warning(tmp_path: Path, caplog: pytest.L
         timeline.close()
     assert len(caplog.records) == 1
     assert "no timeline is recorded" in caplog.text
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def recorded(directory: Path, job: str, rank: int) -> Path:
+    timeline = Timeline(directory, rank=rank, device=f"d{rank}", job=job)
+    timeline.span("compute", 1.0, 2.0, step=rank)
+    timeline.close()
+    return timeline.path
+
+
+def test_recordings_of_all_jobs_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [recorded(tmp_path / "runs" / job, job, rank) for job in "ab" for rank in (0, 1)]
+    with paths[0].open("a") as file:
+        file.write('{"ph": "X", "name": "cut o')  # by a kill
+    trace = tmp_path / "deep" / "trace.json"
+    words = ["timeline", str(tmp_path / "runs"), str(tmp_path / "runs" / "a"), "-o", str(trace)]
+    assert cli.main(words) == 0
+    assert "2 jobs, 4 recordings, 4 spans" in capsys.readouterr().out
+    events = json.loads(trace.read_text())
+    assert events == [event for path in paths for event in _lines_of(path)]
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    return [
+        json.loads(line[:-2]) for line in path.read_text().splitlines(keepends=True) if line.endswith(",\n")
+    ]
+
+
+def test_what_is_no_recording_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["timeline", str(tmp_path), "-o", str(tmp_path / "trace.json")]
+    assert cli.main(words) == 1, "nothing there"
+    recorded(tmp_path, "a", 0)
+    (tmp_path / "rank0-1.json").write_text("[\na shopping list,\n")
+    (tmp_path / "rank0-2.json").write_text('[\n{"ph": "M", "name": "recording", "args": {"version": 9}},\n')
+    (tmp_path / "rank0-3.json").touch()
+    assert cli.main(words) == 1
+    told = capfd.readouterr()
+    assert "rank0-1.json: expected a recording, got" in told.err
+    assert "rank0-2.json: expected a recording of version 3, got 9" in told.err
+    assert "1 jobs, 2 recordings, 1 spans" in told.out
+    assert cli.main(["timeline", str(tmp_path / "none")]) == 2
+
+
+def test_pictures_and_windows_are_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, "a", 0)
+    words = [
+        "timeline",
+        str(tmp_path),
+        "--trace",
+        str(tmp_path / "t.json"),
+        "--picture",
+        "x.png",
+        "--from",
+        "1",
+        "--json",
+    ]
+    assert cli.main(words) == 0
+    assert capfd.readouterr().err.count("does nothing any more") == 3

@@ -3,18 +3,15 @@
 import pytest
 from hypothesis import given
 
-from crossover_ddp._timeline.spans import (
-    NextComputation,
+from lab.spans import (
     Statistics,
     TimelineSpan,
-    device_shares,
     extent_s,
-    handovers,
     handovers_s,
     occupancy,
     slices,
 )
-from tests.unit.timeline.made_up_spans import intervals, siblings, span
+from tests.recipes.made_up_spans import intervals, span
 
 
 def test_statistics() -> None:
@@ -71,59 +68,10 @@ def test_ranks_of_one_job_on_one_device_are_not_several_jobs() -> None:
     assert occupancy(ranks, "gpu") == {"idle": 0.0, "one": 1.0, "several": 0.0}
 
 
-def test_shares_of_devices_and_jobs() -> None:
-    spans = siblings(10)
-    first, second = device_shares(spans, ["b", "a"])
-    assert (first.device, second.device) == ("device0", "device1")
-    assert first.window_s == (1.0, 20.0)  # from b's first span to a's last
-    assert first.busy == pytest.approx(0.999, abs=1e-3)
-    assert first.several == 0
-    assert first.turns == 19
-    assert first.communicated == pytest.approx(0.5, abs=0.03)
-    b, a = first.jobs
-    assert (b.job, a.job, a.ranks, b.turns, a.turns) == ("b", "a", [0], 10, 9)
-    assert a.computed + b.computed == pytest.approx(first.busy)
-    assert a.waited == pytest.approx(0.25, abs=0.03)
-    assert a.handover.median_s == pytest.approx(0.001)
-    assert first.handover.count == a.handover.count + b.handover.count
-
-
-def test_the_rate_is_that_of_the_coded_halves_in_the_window() -> None:
-    sent = [(0, 100, 100), (4, 25, 100), (6, 75, 300)]
-    spans = [
-        TimelineSpan("a", 0, "gpu", "all_gather", at_s, at_s + 1, {"sent_bytes": coded, "exact_bytes": exact})
-        for at_s, coded, exact in sent
-    ]
-    plain = TimelineSpan("b", 0, "gpu", "all_gather", 4, 5, {"bytes": 1000})
-    (device,) = device_shares([*spans, plain], ["a", "b"], window_s=(3, 8))
-    assert [job.rate for job in device.jobs] == [0.25, None]
-
-
-def test_a_chosen_window_shows_only_what_is_in_it() -> None:
-    (device,) = device_shares([span("a", "compute", 0, 4), span("b", "compute", 6, 9)], "ab", window_s=(3, 5))
-    assert (device.busy, device.idle) == (0.5, 0.5)
-    assert [job.job for job in device.jobs] == ["a"]
-    assert device.turns == 0  # it began before
-
-
-def test_jobs_that_were_never_active_at_once_share_all_the_time() -> None:
-    (device,) = device_shares([span("a", "compute", 0, 4), span("b", "compute", 6, 10)], "ab")
-    assert device.window_s == (0, 10)
-    assert device.idle == pytest.approx(0.2)
-
-
-def test_a_handover_says_who_gave_and_who_took() -> None:
-    spans = siblings(2, ranks=1)
-    found = handovers(spans)
-    assert [(each.giver.job, each.taker.job) for each in found] == [("b", "a"), ("a", "b"), ("b", "a")]
-    begun = [NextComputation(spans).after(each.taker) for each in found]
-    assert [each and each.begin_s for each in begun] == [2.0, 3.0, None]  # the last wait was for nothing
-
-
 def test_a_long_run_without_siblings_is_quick() -> None:
     """Quadratic work in it would take minutes, and the test's time limit is one."""
     alone = [each for turn in range(20_000) for each in _turn("a", float(turn))]
-    assert handovers([span("b", "compute", 0.0, 0.5), *alone]) == []
+    assert handovers_s([span("b", "compute", 0.0, 0.5), *alone], "a") == []
 
 
 def _turn(job: str, begin_s: float) -> list[TimelineSpan]:

@@ -1,10 +1,10 @@
-"""Child processes of the command, the lab and the tests: started, watched without polling, ended for sure.
+"""Child processes of the lab and the tests: started, watched without polling, ended for sure.
 
 [Note: no process is left behind]
 Three nets, one below the other. A child gets a signal from the kernel when the thread that started it ends, even if
 that was killed. A child leads a session, so one signal reaches what it has started there. And whatever has left the
 session, as torchrun's ranks do, has inherited a variable, the *mark*, by which it is found. A process that clears its
-environment is not found. Finding processes needs psutil (extra ``cli``). Our design.
+environment is not found. Finding processes needs psutil. Our design.
 """
 
 import contextlib

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline import picture as timeline_picture
-from crossover_ddp._timeline.spans import TimelineSpan
-from tests.unit.timeline.made_up_spans import intervals, siblings
+from lab import picture as timeline_picture
+from lab.spans import TimelineSpan
+from tests.recipes.made_up_spans import intervals, siblings
 
 
 @given(intervals, st.booleans())

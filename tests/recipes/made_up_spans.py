@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from crossover_ddp._timeline.spans import TimelineSpan
+from lab.spans import TimelineSpan
 
 
 def span(job: str, kind: str, begin_s: float, end_s: float, *, rank: int = 0) -> TimelineSpan:

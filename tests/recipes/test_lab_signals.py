@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._system import signals
-from crossover_ddp._system.signals import undisturbed
+from lab import signals
+from lab.signals import undisturbed
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # The kernel gives a signal for the process to the main thread if that does not mask it, and to another one if it does.
 CLEARING_UP = """
 import os, signal, sys, time
 import torch
-from crossover_ddp._system.signals import undisturbed
+from lab.signals import undisturbed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(4)
 for _ in range(3):
@@ -48,7 +48,7 @@ except KeyboardInterrupt as error:
 def clear_up(first: int, *meanwhile: int) -> "subprocess.CompletedProcess[str]":
     """Interrupt a process that then clears up, in which further signals for the whole process come."""
     command = [sys.executable, "-c", CLEARING_UP, *(str(int(number)) for number in meanwhile)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/recipes"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"

@@ -14,18 +14,12 @@ from .spans import NETWORK_KINDS, TimelineSpan, extent_s, occupancy, slices
 
 # Distinguishable with any colour vision (after Okabe and Ito).
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
-FORMATS: Final = (".png", ".svg")
 STEPS_SHOWN: Final = 8
-MISSING_MATPLOTLIB: Final = (
-    "expected the package matplotlib for pictures, got none; pip install 'crossover_ddp[picture]' (or pip install "
-    "matplotlib), or leave the picture out"
-)
 _LANE_HEIGHT: Final = 0.8
 _DEVICE_HEIGHT: Final = 2.45
 _LEGEND_COLUMNS: Final = 8
 _BACKGROUND: Final = "#f1f1f1"
 _HATCH: Final = "//////"
-_NAME_CHARACTERS: Final = 22
 
 Window = tuple[float | None, float | None]
 
@@ -242,8 +236,3 @@ class _Picture:
             frameon=False,
             fontsize=9,
         )
-
-
-def short_name(device: str) -> str:
-    """Cut a long device name, such as a GPU's UUID, to its first characters."""
-    return device if len(device) <= _NAME_CHARACTERS else device[: _NAME_CHARACTERS - 1] + "…"

@@ -1,0 +1,162 @@
+"""Spans that ranks have recorded, shares of devices' time, and hand-overs; all times on one clock, in seconds."""
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, TypeVar
+
+from crossover_ddp._timeline.trace import events
+
+NETWORK_KINDS: Final = frozenset({"exchange", "reduce_scatter", "all_gather"})
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class TimelineSpan:
+    """One thing that one rank of one job did, on the clock of all jobs."""
+
+    job: str
+    rank: int
+    device: str
+    kind: str
+    begin_s: float
+    end_s: float
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length_s(self) -> float:
+        """Its duration."""
+        return self.end_s - self.begin_s
+
+
+def read_spans(path: Path, job: str = "") -> list[TimelineSpan]:
+    """Read one rank's recording, on the clock that its process read; ``job`` is the one that it names itself."""
+    whose, *found = list(events(path)) or [{}]
+    who = whose.get("args", {})
+    return [
+        TimelineSpan(
+            job or str(who["job"]),
+            who["rank"],
+            who["device"],
+            event["cat"],
+            event["ts"] / 1e6 - who["wall_s"],
+            (event["ts"] + event["dur"]) / 1e6 - who["wall_s"],
+            event["args"],
+        )
+        for event in found
+        if event["ph"] == "X"
+    ]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A summary of some durations."""
+
+    count: int
+    total_s: float
+    median_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, lengths_s: Iterable[float]) -> "Statistics":
+        """Sum up durations; all zero if there is none."""
+        ordered = sorted(lengths_s)
+        if not ordered:
+            return cls(0, 0.0, 0.0, 0.0, 0.0)
+        p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+        return cls(len(ordered), math.fsum(ordered), median(ordered), p99, ordered[-1])
+
+
+def slices(intervals: Iterable[tuple[float, float, _Key]]) -> Iterator[tuple[float, float, tuple[_Key, ...]]]:
+    """Cut overlapping intervals into consecutive slices.
+
+    Args:
+        intervals: begin, end and owner of each.
+
+    Yields:
+        begin, end and the active owners, in no order; slices without an owner are left out.
+    """
+    changes = [change for b, e, key in intervals if e > b for change in ((b, 1, key), (e, -1, key))]
+    active: Counter[_Key] = Counter()
+    last_s = -math.inf
+    for at_s, change, key in sorted(changes, key=lambda each: each[0]):
+        if at_s > last_s and active:
+            yield last_s, at_s, tuple(active)
+        active[key] += change
+        if not active[key]:
+            del active[key]
+        last_s = at_s
+
+
+def occupancy(
+    spans: Iterable[TimelineSpan], device: str, *, window_s: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """Return the shares of a device's time in which no job, one job or several jobs computed; they add up to 1.
+
+    Args:
+        spans: of any devices.
+        device: the device to work on.
+        window_s: begin and end; by default the time in which every job there was active, from
+            the latest first span to the earliest last one.
+    """
+    here = [span for span in spans if span.device == device]
+    begin_s, end_s = window_s or _all_active(here)
+    if not end_s > begin_s:
+        return {"idle": 1.0, "one": 0.0, "several": 0.0}
+    clipped = (
+        (max(span.begin_s, begin_s), min(span.end_s, end_s), span.job)
+        for span in here
+        if span.kind == "compute"
+    )
+    lengths_s: dict[bool, float] = {True: 0.0, False: 0.0}
+    for slice_begin_s, slice_end_s, jobs in slices(clipped):
+        lengths_s[len(jobs) > 1] += slice_end_s - slice_begin_s
+    one, several = (lengths_s[many] / (end_s - begin_s) for many in (False, True))
+    return {"idle": 1 - one - several, "one": one, "several": several}
+
+
+def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:
+    """Return the seconds from each release of a sibling for which the job was waiting to the job's own computation.
+
+    Only turns that the job really waited for count: those where a sibling's last computation on the
+    same device ended while the job's "wait" lasted.
+    """
+    waits: list[TimelineSpan] = []
+    computed: dict[str, list[TimelineSpan]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "wait" and span.job == job:
+            waits.append(span)
+        elif span.kind == "compute":
+            computed[span.device].append(span)
+    for each in computed.values():
+        each.sort(key=lambda span: span.end_s)
+    ends_s = {device: [span.end_s for span in each] for device, each in computed.items()}
+    found = []
+    for wait in waits:
+        place = bisect_right(ends_s.get(wait.device, []), wait.end_s) - 1
+        while place >= 0 and (giver := computed[wait.device][place]).end_s > wait.begin_s:
+            if giver.job != job:
+                found.append(wait.end_s - giver.end_s)
+                break
+            place -= 1
+    return found
+
+
+def extent_s(spans: Iterable[TimelineSpan]) -> tuple[float, float]:
+    """Return when the first span began and the last one ended; both 0 if there is none."""
+    found = [(span.begin_s, span.end_s) for span in spans]
+    return min((b for b, _ in found), default=0.0), max((e for _, e in found), default=0.0)
+
+
+def _all_active(spans: Iterable[TimelineSpan]) -> tuple[float, float]:
+    by_job: dict[str, list[TimelineSpan]] = defaultdict(list)
+    for span in spans:
+        by_job[span.job].append(span)
+    extents_s = [extent_s(each) for each in by_job.values()]
+    return max((b for b, _ in extents_s), default=0.0), min((e for _, e in extents_s), default=0.0)
