@@ -315,10 +315,10 @@ class JobTurn:
         if (mutex := self._joined()) is not None:
             mutex.request()
 
-    def acquire(self, *, ahead: bool = False) -> None:
+    def acquire(self) -> None:
         """Take the turn again."""
         if (mutex := self._joined()) is not None:
-            mutex.acquire(ahead=ahead)
+            mutex.acquire()
 
     def _joined(self) -> GPUMutex | None:
         """Return the process's mutex; None for a model of some of the job's ranks."""

@@ -4,27 +4,24 @@ A turn belongs to a job, all its ranks; every device sees the same order of turn
 `crossover_ddp._turns.rules`. `CrossoverState` and the other hooks use a mutex by themselves; this class is for code
 that takes turns without a hook, and for giving the turn away during evaluation and checkpoints.
 
-What a turn is made of is in `crossover_ddp._turns.rank_turns`. The mutex joins and leaves, and keeps every failure of
-turns away from the job.
+What a turn is made of is in `crossover_ddp._turns.turns`. The mutex joins and leaves, and keeps every failure of turns
+away from the job.
 """
 
 import contextlib
 import datetime
 import logging
-import os
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crossover_ddp._system import environment
 from crossover_ddp._turns.group_timeout import patience_limit_s
-from crossover_ddp._turns.joining import Membership, NotJoinedError, join, leave
-from crossover_ddp._turns.rank_turns import RankTurns
+from crossover_ddp._turns.joining import NotJoinedError, join
 from crossover_ddp._turns.rules import Lease, Patience
-from crossover_ddp._turns.turn_counters import TurnCounters
-from crossover_ddp.errors import CrossoverError, UnsupportedConfigurationError
+from crossover_ddp._turns.turns import Counters, Turns
+from crossover_ddp.errors import CrossoverError
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSED = "closed"
-_CLOSE_TIMEOUT_S = 5.0
-_LEAVING_LOOK_S = 0.01
 _HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks come from the same exchange
 
 
@@ -95,14 +90,10 @@ class GPUMutex:
             lease = lease.total_seconds()
         if lease is not None and not lease > 0:
             raise ValueError(f"expected a lease > 0 seconds, got lease={lease}; leave it out for the default")
-        self._prepare(name, lease, process_group)
-        if self.disabled_because is None:
-            try:
-                self._enter(
-                    join(self.name, device, process_group, lease_s=self._lease.seconds, timeout_s=None)
-                )
-            except NotJoinedError as error:
-                raise error.reason from error.__cause__
+        try:
+            self._join(name, device, process_group, None if lease is None else float(lease))
+        except NotJoinedError as error:
+            raise error.reason from error.__cause__
 
     @classmethod
     def for_hook(cls, device: "torch.device | None", process_group: "ProcessGroup") -> "GPUMutex":
@@ -113,25 +104,30 @@ class GPUMutex:
         **Collective.**
         """
         mutex = cls.__new__(cls)
-        mutex._prepare(None, None, process_group)
-        if mutex.disabled_because is None:
-            try:
-                membership = join(
-                    mutex.name,
-                    device,
-                    process_group,
-                    lease_s=mutex._lease.seconds,
-                    timeout_s=_HOOK_JOIN_TIMEOUT_S,
-                )
-            except NotJoinedError as error:
-                if isinstance(error.reason, ValueError | TypeError):
-                    raise error.reason from error.__cause__
-                mutex._stay_out(error, process_group.rank())
-            else:
-                mutex._enter(membership)
+        try:
+            mutex._join(None, device, process_group, None, timeout_s=_HOOK_JOIN_TIMEOUT_S)
+        except NotJoinedError as error:
+            if isinstance(error.reason, ValueError | TypeError):
+                raise error.reason from error.__cause__
+            mutex.disabled_because = f"{type(error.reason).__name__}: {error.reason}"
+            logger.log(  # if all ranks know the reason, rank 0 alone warns
+                logging.INFO if error.agreed and process_group.rank() else logging.WARNING,
+                "cannot take turns in group %r: %s. This job trains on without them: same results, no crossover",
+                mutex.name,
+                error.reason,
+            )
         return mutex
 
-    def _prepare(self, name: str | None, lease_s: float | None, process_group: "ProcessGroup | None") -> None:
+    # --- joining and leaving -------------------------------------------------------------------------------
+
+    def _join(
+        self,
+        name: str | None,
+        device: "torch.device | str | int | None",
+        process_group: "ProcessGroup | None",
+        lease_s: float | None,
+        timeout_s: float | None = None,
+    ) -> None:
         self.name = name if name is not None else environment.sibling_group()
         self.ranks = _ranks_of(process_group)
         """The job, as ranks of the default group; empty where there was no group: this process alone."""
@@ -140,36 +136,24 @@ class GPUMutex:
         self.closed = False
         """Whether `close` was called, whether or not turns had failed before."""
         self.disabled_because = "CROSSOVER_DISABLE is set" if turns_disabled() else None
-        self._lease = Lease(None if lease_s is None else float(lease_s))
+        self._lease = Lease(lease_s)
         self._patience = Patience(patience_limit_s(process_group))
-        self._counters = TurnCounters()
-        self._turns: RankTurns | None = None  # None before joining and after leaving
-        self._busy = threading.RLock()
-
-    # --- joining and leaving -------------------------------------------------------------------------------
-
-    def _enter(self, membership: Membership) -> None:
+        self._counters = Counters()
+        self._turns: Turns | None = None  # None before joining and after leaving
+        self._finalizer: weakref.finalize[..., GPUMutex] | None = None
+        if self.disabled_because is not None:
+            return
+        membership = join(self.name, device, process_group, lease_s=self._lease.seconds, timeout_s=timeout_s)
         self.job, self.device = membership.job, membership.device
-        mutex = weakref.ref(self)  # or a turn that is being published would keep the mutex alive
+        mutex = weakref.ref(self)  # or its own thread would keep the mutex alive
 
-        def cannot_publish(error: Exception) -> None:
-            living = mutex()
-            if living is not None:
-                living._cannot_publish(error)
+        def failed(error: Exception) -> None:
+            if (living := mutex()) is not None:
+                living._give_up(error)
 
-        self._turns = RankTurns(membership, self._lease, self._patience, self._counters, cannot_publish)
-        self._finalizer = weakref.finalize(self, leave, membership, os.getpid())
+        self._turns = Turns(membership, self._lease, self._patience, self._counters, failed)
+        self._finalizer = weakref.finalize(self, self._turns.close)
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
-
-    def _stay_out(self, error: NotJoinedError, rank: int) -> None:
-        """Train on without turns. If all ranks know the reason, rank 0 alone warns."""
-        self.disabled_because = f"{type(error.reason).__name__}: {error.reason}"
-        logger.log(
-            logging.INFO if error.agreed and rank else logging.WARNING,
-            "cannot take turns in group %r: %s. This job trains on without them: same results, no crossover",
-            self.name,
-            error.reason,
-        )
 
     def close(self) -> None:
         """Leave for good: siblings no longer wait for this job. Not collective; may be called twice.
@@ -177,58 +161,21 @@ class GPUMutex:
         A turn that another thread waits for ends at once, without the turn.
         """
         self.closed = True
-        turns = self._turns
-        if turns is not None:
-            turns.interrupt()
-        idle = self._busy.acquire(timeout=_CLOSE_TIMEOUT_S)  # not idle: another thread waits for the device
-        try:
-            if self._turns is not None:
-                self._leave(CLOSED)
-        finally:
-            if idle:
-                self._busy.release()
-
-    def _leave(self, reason: str) -> None:
-        self.disabled_because = reason
-        self._turns = None
-        self._finalizer()
+        if self._turns is not None:
+            self._turns, self.disabled_because = None, CLOSED
+        if self._finalizer is not None:
+            self._finalizer()
 
     def _give_up(self, error: Exception) -> None:
-        if self._turns is None:  # another thread has closed the mutex meanwhile
+        """Train on without turns, which have failed."""
+        if self._turns is None:
             return
-        if self.closed:  # `close` has ended this thread's wait
-            self._leave(CLOSED)
-            return
+        self._turns, self.disabled_because = None, f"{type(error).__name__}: {error}"
         logger.warning(
-            "turns on %s failed (%s: %s); this job trains on without them: same results, no crossover",
+            "turns on %s failed (%s); this job trains on without them: same results, no crossover",
             self.device,
-            type(error).__name__,
-            error,
+            self.disabled_because,
         )
-        with contextlib.suppress(Exception):
-            self._leave(f"{type(error).__name__}: {error}")
-
-    def _safely(self, action: Callable[[RankTurns], object]) -> None:
-        """Do something with the turns, if there are any; if it fails, train on without them, with one warning."""
-        with self._busy:
-            if self._turns is None:
-                return
-            try:
-                action(self._turns)
-            except UnsupportedConfigurationError:  # the caller's mistake, found before anything was done
-                raise
-            except Exception as error:  # promise 3: giving up on turns costs speed, never the job
-                self._give_up(error)
-
-    def _cannot_publish(self, error: Exception) -> None:
-        """Give up because a turn given back cannot be published; perhaps on the device order's own thread."""
-        # A thread that is busy may be leaving, and then waits for the order's thread, which is this one, to end.
-        while self._turns is not None:
-            if self._busy.acquire(timeout=_LEAVING_LOOK_S):
-                try:
-                    self._give_up(error)
-                finally:
-                    self._busy.release()
 
     def __enter__(self) -> "GPUMutex":
         self.acquire()
@@ -251,12 +198,10 @@ class GPUMutex:
 
     @property
     def shared(self) -> bool:
-        """Whether a sibling was present when the last turn was drawn; the same on all ranks of the job.
+        """Whether a sibling was on this rank's device when the last turn began.
 
-        While it is False no sibling waits for this job, so a caller may go on at once and
-        pass ``ahead=True`` to `acquire`. Waits for the grant of a turn that was acquired ahead.
+        While it is False `acquire` does not wait, and a caller need not wait for the device before it.
         """
-        self._safely(RankTurns.settle)
         turns = self._turns
         return turns is not None and turns.shared
 
@@ -265,28 +210,28 @@ class GPUMutex:
 
         Optional, once for an `acquire`, and like it called by all ranks. Never blocks, never raises.
         """
-        self._safely(RankTurns.request)
+        if (turns := self._turns) is not None:
+            turns.request()
 
     def acquire(self, *, ahead: bool = False, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Block until this job's turn has come on this device: siblings' kernels are done then.
 
-        Siblings that die are passed over at once, others after their lease. If turns fail the job goes on
-        without them. Inside a turn a job of one rank goes on at once, one of several ranks gives it back first.
+        Siblings that die are passed over at once, others after their lease; without siblings it does not wait. If
+        turns fail the job goes on without them. Inside a turn a job of one rank goes on at once, one of several ranks
+        gives it back first.
 
         Args:
-            ahead: go on at once although the turn's number is not known yet; for callers that have seen
-                `shared` to be False. A sibling that joins at this very moment may compute beside this turn.
-            streams: without effect; goes with the next version.
+            ahead: without effect, as ``streams``; both go with the next version.
+            streams: without effect.
 
         On failure: `UnsupportedConfigurationError` while the current stream captures a CUDA graph, whose replays
             would take no turn; nothing has changed then. Raises nothing else.
         """
-        if streams:
-            words = (
-                "acquire(streams=…) has no effect: the host waits, so every stream may begin; leave it out"
-            )
+        if ahead or streams:
+            words = "acquire(ahead=…, streams=…) has no effect: the host waits, and alone nobody does; leave it out"
             warnings.warn(words, FutureWarning, stacklevel=2)
-        self._safely(lambda turns: turns.acquire(ahead=ahead))
+        if (turns := self._turns) is not None:
+            turns.acquire()
 
     def release(self, *, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
         """Give the turn back once the current stream has finished what it has queued; on a CPU at once.
@@ -299,8 +244,8 @@ class GPUMutex:
 
         On failure: as `acquire`.
         """
-        if self.holding:  # outside a turn another thread may be waiting for one
-            self._safely(lambda turns: turns.release(streams))
+        if (turns := self._turns) is not None:
+            turns.release(streams)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -335,17 +280,14 @@ class GPUMutex:
             "siblings": self._count_siblings(),
             "lease_s": self._lease.seconds,
             "leases_expired": self._patience.expired_count,
-            "ordered_by": turns.ordered_by if turns is not None else None,
+            "ordered_by": turns.membership.order.kind if turns is not None else None,
             "disabled_because": self.disabled_because,
         }
 
     def _count_siblings(self) -> int | None:
-        """Return how many other jobs are on the device; None while another thread waits for the turn."""
-        if not self._busy.acquire(blocking=False):
-            return None
+        """Return how many other jobs are on the device; None if that cannot be seen."""
+        turns = self._turns
         try:
-            return self._turns.count_siblings() if self._turns is not None else 0
+            return turns.count_siblings() if turns is not None else 0
         except (OSError, CrossoverError):
             return None
-        finally:
-            self._busy.release()

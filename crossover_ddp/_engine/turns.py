@@ -22,7 +22,7 @@ class Turn(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether a sibling is present; the same answer on all ranks during one step."""
+        """Whether a sibling was on this rank's device when the turn began."""
 
     def release(self) -> None:
         """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
@@ -30,10 +30,10 @@ class Turn(Protocol):
     def request(self) -> None:
         """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""
 
-    def acquire(self, *, ahead: bool = False) -> None:
+    def acquire(self) -> None:
         """Take the turn again: the step's buckets are complete. Called on a thread that may block.
 
-        ``ahead``: the device may still be busy with them, nobody shares it.
+        Where nobody shares the device it may still be busy with them.
         """
 
 
@@ -91,15 +91,12 @@ class TurnLink(LinkAround):
         bucket, turn = self._bucket, self._turn
         whole_way = bucket.place.reached()
         await self.settle()
-        ahead = self.in_program_order and not turn.shared
-        if self.in_program_order and not ahead:
+        if self.in_program_order and turn.shared:
             self._reached()
             turn.request()
             whole_way()
-        elif self.size == 1:
-            turn.request()
         bucket.exchanged()
-        turn.acquire(ahead=ahead)
+        turn.acquire()
 
 
 async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, turn: Turn) -> None:
@@ -107,8 +104,7 @@ async def behind(futures: Sequence[GradientFuture], bucket: Bucket, link: Link, 
     await link.settle()
     for future in futures:
         bucket.result = future.wait()
-    ahead = not turn.shared
-    if not ahead:
+    if turn.shared:
         bucket.place.reached()()
     bucket.exchanged()
-    turn.acquire(ahead=ahead)
+    turn.acquire()

@@ -139,7 +139,7 @@ class Engine:
             done_s = time.monotonic()
             if transfer.turn is not None:
                 with transfer.side.current():
-                    transfer.turn.acquire(ahead=ahead)
+                    transfer.turn.acquire()
             self.records.add(transfer.step.ready, self._turn_taken_s)
             self._turn_taken_s = time.monotonic()
             self.spans.exchange(transfer, done_s)

@@ -30,6 +30,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -195,12 +196,17 @@ class TurnChannel:
                 store.set(_grant_key(rank, self._sent), _END)
                 self._listening.remove(rank)
 
-    def listen(self) -> None:
-        """Other ranks: begin to ask for grants."""
+    def listen(self, on_grant: Callable[[], None]) -> None:
+        """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
         store = self._connected()
-        listener = _Listener(store.clone(), self.rank)
+        listener = _Listener(store.clone(), self.rank, on_grant)
         self._listener = listener
         listener.start()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a grant is there that `receive` has not returned."""
+        return self._listener is not None and self._listener.arrived
 
     def receive(self) -> Grant:
         """Other ranks: return the next grant; raises `TurnError` after half the process group's timeout."""
@@ -232,15 +238,22 @@ class TurnChannel:
 class _Listener:
     """A thread that always asks for the next grant, so that the grant has arrived when it is needed."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, on_grant: Callable[[], None]) -> None:
         store.set_timeout(_LISTENING)
         self._asking = store
         self._rank = rank
+        self._on_grant = on_grant
         self._changed = threading.Condition()
         self._grants: collections.deque[Grant] = collections.deque()
         self._ended: str | None = None
         self._received = 0
         self._thread = threading.Thread(target=self._listen, name="crossover-turns", daemon=True)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `take` would return a grant at once."""
+        with self._changed:
+            return bool(self._grants)
 
     def start(self) -> None:
         """Begin to listen."""
@@ -294,6 +307,7 @@ class _Listener:
             self._received += 1
             self._grants.append(decode([*map(int, text.split())]))
             self._changed.notify_all()
+        self._on_grant()
 
 
 def _grant_key(rank: int, number: int) -> str:

@@ -17,7 +17,6 @@ A wait for an event covers its last record. The turn is published *after* the re
 before it waits, so what it waits for has always been enqueued.
 """
 
-import functools
 import logging
 import os
 import threading
@@ -32,40 +31,36 @@ from crossover_ddp._system.cuda_driver import adopt_thread
 from crossover_ddp._system.worker import Worker
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .slots import EVENT_COUNT, EVENT_HANDLE_BYTES
-
 logger = logging.getLogger(__name__)
 
 Process = tuple[int, int]
 """A sibling process: its slot and incarnation."""
 
-_DRAIN_TIMEOUT_S = 10.0
 _WAITER: Final = "crossover-turn-wait"
 
 
-class _Pool(NamedTuple):
-    """Events that siblings can open, and the handles by which they do.
+class _Shared(NamedTuple):
+    """An event that siblings can open by its handle.
 
-    To use an opened event after its owner has destroyed it is undefined, so a pool lives as long as the process; the
-    next mutex on the device takes it over.
+    To use an opened event after its owner has destroyed it is undefined, so it lives as long as the process; the next
+    mutex on the device takes it over.
     """
 
-    events: tuple[torch.cuda.Event, ...]
-    handles: bytes
+    event: torch.cuda.Event
+    handle: bytes
 
 
-_unused: Final[dict[torch.device, list[_Pool]]] = {}
+_unused: Final[dict[torch.device, list[_Shared]]] = {}
 
 
-def _take_pool(device: torch.device) -> _Pool:
-    """Return an unused pool. Raises ``RuntimeError`` where CUDA IPC does not work."""
+def _take_event(device: torch.device) -> _Shared:
+    """Return an unused event. Raises ``RuntimeError`` where CUDA IPC does not work."""
     if _unused.get(device):
         return _unused[device].pop()
     with torch.cuda.device(device):
-        events = tuple([torch.cuda.Event(interprocess=True, enable_timing=False) for _ in range(EVENT_COUNT)])
-        for event in events:  # an event that was never recorded has no handle on some drivers
-            event.record()
-        return _Pool(events, b"".join(bytes(event.ipc_handle()) for event in events))
+        event = torch.cuda.Event(interprocess=True, enable_timing=False)
+        event.record()  # without a record it has no handle on some drivers
+        return _Shared(event, bytes(event.ipc_handle()))
 
 
 class DeviceOrder:
@@ -80,19 +75,19 @@ class DeviceOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None
-        self._pool: _Pool | None = None
-        self._opened: dict[Process, tuple[torch.cuda.Event, ...]] = {}
-        self._publisher, self._waiter = Worker("crossover-turn-end"), Worker(_WAITER)
+        self._own: _Shared | None = None
+        self._opened: dict[Process, torch.cuda.Event] = {}
+        self._waiter = Worker(_WAITER)
         self._end_stream: torch.cuda.Stream | None = None
         if _wanted() == "events" and self._gpu is not None:
             try:
-                self._pool = _take_pool(self._gpu)
+                self._own = _take_event(self._gpu)
             except RuntimeError as error:
                 words = "CUDA IPC events do not work on %s (%s): turns are ordered on the host"
                 logger.warning(words, device, error)
-        self.kind = "host" if self._pool is None else "events"
+        self.kind = "host" if self._own is None else "events"
         """The order in force, for people to read."""
-        self.handles = b"" if self._pool is None else self._pool.handles
+        self.handle = b"" if self._own is None else self._own.handle
         """What siblings need in order to wait for this process; published in its slot."""
 
     def check_usable(self) -> None:
@@ -105,30 +100,33 @@ class DeviceOrder:
 
     # --- own turns -----------------------------------------------------------------------------------------
 
-    def finish(self, turn: int, publish: Callable[[], None], streams: "Sequence[torch.cuda.Stream]") -> None:
-        """Mark the end of ``turn`` behind what the current stream, and ``streams``, have queued, and ``publish`` it.
+    def streams(self) -> "Sequence[torch.cuda.Stream]":
+        """Return the streams on which a turn that begins now may compute: the current and the default one."""
+        if self._gpu is None:
+            return ()
+        return torch.cuda.current_stream(self._gpu), torch.cuda.default_stream(self._gpu)
 
-        ``publish`` must not raise; where siblings cannot wait themselves a thread calls it, when the device is done.
+    def mark(self, streams: "Sequence[torch.cuda.Stream]" = ()) -> torch.cuda.Event | None:
+        """Mark the end of a turn behind what the current stream, and ``streams``, have queued.
+
+        Returns the event for which to `wait` before the turn is published; None where it may be published at once.
         """
         if self._gpu is None:
-            publish()
-            return
+            return None
         stream = torch.cuda.current_stream(self._gpu)
         if streams:
             self._end_stream = self._end_stream or torch.cuda.Stream(self._gpu)
             for each in (stream, *streams):
                 self._end_stream.wait_stream(each)
             stream = self._end_stream
-        if self._pool is not None:
-            self._pool.events[turn % EVENT_COUNT].record(stream)
-            publish()
-            return
+        if self._own is not None:
+            self._own.event.record(stream)
+            return None
         end = torch.cuda.Event(blocking=True)
         end.record(stream)
-        self._publisher.put(functools.partial(self._wait, end))
-        self._publisher.put(publish)
+        return end
 
-    def _wait(self, end: torch.cuda.Event) -> None:
+    def wait(self, end: torch.cuda.Event) -> None:
         """Block until the device has reached ``end``. On a thread of the package's own."""
         torch.cuda.set_device(self._gpu)
         adopt_thread()
@@ -139,36 +137,31 @@ class DeviceOrder:
 
     # --- siblings' turns -----------------------------------------------------------------------------------
 
-    def follow(
-        self, process: Process, handles: bytes, turn: int, wake: Callable[[], None]
-    ) -> threading.Event:
+    def follow(self, process: Process, handle: bytes, wake: Callable[[], None]) -> threading.Event:
         """Let a thread wait for the end of a sibling's turn; the result is set then, and ``wake`` called.
 
-        Raises ``RuntimeError`` if its events cannot be opened here.
+        Raises ``RuntimeError`` if its event cannot be opened here.
         """
         over = threading.Event()
-        event = self._events_of(process, handles)[turn % EVENT_COUNT]
+        event = self._event_of(process, handle)
         if event.query():
             over.set()
             return over
 
         def wait() -> None:
-            self._wait(event)
+            self.wait(event)
             over.set()
             wake()
 
         self._waiter.put(wait)
         return over
 
-    def _events_of(self, process: Process, handles: bytes) -> tuple[torch.cuda.Event, ...]:
+    def _event_of(self, process: Process, handle: bytes) -> torch.cuda.Event:
         if process not in self._opened:
             slot, _ = process
-            for former in [known for known in self._opened if known[0] == slot]:
-                del self._opened[former]
-            starts = range(0, len(handles), EVENT_HANDLE_BYTES)
-            each = [handles[start : start + EVENT_HANDLE_BYTES] for start in starts]
+            self._opened = {known: event for known, event in self._opened.items() if known[0] != slot}
             device = self._gpu or torch.device("cuda")
-            self._opened[process] = tuple([torch.cuda.Event.from_ipc_handle(device, one) for one in each])
+            self._opened[process] = torch.cuda.Event.from_ipc_handle(device, handle)
         return self._opened[process]
 
     def leave_behind(self) -> None:
@@ -177,17 +170,13 @@ class DeviceOrder:
         self._waiter = Worker(_WAITER)
 
     def close(self) -> None:
-        """Wait for the own marks, for 10 s at most. May be called again."""
-        pool, self._pool = self._pool, None
+        """Wait for the end of the own last turn. May be called again."""
+        own, self._own = self._own, None
         self._opened.clear()
         self._waiter.stop()
-        if self._gpu is None:
-            return
-        for event in pool.events if pool is not None else ():
-            self._publisher.put(functools.partial(self._wait, event))
-        self._publisher.stop()
-        if self._publisher.join(_DRAIN_TIMEOUT_S) and pool is not None:
-            _unused.setdefault(self._gpu, []).append(pool)
+        if own is not None and self._gpu is not None:
+            self.wait(own.event)
+            _unused.setdefault(self._gpu, []).append(own)
 
 
 def _wanted() -> str:

@@ -96,7 +96,7 @@ class _Attempt:
         lead = devices.index(min(devices))
         job = int(everyone[lead][1])
         self._agree_on(lambda: self._take_slot(device, name, job, devices))
-        self._agree_on(lambda: self._stay(job, devices, is_lead=self._rank == lead))
+        self._agree_on(lambda: self._stay(job, devices))
         assert self._segment is not None and self._order is not None
         return Membership(job, name, self._rank == lead, self._segment, self._order, self._channel)
 
@@ -146,13 +146,13 @@ class _Attempt:
             rank=self._rank,
             world_size=len(devices),
             lease_s=self._lease_s,
-            events=order.handles,
+            events=order.handle,
         )
         misfit = _misfit(segment, job, set(devices))
         if misfit is not None and misfit.started:
             raise _refusal(misfit, segment, devices)
 
-    def _stay(self, job: int, devices: list[str], *, is_lead: bool) -> None:
+    def _stay(self, job: int, devices: list[str]) -> None:
         """Wait for misfits without turns to leave; see [Note: misfits]."""
         segment = self._segment
         assert segment is not None
@@ -164,8 +164,6 @@ class _Attempt:
             if misfit.started or time.monotonic() - begin_s > patience_s:
                 raise _refusal(misfit, segment, devices)
             time.sleep(_LOOK_EVERY_S)
-        if self._channel is not None and not is_lead:
-            self._channel.listen()
 
     def undo(self) -> None:
         """Give back what was taken, whatever else fails."""
@@ -215,21 +213,12 @@ def join(
         raise NotJoinedError(error, agreed=False) from error
 
 
-def leave(membership: Membership, pid: int) -> None:
-    """Leave the siblings, also at the end of the process; first wait for what still runs on the device.
-
-    Args:
-        membership: from `join`.
-        pid: the process that joined; a fork of it leaves the device alone.
-    """
-    try:
-        _places.discard((pid, membership.segment.group, membership.device))
-        if os.getpid() == pid:
-            membership.order.close()
-    finally:
-        membership.segment.leave()
-        if membership.channel is not None:
-            membership.channel.close(end_grants=membership.is_lead)
+def leave(membership: Membership) -> None:
+    """Give up what `join` has taken."""
+    _places.discard((os.getpid(), membership.segment.group, membership.device))
+    membership.segment.leave()
+    if membership.channel is not None:
+        membership.channel.close(end_grants=membership.is_lead)
 
 
 def _described(error: Exception) -> str:

@@ -15,10 +15,14 @@ rank enters inside its turn depends on its own job's ranks alone, and those wait
 Deaths remove slots from the wait; a stopped job costs its siblings one lease. `tests/unit/
 test_turn_model.py` explores every interleaving of two and three jobs on two devices with these functions.
 
-[Note: one lease a job] A rank that has waited for a whole lease passes the job over, whatever slots the job has on the
-device, up to that turn. It also passes the job's later turns over, slot by slot, as long as a slot shows the
-same last turns started and given back: its owner has begun no later turn, or the slot would show that. When an owner
-goes on, the rank waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a deadlock.
+[Note: one lease a job] A rank that has waited for a whole lease passes the job over, slot by slot, as long as a slot
+shows the same last turns started and given back: its owner has begun no later turn, or the slot would show that. When
+an owner goes on, the rank waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a
+deadlock.
+
+[Note: alone on a device] A rank that sees no sibling on its device need not know its turn's number to begin: nobody is
+there to be waited for. It begins at once, and publishes the number when that is known; siblings that have joined
+meanwhile wait for it. One that joins at this very moment may compute beside the turn.
 
 No clock and no I/O here: the bytes of the log, what slots show, and the time are arguments. Our design.
 """
@@ -26,7 +30,7 @@ No clock and no I/O here: the bytes of the log, what slots show, and the time ar
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 DEFAULT_LEASE_S = 5.0
@@ -34,20 +38,14 @@ LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
 _OUTLIERS = 3
-_CLOSE = 0.6
-"""Jobs are out of step when this part of what an even spread would put between them does."""
 
 
 class Grant(NamedTuple):
     """One turn of a job, as its lead rank sends it to the job's other ranks."""
 
     turn: int
-    shared: bool
-    """Whether a sibling was present when the turn was drawn."""
     after: tuple[tuple[int, int], ...]
     """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
-    idle: bool = False
-    """Whether the job computes nothing in this turn, to get out of step with siblings; see `is_close_behind`."""
 
 
 class Member(NamedTuple):
@@ -62,8 +60,6 @@ class Member(NamedTuple):
     returned: int
     """The number of the last turn that this slot has given back; 0 before the first."""
     lease_s: float
-    phase: float | None = None
-    """The part of its step that is done when the job's last drawn turn ends; None where it has not told."""
 
 
 class Blocker(NamedTuple):
@@ -96,27 +92,12 @@ class TurnLog:
 
         Records from before a slot's present owner joined belong to an earlier owner and are ignored.
         """
-        others = [member for member in members if member.job != own_job]
         after: dict[int, int] = {}
-        for member in others:
+        for member in members:
             last = self._last_turn.get(member.slot, 0)
-            if last > member.joined_at:
+            if member.job != own_job and last > member.joined_at:
                 after[member.job] = max(last, after.get(member.job, 0))
-        return Grant(turn, bool(others), tuple(sorted(after.items())))
-
-
-def is_close_behind(phases: Collection[float], *, idling: bool) -> bool:
-    """Return whether a job at the begin of its step should leave its turn to siblings.
-
-    A step of several turns that uses a device in some of them only, as a pipeline's, leaves most to siblings that are
-    in another part of theirs. Our design.
-
-    Args:
-        phases: of the siblings that tell theirs, from 0 to 1.
-        idling: whether the job has left its last turn, too: then it goes on until steps are evenly apart.
-    """
-    apart = 1 / (len(phases) + 1)
-    return min(phases, default=1.0) < apart * (1.0 if idling else _CLOSE)
+        return Grant(turn, tuple(sorted(after.items())))
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:
@@ -131,7 +112,7 @@ def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Bloc
 
 
 class Lost(NamedTuple):
-    """A turn for which a rank no longer waits."""
+    """A job for which a rank no longer waits."""
 
     job: int
     turn: int
@@ -140,31 +121,12 @@ class Lost(NamedTuple):
     at_limit: bool
     """Whether the rank's own limit ended the wait, before the job's lease was over."""
 
-    def words(self, device: str) -> str:
-        """Return what happened on ``device``, in words."""
-        if self.at_limit:
-            return (
-                f"a sibling on {device} kept its turn for {self.waited_s:.1f} s, which is less than its lease of "
-                f"{self.lease_s:.1f} s, but siblings may cost this job a quarter of its process group's timeout at most"
-            )
-        return f"a sibling on {device} kept its turn for longer than its lease of {self.lease_s:.1f} s"
+
+Progress = tuple[int, int, int, int]
+"""(slot, incarnation, started, returned) of a member."""
 
 
-class Forgiven(NamedTuple):
-    """What a rank remembers of a job for which it no longer waits; see [Note: one lease a job]."""
-
-    job: int
-    turn: int
-    """The rank does not wait again for this turn of the job, nor for an earlier one."""
-    seen: frozenset[tuple[int, int, int, int]]
-    """(slot, incarnation, started, returned) of the job's members then: their later turns are passed over."""
-
-    def covers(self, blocker: Blocker) -> bool:
-        """Return whether the rank passes ``blocker`` over."""
-        return blocker.turn <= self.turn or _progress(blocker.member) in self.seen
-
-
-def _progress(member: Member) -> tuple[int, int, int, int]:
+def _progress(member: Member) -> Progress:
     return member.slot, member.incarnation, member.started, member.returned
 
 
@@ -176,24 +138,20 @@ class Patience:
 
     Args:
         limit_s: the longest time of one wait, whatever leases the siblings have published.
-        forgiven: from `forgiven` of another `Patience`, to go on where it ended.
+        passed: from `passed` of another `Patience`, to go on where it ended.
     """
 
-    def __init__(self, limit_s: float = math.inf, forgiven: Iterable[Forgiven] = ()) -> None:
+    def __init__(self, limit_s: float = math.inf, passed: frozenset[Progress] = frozenset()) -> None:
         self.limit_s = limit_s
-        self._forgiven = {each.job: each for each in forgiven}
+        self.passed = passed
+        """What members for which the rank does not wait have shown."""
+        self.lost: list[Lost] = []
+        """The jobs on which the present wait has given up."""
+        self.expired_count = 0
+        """How often this rank has given up waiting for a job."""
         self._front: tuple[int, int] | None = None
         self._front_since_s = 0.0
         self._since_s: float | None = None
-        self.lost: list[Lost] = []
-        """The turns on which the present wait has given up."""
-        self.expired_count = 0
-        """How often this rank has given up waiting for a job."""
-
-    @property
-    def forgiven(self) -> frozenset[Forgiven]:
-        """What the rank remembers of the jobs for which it does not wait."""
-        return frozenset(self._forgiven.values())
 
     def remaining(self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float) -> float | None:
         """Return the seconds left before the rank passes the job at the front over; None when it waits for nobody.
@@ -205,36 +163,27 @@ class Patience:
         """
         if self._since_s is None:
             self._since_s = now_s
-        for first in waiting:
-            job, turn = first.member.job, first.turn
-            leases_s = [each.member.lease_s for each in waiting if self._waits_for(job, each)]
-            if not leases_s:
-                continue
+        while lasting := [each for each in waiting if not self._passes(each)]:
+            job, turn = lasting[0].member.job, lasting[0].turn
+            lease_s = max(each.member.lease_s for each in lasting if each.member.job == job)
             if self._front != (job, turn):
                 self._front, self._front_since_s = (job, turn), now_s
-            lease_ends_s, limit_ends_s = self._front_since_s + max(leases_s), self._since_s + self.limit_s
-            left_s = min(lease_ends_s, limit_ends_s) - now_s
-            if left_s > 0:
+            lease_ends_s, limit_ends_s = self._front_since_s + lease_s, self._since_s + self.limit_s
+            if (left_s := min(lease_ends_s, limit_ends_s) - now_s) > 0:
                 return left_s
-            waited_s = now_s - self._front_since_s
-            self._lose(Lost(job, turn, waited_s, max(leases_s), now_s < lease_ends_s), members)
+            self._lose(
+                Lost(job, turn, now_s - self._front_since_s, lease_s, at_limit=now_s < lease_ends_s), members
+            )
         return None
 
-    def _waits_for(self, job: int, blocker: Blocker) -> bool:
-        known = self._forgiven.get(job)
-        return blocker.member.job == job and not (known and known.covers(blocker))
+    def _passes(self, blocker: Blocker) -> bool:
+        return _progress(blocker.member) in self.passed
 
     def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
-        self.forgive(lost.job, lost.turn, members)
         self.lost.append(lost)
         self.expired_count += 1
-
-    def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
-        """Pass ``job`` over up to ``turn``, and beyond it as long as the job's members do not go on."""
-        present = {member.job for member in members}
-        self._forgiven = {known: each for known, each in self._forgiven.items() if known in present}
-        seen = frozenset(_progress(member) for member in members if member.job == job)
-        self._forgiven[job] = Forgiven(job, turn, seen)
+        still = [each for each in members if each.job == lost.job or _progress(each) in self.passed]
+        self.passed = frozenset(map(_progress, still))
 
     def started(self) -> None:
         """End the present wait; the next one begins with no front, the full limit and no losses."""
@@ -271,12 +220,10 @@ class Lease:
 
 def encode(grant: Grant) -> list[int]:
     """Return ``grant`` as integers, the form in which it travels between ranks."""
-    flags = int(grant.shared) + 2 * int(grant.idle)
-    return [grant.turn, flags, *(number for pair in grant.after for number in pair)]
+    return [grant.turn, *(number for pair in grant.after for number in pair)]
 
 
 def decode(message: Sequence[int]) -> Grant:
     """Return the grant that `encode` wrote."""
-    turn, flags, *pairs = message
-    after = tuple([*zip(pairs[::2], pairs[1::2], strict=True)])
-    return Grant(turn, bool(flags & 1), after, bool(flags & 2))
+    turn, *pairs = message
+    return Grant(turn, tuple([*zip(pairs[::2], pairs[1::2], strict=True)]))

@@ -26,7 +26,7 @@ from .log_file import LogFile
 from .private_files import KEEP_FILES, PrivateFiles
 from .rules import DEFAULT_LEASE_S, Member
 from .slot_table import SlotTable
-from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest, phase_field
+from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest
 
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
@@ -183,10 +183,6 @@ class TurnSegment:
         self.table.write_fields(self.slot, returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
 
-    def publish_phase(self, phase: float | None) -> None:
-        """Publish the part of the job's step, from 0 to 1, that ends with the turn drawn; None: outside a step."""
-        self.table.write_fields(self.slot, phase=phase_field(phase))
-
     def publish_lease(self, lease_s: float) -> None:
         """Publish how long siblings should wait for this process's turns."""
         self.table.write_lease(self.slot, lease_s)
@@ -224,7 +220,6 @@ class TurnSegment:
                 slot.started,
                 slot.returned,
                 slot.lease() or DEFAULT_LEASE_S,
-                slot.phase_told(),
             )
             for index, slot in slots.items()
         ]

@@ -15,12 +15,11 @@ import struct
 from crossover_ddp.errors import SegmentError
 
 SLOT_COUNT = 64
-EVENT_COUNT = 2
+EVENT_COUNT = 1
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
 LAYOUT = 7
 FREE, JOINED = 0, 1
-_PHASES = 1000
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -47,10 +46,6 @@ class Slot(ctypes.Structure):
         ("started", ctypes.c_uint64),  # last turn started
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
-        (
-            "phase",
-            ctypes.c_uint64,
-        ),  # 1 + thousandths of its step that end with the turn drawn last; 0: not told
         ("lease_s", ctypes.c_double),
         ("lease_mirror_s", ctypes.c_double),  # -lease_s, or somebody has overwritten the lease
         ("rank", ctypes.c_uint32),
@@ -59,10 +54,6 @@ class Slot(ctypes.Structure):
         ("event_count", ctypes.c_uint32),
         ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
     ]
-
-    def phase_told(self) -> float | None:
-        """Return the part of the job's step that is done when its last drawn turn ends; None: not told."""
-        return (self.phase - 1) / _PHASES if self.phase else None
 
     def lease(self) -> float | None:
         """Return the lease that the slot's owner has published; None if somebody else has overwritten it."""
@@ -73,11 +64,6 @@ HEADER_BYTES = ctypes.sizeof(SegmentHeader)
 SLOT_BYTES = ctypes.sizeof(Slot)
 FILE_BYTES = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
 _LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
-
-
-def phase_field(phase: float | None) -> int:
-    """Return what `Slot.phase_told` reads."""
-    return 0 if phase is None else 1 + int(phase * _PHASES)
 
 
 def digest(text: str) -> int:

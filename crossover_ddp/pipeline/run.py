@@ -154,11 +154,9 @@ class PipelineRunner:
         for number, model in self._models.items():
             if isinstance(model, DistributedDataParallel):
                 _share_gradients(model, len(self.plan.stages[number].devices))
-        turns = self._turns
-        with contextlib.nullcontext() if turns is None else turns.step():
-            for number, band in enumerate(self._bands):
-                with contextlib.nullcontext() if turns is None else turns.band(number):
-                    run.compute(band)
+        for number, band in enumerate(self._bands):
+            with contextlib.nullcontext() if self._turns is None else self._turns.band(number):
+                run.compute(band)
         run.finish()
         for model in self._models.values():  # see [Note: nobody waits for a replica within a step]
             if isinstance(model, DistributedDataParallel) and model.reducer._rebuild_buckets():

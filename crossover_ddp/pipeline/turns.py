@@ -7,9 +7,8 @@ devices see one order of turns. So inside a turn nobody waits for another job, a
 that has nothing to compute in a band gives the turn back at once: that is where a sibling computes.
 
 [Note: out of step]
-Two jobs of one plan that begin together have their bubbles together. So a job that begins a step close behind a sibling
-leaves some turns to it, until their steps are evenly apart; then each computes in the other's bubbles. The lead rank
-decides, by what siblings tell of their steps, and its grant tells the job's ranks. Our design.
+Two jobs of one plan that begin together have their bubbles together. So a job leaves some turns before its first step,
+as many as its number says, which is drawn at random and the same on all its ranks. Our design.
 """
 
 import contextlib
@@ -28,43 +27,19 @@ class BandTurns:
 
     def __init__(self, mutex: GPUMutex, count: int) -> None:
         self._mutex, self._count = mutex, count
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Let siblings see the job's step while the body runs."""
-        try:
-            yield
-        finally:
-            self._mutex._safely(lambda turns: turns.end_step())
+        self._left = (mutex.job >> 1) % count  # turns left to siblings; numbers of jobs are odd
 
     @contextlib.contextmanager
     def band(self, number: int) -> Iterator[None]:
         """Hold the turn of a band, from 0 on, while the body runs."""
-        if number:
+        for _ in range(self._left):  # see [Note: out of step]
             self._mutex.acquire()
-        else:
-            self._begin()
+            self._mutex.release()
+        self._left = 0
+        self._mutex.acquire()
         try:
             yield
         finally:
             self._mutex.release()
         if number + 1 < self._count:
-            self._request(number + 1)
-
-    def _begin(self) -> None:
-        """Take the first band's turn, after those that are left to siblings; see [Note: out of step]."""
-        for left in reversed(range(self._count)):  # a sibling that does not go on is not waited for longer
-            self._request(0)
-            self._mutex.acquire()
-            if not (self._is_idle and left):
-                return
-            self._mutex.release()
-
-    @property
-    def _is_idle(self) -> bool:
-        turns = self._mutex._turns
-        return turns is not None and turns.idle
-
-    def _request(self, number: int) -> None:
-        phase = (number + 1) / self._count
-        self._mutex._safely(lambda turns: turns.request(phase, may_idle=number == 0))
+            self._mutex.request()

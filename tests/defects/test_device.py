@@ -171,7 +171,6 @@ def test_an_average_lands_without_a_wait_of_the_host(sync_every: int) -> None:
 
 @pytest.mark.defect("turns-10")
 @pytest.mark.quiet
-@known("turns-10")
 def test_a_lease_follows_the_devices_turns(tmp_path: Path) -> None:
     """A user whose host runs ahead of long kernels has a lease of four turns of the device, more than 5 s here."""
     marks, mutex = (
@@ -229,7 +228,7 @@ def asking(rank: int, world_size: int, plan: Plan) -> None:
 
 @pytest.mark.defect("turns-12")
 @pytest.mark.quiet
-@pytest.mark.parametrize("is_other", [False, pytest.param(True, marks=known("turns-12"))])
+@pytest.mark.parametrize("is_other", [False, True])
 def test_a_turn_ends_behind_its_kernels_whatever_stream_takes_the_next(
     tmp_path: Path, is_other: bool
 ) -> None:

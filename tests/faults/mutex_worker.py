@@ -19,16 +19,19 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
-from crossover_ddp._turns import device_order, rank_turns, sibling_wait, slot_table, turn_counters
+from crossover_ddp._turns import device_order, slot_table, turns
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.device_order import DeviceOrder
+from crossover_ddp._turns.joining import Membership
 from crossover_ddp._turns.rules import Lost, Patience
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.faults.late_device import LateEvents, LateThread
 from tests.faults.schedules import LATE_S, Deed, JobPlan
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
+NUMBERED_S = 0.2  # within this time a turn that began alone has its number, if grants are not slow
 _monotonic = time.monotonic
 
 
@@ -75,7 +78,7 @@ class Sabotage:
     @staticmethod
     def overlap() -> None:
         """Nobody waits for anybody."""
-        sibling_wait.blockers = lambda *_: []  # type: ignore[assignment]
+        turns.blockers = lambda *_: []  # type: ignore[assignment]
 
     @staticmethod
     def deafness() -> None:
@@ -175,15 +178,16 @@ class Rank:
 
     def _watch(self, mutex: GPUMutex) -> None:
         """Note when turns end for good, and with whom the rank loses patience."""
-        leave, channel = mutex._leave, membership_of(mutex).channel
+        membership = membership_of(mutex)
+        leave, channel = membership.segment.leave, membership.channel
 
-        def leaving(reason: str, **how: bool) -> None:
-            self._note_log(mutex)
-            self._book.note("leaving", reason)
-            leave(reason, **how)
-            self._book.note("left", reason)
+        def leaving() -> None:
+            self._note_log(membership)
+            self._book.note("leaving", mutex.disabled_because)
+            leave()
+            self._book.note("left", mutex.disabled_because)
 
-        mutex._leave = leaving  # type: ignore[method-assign]
+        membership.segment.leave = leaving  # type: ignore[method-assign]
         self._watch_lease(mutex)
         if channel is None:
             return
@@ -206,16 +210,15 @@ class Rank:
 
         segment.publish_lease = publishing  # type: ignore[method-assign]
 
-    def _note_log(self, mutex: GPUMutex) -> None:
+    def _note_log(self, membership: Membership) -> None:
         """Keep what the order log says, as far as this rank has it open."""
-        log_fd = _log_fd(mutex)
+        log_fd = membership.segment.log.fd
         if log_fd >= 0:
             inode = os.fstat(log_fd).st_ino
             self._book.note("log", inode, os.pread(log_fd, 1 << 20, 0).hex())
 
     def _leave(self, mutex: GPUMutex) -> None:
         mutex.close()
-        self._note_device()
 
     # --- turns ----------------------------------------------------------------------------------------------
 
@@ -234,15 +237,15 @@ class Rank:
         wanted_s = self._book.now_s()
         if mutex.disabled_because is not None:
             return
-        ahead = self.plan.style == "ahead" and not mutex.shared
-        mutex.acquire(ahead=ahead)
-        self._note_begin(mutex, wanted_s, ahead)
+        mutex.acquire()
+        self._note_begin(mutex, wanted_s)
 
-    def _note_begin(self, mutex: GPUMutex, wanted_s: float, ahead: bool) -> None:
+    def _note_begin(self, mutex: GPUMutex, wanted_s: float) -> None:
+        """Note the turn; 0 where it has begun alone on its device, without its number."""
         if mutex.holding:
             log_fd = _log_fd(mutex)
             inode = os.fstat(log_fd).st_ino if log_fd >= 0 else 0
-            self._book.note("begin", 0 if ahead else mutex._counters.turn, wanted_s, inode)
+            self._book.note("begin", mutex._counters.turn if mutex.shared else 0, wanted_s, inode)
 
     def _compute(self, mutex: GPUMutex | None) -> None:
         time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
@@ -261,30 +264,37 @@ class Rank:
             os._exit(0)
 
     def _evaluate(self, mutex: GPUMutex, lasts_s: float) -> None:
-        held = mutex.holding
+        held, turn = mutex.holding, mutex._turns and mutex._turns._current
         ended_s = self._book.now_s()
         if held:
             self._book.note("ending", at_s=ended_s)
         with mutex.paused():
             if held and mutex.disabled_because is None:
-                self._book.note("end", mutex._counters.turn, at_s=ended_s)
+                self._book.note("end", self._number(turn), at_s=ended_s)
+                self._note_device(turn)
             time.sleep(lasts_s)
             wanted_s = self._book.now_s()
-        self._note_begin(mutex, wanted_s, ahead=False)
+        self._note_begin(mutex, wanted_s)
 
     def _release(self, mutex: GPUMutex) -> None:
-        ended_s, held = self._book.now_s(), mutex.holding
+        ended_s, held, turn = self._book.now_s(), mutex.holding, mutex._turns and mutex._turns._current
         if held:
             self._book.note("ending", at_s=ended_s)
         mutex.release()
         if held and mutex.disabled_because is None:
-            self._book.note("end", mutex._counters.turn, at_s=ended_s)
-        self._note_device()
+            self._book.note("end", self._number(turn), at_s=ended_s)
+            self._note_device(turn)
 
-    def _note_device(self) -> None:
+    @staticmethod
+    def _number(turn: Any) -> int:
+        """Return the number of a turn that was given back; 0 where it began alone and has none yet."""
+        eventually(lambda: turn.number is not None, NUMBERED_S)
+        return turn.number or 0
+
+    def _note_device(self, turn: Any) -> None:
         if self._order is not None:
-            for turn in self._order.turns[self._told_device :]:
-                self._book.note("device", *turn)
+            for times in self._order.turns[self._told_device :]:
+                self._book.note("device", self._number(turn), *times)
             self._told_device = len(self._order.turns)
 
     def _exchange(self, mutex: GPUMutex | None) -> None:
@@ -339,13 +349,13 @@ def jump_wall_clock(jump_s: float) -> None:
 
 def jump_monotonic_clock(jump_s: float) -> None:
     """Let the package see the monotonic clock go on by ``jump_s`` at once, as after a virtual machine's sleep."""
-    clock = rank_turns.time
+    clock = turns.time
     jumped = types.SimpleNamespace(
         monotonic=lambda: clock.monotonic() + jump_s,
         monotonic_ns=lambda: clock.monotonic_ns() + round(jump_s * 1e9),
         sleep=time.sleep,
     )
-    for module in (rank_turns, sibling_wait, turn_counters, turn_segment):
+    for module in (turns, turn_segment):
         module.time = jumped  # type: ignore[attr-defined]
 
 

@@ -280,16 +280,15 @@ def _job_order(story: Story) -> Iterator[str]:
     """All ranks of a job have the same turns, each later than the one before."""
     for job in story.schedule.jobs:
         ranks = [rank for rank in story.of_job(job.number) if rank.claims]
-        turns = [[claim.turn for claim in rank.claims if claim.turn] for rank in ranks]
+        turns = [[claim.turn for claim in rank.claims] for rank in ranks]  # 0: begun alone, without a number
         for own in turns:
-            if any(later <= earlier for earlier, later in itertools.pairwise(own)):
+            if any(later <= earlier for earlier, later in itertools.pairwise(filter(None, own))):
                 yield f"job {job.number} had turns out of order: {own}"
         if story.meddled_s.get(job.group):
             continue
         for own, other in itertools.pairwise(turns):
-            shared = min(len(own), len(other))
-            if own[:shared] != other[:shared]:
-                yield f"ranks of job {job.number} had different turns: {own[:shared]} and {other[:shared]}"
+            if any(mine != theirs and mine and theirs for mine, theirs in zip(own, other, strict=False)):
+                yield f"ranks of job {job.number} had different turns: {own} and {other}"
 
 
 # --- leases -------------------------------------------------------------------------------------------------

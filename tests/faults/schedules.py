@@ -18,7 +18,7 @@ FIRST_S = 0.5  # the first jobs have joined by then
 LATE_S = 0.02  # longest time that a device of late events runs behind the host
 CLOCK_OFFSETS_S = (-20.0, 1e5)  # time namespaces of containers that were started elsewhere; never below 0
 ORDERS = {"host": 5, "events": 3, "thread": 2}
-STYLES = {"plain": 4, "early": 3, "ahead": 3}
+STYLES = {"plain": 5, "early": 5}
 
 MEDDLINGS = (
     "delete-slots",

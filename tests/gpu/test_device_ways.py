@@ -173,7 +173,7 @@ def come_and_go(rank: int, world_size: int, plan: Plan) -> set[bytes]:
     for _ in range(COMINGS):
         with mutex_of(plan) as mutex:
             assert mutex is not None
-            handles.add(membership_of(mutex).order.handles)
+            handles.add(membership_of(mutex).order.handle)
             for _ in range(3):
                 take_turn(mutex, plan, marks, 100_000)
             assert mutex.disabled_because is None

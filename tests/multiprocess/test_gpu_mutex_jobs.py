@@ -13,7 +13,6 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp import gpu_mutex
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp._turns.slots import digest
 from crossover_ddp.errors import SegmentError, TurnError
@@ -368,12 +367,6 @@ def test_a_lead_rank_that_closes_first_is_heard_out() -> None:
 
 
 def _close_while_listening(rank: int, world_size: int, group: str) -> tuple[float, list[str], str | None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_mutex, "_CLOSE_TIMEOUT_S", 0.2)
-        return _closed_while_listening(rank, group)
-
-
-def _closed_while_listening(rank: int, group: str) -> tuple[float, list[str], str | None]:
     with heard() as warnings:
         mutex = GPUMutex(group, device=f"dev{rank}", lease=LEASE_S)
         listening = threading.Thread(target=mutex.acquire)

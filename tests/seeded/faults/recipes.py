@@ -16,7 +16,7 @@ RECIPES: Final[tuple[Fault, ...]] = (
         path="tests/unit/turns/joined_segments.py",
         old='DEVICE = "dev0"\n',
         new='DEVICE = "dev0"\ncontext.set_forkserver_preload(["torch", "tests.harness._worker"])\n',
-        tests=("tests/harness/test_preloaded.py", "tests/unit/turns/test_rank_turns.py"),
+        tests=("tests/harness/test_preloaded.py", "tests/unit/turns/test_turn_segment.py"),
     ),
     Fault(
         why="a forked rank's loader starts its workers by a server of its own",
@@ -34,7 +34,7 @@ RECIPES: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         why="turns that a sibling gave back are not counted as handed over",
-        path="crossover_ddp/_turns/turn_counters.py",
+        path="crossover_ddp/_turns/turns.py",
         old="if since_s * 1e9 < given_back_ns <= now_ns:",
         new="if since_s * 1e9 > given_back_ns > now_ns:",
         tests=(f"{_MINIMAL}::test_two_programs_take_turns",),

@@ -13,22 +13,22 @@ TURNS: Final[tuple[Fault, ...]] = (
     Fault(
         "a rank waits for the lowest turn alone, and for none once it has passed that over",
         _RULES,
-        "for first in waiting:\n",
-        "for first in waiting[:1]:\n",
+        "for each in waiting if not",
+        "for each in waiting[:1] if not",
         _MODEL,
     ),
     Fault(
         "who passes one job over forgets the jobs that it passed over before",
         _RULES,
-        "{known: each for known, each in self._forgiven.items() if known in present}",
-        "{}",
+        "if each.job == lost.job or _progress(each) in self.passed]",
+        "if each.job == lost.job]",
         _MODEL,
     ),
     Fault(
         "a slot's record of its earlier owner is taken for one of the present owner",
         _RULES,
-        "if last > member.joined_at:",
-        "if last >= member.joined_at:",
+        "and last > member.joined_at:",
+        "and last >= member.joined_at:",
         _MODEL,
     ),
     Fault(
@@ -61,11 +61,11 @@ TURNS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "giving a turn back asks the job's store",
-        "crossover_ddp/_turns/rank_turns.py",
-        "        if self._lease.note(self._counters.end()):\n",
+        "crossover_ddp/_turns/turns.py",
+        "        if self._lease.note(held_s):\n",
         "        if self.membership.channel is not None:\n"
-        "            self.membership.channel._connected().add(f'wait/{turn}', 0)\n"
-        "        if self._lease.note(self._counters.end()):\n",
+        "            self.membership.channel._connected().add(f'wait/{turn.number}', 0)\n"
+        "        if self._lease.note(held_s):\n",
         (_DEFECTS, "-k", "given_back"),
     ),
     Fault(
@@ -91,15 +91,15 @@ TURNS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "release waits for the thread that waits for a turn",
-        "crossover_ddp/gpu_mutex.py",
-        "        if self.holding:  # outside a turn another thread may be waiting for one\n",
-        "        if True:\n",
+        "crossover_ddp/_turns/turns.py",
+        "        if not self._is_here() or not self.holding:\n            return\n",
+        "        while not self.holding:\n            time.sleep(0.01)\n",
         (_DEFECTS, "-k", "beside_a_thread"),
     ),
     Fault(
         "an interrupted wait leaves its turn to siblings",
-        "crossover_ddp/_turns/rank_turns.py",
-        "            self._publish(grant.turn)\n            raise\n",
+        "crossover_ddp/_turns/turns.py",
+        "            self._put(functools.partial(self._give_up, wanted))\n            raise\n",
         "            raise\n",
         (_DEFECTS, "-k", "interrupted"),
     ),

@@ -16,6 +16,7 @@ from crossover_ddp._turns import joining as joining_module
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp.errors import TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import (
     DEVICE,
     SOON_S,
@@ -76,7 +77,7 @@ def test_turns_can_be_switched_off(
         with mutex.paused():
             mutex.request()
         assert not mutex.shared
-    mutex.acquire(ahead=True)
+    mutex.acquire()
     assert mutex.stats()["turns"] == 0 or not disabled
     assert isinstance(repr(mutex), str)
 
@@ -132,11 +133,11 @@ def test_closing_from_another_thread_ends_a_wait(make: Make, threads: ThreadPool
     holder.acquire()
     waiting = acquire_in(threads, mutex)
     assert blocks(waiting)
-    assert mutex.stats()["siblings"] is None, "not known while another thread waits"
+    assert mutex.stats()["siblings"] == 1
     begin_s = time.monotonic()
     mutex.close()
     waiting.result(SOON_S)
-    assert time.monotonic() - begin_s < 2.0
+    assert time.monotonic() - begin_s < SOON_S
     assert not mutex.holding
     assert mutex.disabled_because == "closed"
 
@@ -226,6 +227,7 @@ def test_a_mutex_whose_files_break_gives_up_with_one_warning(
         mutex.release()
     if holding:
         mutex.acquire()
+    assert eventually(lambda: mutex.stats()["turn"] == 3 + holding)
     meddle(group)
     begin_s = time.monotonic()
     for _ in range(3):
@@ -233,6 +235,7 @@ def test_a_mutex_whose_files_break_gives_up_with_one_warning(
         mutex.acquire()
         mutex.release()
     assert time.monotonic() - begin_s < SOON_S
+    assert eventually(lambda: mutex.disabled_because is not None)
     assert len(warnings(caplog)) == 1
     assert "trains on without" in warnings(caplog)[0]
     assert not mutex.holding
@@ -254,7 +257,7 @@ def test_breaking_files_end_the_wait_of_a_sibling(
     holder.release()
     holder.close()
     assert waiting.result(SOON_S)
-    assert len(warnings(caplog)) == 2, "one of each"
+    assert eventually(lambda: len(warnings(caplog)) == 2), "one of each"
 
 
 # --- telling ------------------------------------------------------------------------------------------------------

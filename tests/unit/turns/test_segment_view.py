@@ -385,7 +385,6 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
         slot = Slot(
             1,
             *numbers[1:8],
-            numbers[0],
             lease_s,
             -lease_s,
             0xFFFFFFFF,

@@ -60,7 +60,7 @@ def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def grant(turn: int) -> Grant:
-    return Grant(turn, True, ((1 << 61, turn - 1),))
+    return Grant(turn, ((1 << 61, turn - 1),))
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -85,7 +85,7 @@ def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) 
     lead, other = make()
     for turn in range(1, 4):
         lead.send(grant(turn))
-    other.listen()
+    other.listen(lambda: None)
     for turn in range(4, 7):
         lead.send(grant(turn))
     assert [other.receive() for _ in range(6)] == [grant(turn) for turn in range(1, 7)]
@@ -93,7 +93,7 @@ def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) 
 
 def test_closing_ends_a_wait_in_another_thread(make: Make) -> None:
     _, other = make()
-    other.listen()
+    other.listen(lambda: None)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(other.receive)
         time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_closing_ends_a_wait_in_another_thread(make: Make) -> None:
 
 def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make) -> None:
     lead, other = make()
-    other.listen()
+    other.listen(lambda: None)
     for turn in (1, 2):
         lead.send(grant(turn))
     lead.close(end_grants=True)
@@ -122,7 +122,7 @@ def test_nobody_waits_longer_than_half_the_groups_timeout(
 ) -> None:
     monkeypatch.setattr(turn_channel, "group_timeout_s", lambda group: 0.4)
     _, other = make()
-    other.listen()
+    other.listen(lambda: None)
     with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
         other.receive()
 
@@ -133,11 +133,11 @@ def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
     monkeypatch.setattr(turn_channel, "_LOOK_EVERY", 4)
     monkeypatch.setattr(turn_channel, "_UNREAD_LIMIT", 16)
     lead, deaf, other = make(3)
-    other.listen()
+    other.listen(lambda: None)
     for turn in range(1, 101):
         lead.send(grant(turn))
         assert other.receive() == grant(turn)
-    deaf.listen()
+    deaf.listen(lambda: None)
     heard = 0
     with pytest.raises(TurnError, match="too many turns behind"):
         while deaf.receive():
@@ -148,7 +148,7 @@ def test_a_rank_that_never_takes_its_turns_does_not_fill_the_store(
 @pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server
 def test_a_store_that_ends_is_told_to_whoever_wants_a_turn(make: Make) -> None:
     _, other = make()
-    other.listen()
+    other.listen(lambda: None)
     turn_channel._servers.clear()
     gc.collect()
     with pytest.raises(TurnError, match="the job's store failed"):

@@ -10,7 +10,6 @@ import pytest
 
 from crossover_ddp._turns.rules import (
     Blocker,
-    Forgiven,
     Grant,
     Lost,
     Member,
@@ -31,6 +30,7 @@ THREE = (PLAIN, PLAIN, PLAIN)
 TWO_JOIN_ONE_DEVICE = (PLAIN, (0,), (0,))
 
 LARGE = [
+    pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1), id="joining-late-beside-one-alone-and-a-death"),
     pytest.param(Rules(TWO, (2, 2), stops=1, deaths=1), id="a-stop-and-a-death"),
     pytest.param(Rules(SLOTS, (2, 2), stops=1), id="two-slots-a-stop"),
     pytest.param(Rules(SLOTS, (2, 2), deaths=1), id="two-slots-a-death"),
@@ -49,7 +49,9 @@ LARGE = [
         pytest.param(Rules(TWO, (2, 2), stops=1), id="a-stop"),
         pytest.param(Rules(TWO, (1, 1), stops=1, deaths=1), id="a-stop-and-a-death-one-turn"),
         pytest.param(Rules(TWO, (2, 2), hurries=2), id="two-leases-of-slow-jobs"),
-        pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1), id="joining-late-and-a-death"),
+        pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1, alone=False), id="joining-late-and-a-death"),
+        pytest.param(Rules(TWO, (2, 1), late_jobs=1), id="joining-late-beside-one-alone"),
+        pytest.param(Rules(TWO, (1, 1), late_jobs=1, deaths=1), id="joining-late-and-a-death-one-turn"),
         pytest.param(Rules(SLOTS, (1, 2), stops=1), id="two-slots-a-stop-one-turn"),
         pytest.param(Rules(SLOTS, (1, 2), deaths=1), id="two-slots-a-death-one-turn"),
         pytest.param(Rules(SLOTS, (2, 2), hurries=1), id="two-slots-a-slow-job"),
@@ -105,44 +107,44 @@ class FirstTurnMissed(TurnLog):
 
 
 class ForgivesForGood(Patience):
-    """Never waits again for a job that it has once ceased to wait for."""
+    """Never waits again for a slot that it has once ceased to wait for."""
 
-    def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
-        super().forgive(job, 1 << 60, members)
+    def _passes(self, blocker: Blocker) -> bool:
+        return any(slot == blocker.member.slot for slot, *_ in self.passed)
 
 
 class ForgivesJobsNotSlots(Patience):
     """Passes all of a job's slots over for as long as one of them has not moved."""
 
-    def _waits_for(self, job: int, blocker: Blocker) -> bool:
-        known = self._forgiven.get(job)
-        if known and any(started > returned for _, _, started, returned in known.seen):
-            return False
-        return super()._waits_for(job, blocker)
+    def remaining(self, waiting: Sequence[Blocker], members: Sequence[Member], now_s: float) -> float | None:
+        stuck = {
+            each.job
+            for each in members
+            if each.started > each.returned
+            and (each.slot, each.incarnation, each.started, each.returned) in self.passed
+        }
+        return super().remaining([each for each in waiting if each.member.job not in stuck], members, now_s)
 
 
 class ForgivesSlotsNotJobs(Patience):
     """Waits for a lease of each slot of a job, one after the other."""
 
     def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
-        seen = [member for member in members if member.job == lost.job]
-        known = self._forgiven.get(lost.job, Forgiven(lost.job, 0, frozenset()))
-        fresh = [each for each in seen if (each.slot, lost.turn) not in known.seen]
-        super()._lose(lost, members)
-        forgiven = known.seen | {(fresh[0].slot, lost.turn)} if fresh else known.seen
-        self._forgiven[lost.job] = Forgiven(lost.job, 0, frozenset(forgiven))
-
-    def _waits_for(self, job: int, blocker: Blocker) -> bool:
-        known = self._forgiven.get(job)
-        forgiven = known is not None and (blocker.member.slot, blocker.turn) in known.seen
-        return blocker.member.job == job and not forgiven
+        fresh = [each for each in members if each.job == lost.job and not self._passes(Blocker(each, 0))]
+        others = [each for each in members if self._passes(Blocker(each, 0))]
+        super()._lose(lost, [*others, *fresh[:1]])
 
 
 class ForgivesOneTurnOnly(Patience):
     """Waits for a lease of every turn that a stopped job has drawn."""
 
-    def forgive(self, job: int, turn: int, members: Sequence[Member]) -> None:
-        super().forgive(job, turn, [])
+    def _passes(self, blocker: Blocker) -> bool:
+        return (blocker.member.slot, blocker.member.incarnation, blocker.turn, -1) in self.passed
+
+    def _lose(self, lost: Lost, members: Sequence[Member]) -> None:
+        super()._lose(lost, members)
+        same = [each for each in members if each.job == lost.job]
+        self.passed = frozenset((each.slot, each.incarnation, lost.turn, -1) for each in same)
 
 
 OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "waits for a second lease"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp._turns import private_files
-from crossover_ddp._turns.descriptors import no_fork
+from crossover_ddp._turns.descriptors import Descriptors, no_fork
 from crossover_ddp._turns.private_files import PrivateFiles
 from crossover_ddp._turns.segment import TurnSegment
 from tests.unit.turns.joined_segments import Join, jobs, join_at, joining
@@ -171,3 +171,25 @@ def test_a_child_may_join_in_its_own_right(join: Join, tmp_path: Path) -> None:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert jobs(segment) == [1]
+
+
+# --- descriptors --------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_descriptor_is_a_number_that_system_calls_refuse(tmp_path: Path) -> None:
+    descriptors = Descriptors()
+    fd = descriptors.open("file", lambda: os.open(tmp_path, os.O_RDONLY))
+    assert descriptors.get("file") == fd
+    descriptors.close("file")
+    descriptors.close("file")
+    assert descriptors.get("file") == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors.get("file"))
+
+
+def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    descriptors = Descriptors()
+    with pytest.raises(FileNotFoundError):
+        descriptors.open("file", lambda: os.open(tmp_path / "none", os.O_RDONLY))
+    assert descriptors.get("file") == -1
+    descriptors.close_all()

@@ -16,7 +16,6 @@ from crossover_ddp._turns.rules import (
     blockers,
     decode,
     encode,
-    is_close_behind,
 )
 
 
@@ -34,7 +33,7 @@ def test_grant_names_the_last_turn_of_every_other_job() -> None:
     log = TurnLog()
     log.read(bytes([0, 1, 0, 2, 1]))
     grant = log.grant(6, own_job=10, members=[member(0, 10), member(1, 11), member(2, 12)])
-    assert grant == Grant(6, True, ((11, 5), (12, 4)))
+    assert grant == Grant(6, ((11, 5), (12, 4)))
 
 
 def test_grant_ignores_turns_drawn_by_an_earlier_owner_of_a_slot() -> None:
@@ -45,12 +44,8 @@ def test_grant_ignores_turns_drawn_by_an_earlier_owner_of_a_slot() -> None:
     assert log.grant(5, 10, [member(0, 10), member(1, 99, joined_at=2)]).after == ((99, 4),)
 
 
-def test_a_lone_job_shares_with_nobody() -> None:
-    assert not TurnLog().grant(1, 10, [member(0, 10), member(3, 10)]).shared
-
-
 def test_blockers_are_the_slots_that_have_not_returned_lowest_turn_first() -> None:
-    grant = Grant(9, True, ((11, 8), (12, 5)))
+    grant = Grant(9, ((11, 8), (12, 5)))
     seen = [member(0, 10), member(1, 11, returned=7), member(2, 11, returned=8), member(3, 12), member(4, 13)]
     assert [(b.member.slot, b.turn) for b in blockers(grant, 10, seen)] == [(3, 5), (1, 8)]
 
@@ -70,7 +65,7 @@ def test_patience_runs_out_once_for_a_turn_and_only_for_the_front() -> None:
     ]
     patience.started()
     assert patience.lost == []
-    assert remaining(patience, waiting[:1], 200.0) is None, "a forgiven turn is not waited for again"
+    assert remaining(patience, waiting[:1], 200.0) is None, "it has not moved"
     moved = member(1, 11, started=9)
     assert remaining(patience, [Blocker(moved, 9)], 200.0) == pytest.approx(2.0)
 
@@ -121,21 +116,15 @@ def test_one_wait_ends_at_the_limit_whatever_the_leases_are() -> None:
     assert remaining(patience, moved, 20.0) == pytest.approx(10.0), "every wait has the limit of its own"
 
 
-def test_what_a_peer_says_is_forgiven_as_well() -> None:
+def test_what_was_passed_over_is_known_to_the_next_patience_and_a_job_that_has_gone_is_forgotten() -> None:
     patience = Patience()
-    seen = member(1, 11, returned=5)
-    patience.forgive(11, 5, [seen])
-    assert remaining(patience, [Blocker(seen, 8)], 0.0) is None
-    assert patience.expired_count == 0
-    again = Patience(forgiven=patience.forgiven)
-    assert remaining(again, [Blocker(seen, 8)], 0.0) is None
-
-
-def test_a_job_that_has_gone_is_forgotten() -> None:
-    patience = Patience()
-    for job in range(100):
-        patience.forgive(job, 5, [member(1, job)])
-    assert [each.job for each in patience.forgiven] == [99]
+    for job in range(3):
+        seen = member(job, 11 + job, returned=5)
+        patience.remaining([Blocker(seen, 8)], [seen], 0.0)
+        assert patience.remaining([Blocker(seen, 8)], [seen], 2.0) is None
+        patience.started()
+    assert len(patience.passed) == 1
+    assert remaining(Patience(passed=patience.passed), [Blocker(seen, 8)], 0.0) is None
 
 
 # --- leases -------------------------------------------------------------------------------------------------------
@@ -193,51 +182,7 @@ def test_a_lease_covers_all_recent_turns_but_three(turns_s: list[float]) -> None
 ids = st.integers(min_value=1, max_value=2**62)
 
 
-@given(ids, st.booleans(), st.dictionaries(ids, ids, max_size=5), st.booleans())
-def test_messages_arrive_as_they_were_sent(
-    turn: int, shared: bool, after: dict[int, int], idle: bool
-) -> None:
-    grant = Grant(turn, shared, tuple(sorted(after.items())), idle)
+@given(ids, st.dictionaries(ids, ids, max_size=5))
+def test_messages_arrive_as_they_were_sent(turn: int, after: dict[int, int]) -> None:
+    grant = Grant(turn, tuple(sorted(after.items())))
     assert decode(encode(grant)) == grant
-
-
-# --- phases -------------------------------------------------------------------------------------------------------
-
-
-@given(st.floats(0, 0.999), st.booleans())
-def test_a_job_idles_until_its_one_sibling_is_half_a_step_ahead(ahead: float, idling: bool) -> None:
-    assert is_close_behind([ahead], idling=idling) == (ahead < (0.5 if idling else 0.3))
-
-
-@given(st.lists(st.floats(0, 0.999), min_size=1, max_size=5))
-def test_a_job_that_goes_on_idling_would_also_have_begun_to_or_is_nearly_apart(phases: list[float]) -> None:
-    apart = 1 / (len(phases) + 1)
-    assert is_close_behind(phases, idling=False) <= is_close_behind(phases, idling=True)
-    assert is_close_behind(phases, idling=True) == (min(phases) < apart)
-
-
-def test_nobody_idles_for_siblings_that_tell_no_phase() -> None:
-    assert not is_close_behind([], idling=False)
-    assert not is_close_behind([], idling=True)
-
-
-@given(st.integers(2, 40), st.integers(0, 39))
-def test_two_jobs_get_half_a_step_apart_and_stay_so(bands: int, lead: int) -> None:
-    """Played with turns that alternate: each job draws a band's turn, or leaves it."""
-    places, idling, told = [lead % bands, 0], [False, False], [None, None]
-    distances = []
-    for turn in range(40 * bands):
-        job = turn % 2
-        other = told[1 - job]
-        if places[job] == 0:
-            idling[job] = other is not None and is_close_behind([other / bands], idling=idling[job])
-        if idling[job]:
-            told[job] = None
-            continue
-        told[job] = places[job] + 1
-        places[job] = (places[job] + 1) % bands
-        distances.append((places[1] - places[0]) % bands)
-    settled = distances[-2 * bands :]
-    assert min(settled) >= 0.3 * bands - 1
-    assert max(settled) <= 0.7 * bands + 1
-    assert not any(idling)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from crossover_ddp._turns.rules import Blocker, Forgiven, Grant, Member, Patience, TurnLog, blockers
+from crossover_ddp._turns.rules import Blocker, Grant, Member, Patience, Progress, TurnLog, blockers
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
@@ -57,7 +57,9 @@ class Rank(NamedTuple):
     started: int = 0
     returned: int = 0
     stopped: bool = False
-    forgiven: frozenset[Forgiven] = frozenset()
+    passed: frozenset[Progress] = frozenset()
+    unnumbered: tuple[int, ...] = ()
+    """Rounds whose turns have begun, and perhaps ended, although their numbers have not come."""
     lost: tuple[Lost, ...] = ()
     """At most one a job."""
 
@@ -118,13 +120,15 @@ class Rules(NamedTuple):
     patience: type[Patience] = Patience
     turn_log: type[TurnLog] = TurnLog
     mutex_per_device: bool = False
+    alone: bool = True
+    """Whether a rank that sees no sibling on its device begins without its number."""
 
 
 class Violation(AssertionError):
     """The model found a state that the protocol promises not to reach."""
 
 
-Loss = tuple[tuple[tuple[int, int], ...], frozenset[Forgiven]]
+Loss = tuple[tuple[tuple[int, int], ...], frozenset[Progress]]
 """(job, turn) of each that a rank loses patience with at once, and what it remembers from then on."""
 
 
@@ -180,26 +184,29 @@ class Model:
             if self.rules.jobs[j][r] == device and 0 <= rank.place != self._ends[j]
         )
 
+    def _is_alone(self, state: State, j: int, r: int) -> bool:
+        return all(member.job == j for member in self._members(state, self.rules.jobs[j][r]))
+
     def _decision(self, state: State, j: int, r: int) -> tuple[bool, frozenset[Loss]]:
         """Whether a queueing rank may start; else what it may lose patience with."""
         rank = state.jobs[j].ranks[r]
         grant = state.jobs[j].grants[rank.round]
-        return self._decide(grant, j, self._members(state, self.rules.jobs[j][r]), rank.forgiven)
+        return self._decide(grant, j, self._members(state, self.rules.jobs[j][r]), rank.passed)
 
     def _decide_uncached(
-        self, grant: Grant, j: int, members: tuple[Member, ...], forgiven: frozenset[Forgiven]
+        self, grant: Grant, j: int, members: tuple[Member, ...], passed: frozenset[Progress]
     ) -> tuple[bool, frozenset[Loss]]:
         if self.rules.mutex_per_device:
             return all(each.job == j or each.started <= each.returned for each in members), frozenset()
         waiting = self.rules.waits_for(grant, j, members)
-        if self.rules.patience(forgiven=forgiven).remaining(waiting, members, 0.0) is None:
+        if self.rules.patience(passed=passed).remaining(waiting, members, 0.0) is None:
             return True, frozenset()
         losses = set()
         for limit_s in (math.inf, LEASE_S / 2):  # the lease ends first, or the rank's own limit
-            patience = self.rules.patience(limit_s, forgiven)
+            patience = self.rules.patience(limit_s, passed)
             patience.remaining(waiting, members, 0.0)
             patience.remaining(waiting, members, min(limit_s, LEASE_S))
-            losses.add((tuple((lost.job, lost.turn) for lost in patience.lost), patience.forgiven))
+            losses.add((tuple((lost.job, lost.turn) for lost in patience.lost), patience.passed))
         return False, frozenset(losses)
 
     def _draw(self, state: State, j: int) -> State:
@@ -226,9 +233,10 @@ class Model:
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
         lead, drawn = job.ranks[self._leads[j]], len(job.grants)
-        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round != drawn:
+        if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round < drawn:
             return False
-        return lead.place % PLACES_PER_ROUND == QUEUE or (self.rules.early_draw and drawn > 0)
+        due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
+        return due or (self.rules.early_draw and drawn > 0)
 
     def progress(self, state: State) -> Iterator[State]:
         """Every state that one step of one rank leads to."""
@@ -248,19 +256,23 @@ class Model:
     def _step(self, state: State, j: int, r: int) -> Iterator[State]:
         job, rank = state.jobs[j], state.jobs[j].ranks[r]
         place = rank.place % PLACES_PER_ROUND
+        if rank.unnumbered and len(job.grants) > rank.unnumbered[0]:
+            yield self._number(state, j, r)
         if rank.place == ABSENT:
             yield self._join(state, j, r)
-        elif job.draw.steps and r == self._leads[j]:
-            return
         elif place == QUEUE:
-            if len(job.grants) > rank.round and self._decision(state, j, r)[0]:
-                yield self._start(state, j, r)
+            if len(job.grants) > rank.round:
+                if not rank.unnumbered and self._decision(state, j, r)[0]:
+                    yield self._start(state, j, r)
+            elif self.rules.alone and rank.place != self._ends[j] and self._is_alone(state, j, r):
+                unnumbered = (*rank.unnumbered, rank.round)
+                yield with_rank(state, j, r, rank._replace(place=rank.place + 1, unnumbered=unnumbered))
         elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
             if job.passes(rank.place):  # to leave frees a slot, which siblings see
                 yield with_rank(state, j, r, rank._replace(place=rank.place + 1))
         elif place == MET:
-            turn = job.grants[rank.round].turn
-            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=turn))
+            returned = rank.returned if rank.unnumbered else job.grants[rank.round].turn
+            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=returned))
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
         """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
@@ -292,6 +304,17 @@ class Model:
         joined_at = len(state.log) if device == 0 else 0  # only lead devices have a log
         return with_rank(state, j, r, Rank(place=0, slot=slot, joined_at=joined_at))
 
+    def _number(self, state: State, j: int, r: int) -> State:
+        """Publish the number of a turn that was begun without it."""
+        rank = state.jobs[j].ranks[r]
+        number, *unnumbered = rank.unnumbered
+        turn = state.jobs[j].grants[number].turn
+        inside = number == rank.round and rank.place % PLACES_PER_ROUND >= INSIDE
+        returned = rank.returned if inside else turn
+        return with_rank(
+            state, j, r, rank._replace(unnumbered=tuple(unnumbered), started=turn, returned=returned)
+        )
+
     def _start(self, state: State, j: int, r: int) -> State:
         rank = state.jobs[j].ranks[r]
         grant = state.jobs[j].grants[rank.round]
@@ -319,11 +342,11 @@ class Model:
                 queueing = 0 <= rank.place != self._ends[j] and rank.place % PLACES_PER_ROUND == QUEUE
                 if not queueing or rank.stopped or len(job.grants) <= rank.round:
                     continue
-                for lost, forgiven in self._decision(state, j, r)[1]:
+                for lost, passed in self._decision(state, j, r)[1]:
                     stopped = any(each.stopped for k, _ in lost for each in state.jobs[k].ranks)
                     if stopped or state.hurries < self.rules.hurries:
                         note = self._note(state, j, r, lost)
-                        impatient = with_rank(state, j, r, rank._replace(forgiven=forgiven, lost=note))
+                        impatient = with_rank(state, j, r, rank._replace(passed=passed, lost=note))
                         yield impatient._replace(hurries=state.hurries + (not stopped))
 
     # --- what must hold -------------------------------------------------------------------------------------------
@@ -356,7 +379,8 @@ class Model:
                 continue
             stages = self._stages(state, k, device)
             for q, peer in enumerate(other.ranks):
-                if self.rules.jobs[k][q] != device or peer.place == DEAD or peer.returned >= earlier[-1]:
+                given_back = len(earlier) <= peer.round  # whether or not its number has come
+                if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back:
                     continue
                 forgave = k in lost and (earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q])
                 if not forgave:

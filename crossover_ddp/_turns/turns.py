@@ -1,0 +1,442 @@
+"""One rank's turns: what the mutex's callers ask for, and the one thread that draws, waits and publishes. Our design.
+
+[Note: one draw for each acquire]
+The lead rank draws turns, and the job's other ranks take their numbers in the same order. Where a process trains two
+models, one's exchange may end before or after the other's compute, differently on each rank. So neither the number of
+turns drawn nor which of them a rank is in may depend on whether it is inside a turn at that moment: in a job of
+several ranks every `acquire` draws one, and a rank that is still inside a turn gives that back first. If it kept both,
+it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import queue
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .joining import Membership, leave
+from .rules import DEFAULT_LEASE_S, Grant, Lease, Patience, TurnLog, blockers
+from .slots import Slot
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0
+_FAILED_TIMEOUT_S = 1.0
+_LATENCIES_KEPT = 100
+
+
+class Counters:
+    """What one rank has seen of its turns; lives on when they have ended."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        """The number of the last turn, as far as it is known; 0 before the first."""
+        self.count = 0
+        self.held_s = 0.0
+        self.waited_s = 0.0
+        self._hand_overs_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+
+    def hand_over(self, since_s: float, given_back_ns: int) -> None:
+        """Count a turn for which this rank has waited ``since_s``, and which a sibling gave back at that moment."""
+        now_ns = time.monotonic_ns()
+        # A sibling's clock may be another one: containers have time namespaces.
+        if since_s * 1e9 < given_back_ns <= now_ns:
+            self._hand_overs_s.append((now_ns - given_back_ns) / 1e9)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures, as in `GPUMutex.stats`; hand-overs are the last hundred."""
+        latencies = sorted(self._hand_overs_s)
+        return {
+            "turn": self.turn,
+            "turns": self.count,
+            "held_s": self.held_s,
+            "waited_s": self.waited_s,
+            "handovers": len(latencies),
+            "handover_median_s": statistics.median(latencies) if latencies else None,
+            "handover_p99_s": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
+        }
+
+
+class _Turn:
+    """A turn that has begun. It is published as given back once it is over and its number is known."""
+
+    def __init__(self, number: int | None, streams: "Sequence[torch.cuda.Stream]") -> None:
+        self.number = number
+        self.streams = streams
+        self.began_s = time.monotonic()
+        self.over = False
+
+
+class _Wanted:
+    """An `acquire` that waits."""
+
+    def __init__(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        self.streams = streams
+        self.done = threading.Event()
+        self.turn: _Turn | None = None
+        self.given_up = False
+
+
+class Turns:
+    """Take the turns of one rank on its device, one after the other. Thread-safe.
+
+    If anything fails the thread leaves the siblings, and every call does nothing from then on; so it is in a fork.
+
+    Args:
+        membership: the rank's place in its job and among the siblings.
+        lease: how long siblings are asked to wait for the rank's turns.
+        patience: how long the rank waits for siblings' turns.
+        counters: where turns and times are counted.
+        on_failure: called with the error, on the thread. It must not raise.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        lease: Lease,
+        patience: Patience,
+        counters: Counters,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self.membership = membership
+        self.counters = counters
+        self.shared = True
+        """Whether a sibling was on the device when the last turn began."""
+        self._lease, self._patience, self._on_failure = lease, patience, on_failure
+        self._current: _Turn | None = None
+        self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
+        self._wanted: set[_Wanted] = set()
+        self._ended = False
+        self._closing = False
+        self._pid = os.getpid()
+        # What follows is the thread's own.
+        self._log = TurnLog()
+        self._requested = 0  # turns drawn for an `acquire` that is still to come
+        self._drawn: deque[Grant] = deque()  # lead rank: grants that are not taken
+        self._unnumbered: deque[_Turn] = deque()  # other ranks: turns begun whose grants have not come
+        self._warned_of: set[object] = set()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
+        if membership.channel is not None and not membership.is_lead:
+            membership.channel.listen(self._grant_came)
+        self._thread.start()
+
+    # --- for callers ---------------------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> bool:
+        """Whether the rank is inside a turn."""
+        return self._current is not None
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the job has other ranks."""
+        return self.membership.channel is not None
+
+    def count_siblings(self) -> int:
+        """Return how many other jobs are on the device."""
+        jobs = {slot.job for slot in self.membership.segment.slots().values()}
+        return len(jobs - {self.membership.job})
+
+    def request(self) -> None:
+        """Draw the turn of the next `acquire`."""
+        self._put(self._request)
+
+    def acquire(self) -> None:
+        """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
+        if not self._is_here():
+            return
+        if not self.holding or self.has_peers:
+            self.membership.order.check_usable()
+        streams = self.membership.order.streams()
+        inside = self._current
+        if inside is not None and self.has_peers:  # see [Note: one draw for each acquire]
+            self.release(inside.streams)  # another thread's stream may take the next turn
+        elif inside is not None:  # siblings wait for this rank: it must not wait for them
+            self._put(functools.partial(self._pass_request, inside))
+            return
+        try:
+            self.shared = self.count_siblings() > 0
+        except Exception as error:  # promise 3: giving up on turns costs speed, never the job
+            self._fail(error)
+            return
+        if not self.shared:  # see [Note: alone on a device] in `rules`
+            self._put(functools.partial(self._number, self._begin(None, streams)))
+            return
+        self._wait(_Wanted(streams))
+
+    def _wait(self, wanted: _Wanted) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._wanted.add(wanted)
+        self._put(functools.partial(self._take, wanted))
+        try:
+            wanted.done.wait()
+        except BaseException:  # Ctrl-C: siblings need not wait for a turn that nobody uses
+            wanted.given_up = True
+            self.membership.segment.ring_self()
+            self._put(functools.partial(self._give_up, wanted))
+            raise
+
+    def _give_up(self, wanted: _Wanted) -> None:
+        if wanted.turn is self._current:
+            self.release()
+
+    def release(self, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
+        """Give the turn back, if the rank is inside one; as `GPUMutex.release`."""
+        if not self._is_here() or not self.holding:
+            return
+        order = self.membership.order
+        order.check_usable()
+        with self._lock:
+            turn, self._current = self._current, None
+        if turn is None:
+            return
+        try:
+            end = order.mark(streams)
+            if end is None:
+                self._end(turn)
+            else:
+                self._put(functools.partial(self._end, turn, end))
+        except Exception as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Leave the siblings, once the device has done the last turn, or after 10 s. May be called again."""
+        if os.getpid() != self._pid:
+            return
+        self._closing = True
+        with contextlib.suppress(Exception):
+            self.membership.segment.ring_self()
+            if self.membership.channel is not None:
+                self.membership.channel.interrupt()
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():  # the device does not come to the end
+                self._leave()
+
+    def _is_here(self) -> bool:
+        return not self._ended and os.getpid() == self._pid
+
+    def _put(self, job: Callable[[], None]) -> None:
+        if self._is_here():
+            self._jobs.put(job)
+
+    def _fail(self, error: Exception) -> None:
+        """Let the thread leave the siblings because of what has failed on another one."""
+
+        def raise_it() -> None:
+            raise error
+
+        self._put(raise_it)
+        self._thread.join(_FAILED_TIMEOUT_S)
+
+    # --- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job
+        except Exception as error:
+            if not self._closing:
+                self._on_failure(error)
+        try:
+            self.membership.order.close()
+        except Exception as error:
+            logger.debug("%s ended with an error of the device: %s", self.membership.device, error)
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            self._current = None
+        leave(self.membership)
+        for wanted in self._wanted:
+            wanted.done.set()
+
+    def _begin(self, number: int | None, streams: "Sequence[torch.cuda.Stream]") -> _Turn:
+        turn = _Turn(number, streams)
+        with self._lock:
+            if not self._ended:
+                self._current = turn
+        self.counters.count += 1
+        return turn
+
+    def _end(self, turn: _Turn, end: "torch.cuda.Event | None" = None) -> None:
+        """End a turn when the device has reached ``end``: its length is the device's, too."""
+        if end is not None:
+            self.membership.order.wait(end)
+        held_s = time.monotonic() - turn.began_s
+        self.counters.held_s += held_s
+        if self._lease.note(held_s):
+            self.membership.segment.publish_lease(self._lease.seconds)
+        with self._lock:
+            turn.over = True
+        if turn.number is not None:
+            self.membership.segment.publish_returned(turn.number)
+
+    def _give_number(self, turn: _Turn, number: int) -> None:
+        """Publish the number of a turn that was begun without it."""
+        self.counters.turn = number
+        with self._lock:
+            turn.number, over = number, turn.over
+        if over:
+            self.membership.segment.publish_returned(number)
+        else:
+            self.membership.segment.publish_started(number)
+
+    # --- drawing -------------------------------------------------------------------------------------------
+
+    def _request(self) -> None:
+        self._draw()
+        self._requested += 1
+
+    def _claim(self) -> None:
+        """Use up a request, or draw a turn now."""
+        if self._requested:
+            self._requested -= 1
+        else:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Append, read, look, in this order: the model finds overlaps in others."""
+        if not self.membership.is_lead:
+            return
+        segment, channel = self.membership.segment, self.membership.channel
+        turn = segment.draw_turn()
+        self._log.read(segment.read_log(self._log.read_numel, turn - 1))
+        grant = self._log.grant(turn, self.membership.job, segment.members())
+        self._drawn.append(grant)
+        if channel is not None:
+            channel.send(grant)
+
+    def _number(self, turn: _Turn) -> None:
+        """Draw the turn that was begun already."""
+        self._claim()
+        if self.membership.is_lead:
+            self._give_number(turn, self._drawn.popleft().turn)
+        else:
+            self._unnumbered.append(turn)
+            self._take_arrived()
+
+    def _grant_came(self) -> None:
+        if self._unnumbered:
+            self._put(self._take_arrived)
+
+    def _take_arrived(self) -> None:
+        channel = self.membership.channel
+        while self._unnumbered and channel is not None and channel.arrived:
+            self._give_number(self._unnumbered.popleft(), channel.receive().turn)
+
+    def _pass_request(self, inside: _Turn) -> None:
+        """Let a turn that goes on have the number that was drawn meanwhile; of a job of one rank."""
+        if self._requested:
+            self._requested -= 1
+            self._give_number(inside, self._drawn.popleft().turn)
+
+    def _next_grant(self) -> Grant:
+        self._claim()
+        channel = self.membership.channel
+        if self.membership.is_lead or channel is None:
+            return self._drawn.popleft()
+        while self._unnumbered:
+            self._give_number(self._unnumbered.popleft(), channel.receive().turn)
+        return channel.receive()
+
+    # --- waiting -------------------------------------------------------------------------------------------
+
+    def _take(self, wanted: _Wanted) -> None:
+        """Begin the next turn when siblings' earlier ones are over."""
+        since_s = time.monotonic()
+        grant = self._next_grant()
+        waited = self._until_free(grant, wanted)
+        given_back_ns = self._until_over(grant)
+        if waited:
+            self.counters.hand_over(since_s, given_back_ns)
+        self.counters.waited_s += time.monotonic() - since_s
+        self.counters.turn = grant.turn
+        self._patience.started()
+        if self._closing:
+            return
+        self.membership.segment.publish_started(grant.turn)
+        wanted.turn = self._begin(grant.turn, wanted.streams)
+        with self._lock:
+            self._wanted.discard(wanted)
+        wanted.done.set()
+
+    def _until_free(self, grant: Grant, wanted: _Wanted) -> bool:
+        """Block until no sibling's turn comes before ``grant`` on this device; return whether that took any waiting."""
+        segment, waited = self.membership.segment, False
+        while not (self._closing or wanted.given_up):
+            members = segment.members()
+            waiting = blockers(grant, self.membership.job, members)
+            left_s = self._patience.remaining(waiting, members, time.monotonic())
+            self._warn_of_lost_patience()
+            if left_s is None:
+                break
+            waited = True
+            segment.wait([blocker.member for blocker in waiting], left_s)
+        return waited
+
+    def _until_over(self, grant: Grant) -> int:
+        """Block until the device has done the turns that ``grant`` names, as long as their owners live and lease.
+
+        Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
+        """
+        last_ns, needed = 0, dict(grant.after)
+        for index, slot in self.membership.segment.slots().items():
+            if slot.job != self.membership.job and 0 < needed.get(slot.job, 0) <= slot.returned:
+                last_ns = max(last_ns, slot.returned_at_ns)
+                if slot.event_count:
+                    self._until_event(index, slot)
+        return last_ns
+
+    def _until_event(self, index: int, slot: Slot) -> None:
+        segment, order, process = self.membership.segment, self.membership.order, (index, slot.incarnation)
+        try:
+            over = order.follow(process, bytes(slot.events), segment.ring_self)
+        except RuntimeError as error:
+            if segment.is_alive(*process):
+                self._warn_once(
+                    "events",
+                    f"cannot wait for the end of a sibling's turns on {self.membership.device}, its events cannot be "
+                    f"opened ({error}): kernels of both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
+                )
+            return
+        ends_s = time.monotonic() + min(slot.lease() or DEFAULT_LEASE_S, self._patience.limit_s)
+        while not (over.is_set() or self._closing) and segment.is_alive(*process):
+            if (left_s := ends_s - time.monotonic()) <= 0:
+                break
+            segment.bells.wait([process], left_s)
+        if not over.is_set():
+            order.leave_behind()
+
+    def _warn_of_lost_patience(self) -> None:
+        for lost in self._patience.lost:
+            kept = f"a sibling on {self.membership.device} kept its turn for"
+            words = f"{kept} longer than its lease of {lost.lease_s:.1f} s"
+            if lost.at_limit:
+                words = (
+                    f"{kept} {lost.waited_s:.1f} s, which is less than its lease of {lost.lease_s:.1f} s, but siblings "
+                    "may cost this job a quarter of its process group's timeout at most"
+                )
+            self._warn_once(lost.at_limit, f"{words}; going on beside it (said once)")
+
+    def _warn_once(self, cause: object, words: str) -> None:
+        if cause not in self._warned_of:
+            self._warned_of.add(cause)
+            logger.warning("%s", words)
