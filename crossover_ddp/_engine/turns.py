@@ -95,6 +95,8 @@ class TurnLink(LinkAround):
             self._reached()
             turn.request()
             whole_way()
+        elif self.size == 1:
+            turn.request()
         bucket.exchanged()
         turn.acquire()
 

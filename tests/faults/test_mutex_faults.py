@@ -18,6 +18,7 @@ import torch.distributed as dist
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.groups import files_of, new_group
+from tests.harness.waiting import eventually
 
 LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
 AT_ONCE_S = 5.0  # generous: the machine may be busy
@@ -63,9 +64,11 @@ def _decided_by_rank_0(value: bool) -> bool:
 def survive(rank: int, world_size: int, group: str, events: Sequence[str]) -> Outcome:
     """Train until every event has come, and a little longer."""
     mutex = GPUMutex(group, device=f"dev{rank}", lease=LONG_LEASE_S)
-    waits, turns, after = [], [], 0
+    waits, turns, after = [], list[int](), 0
     while after < TURNS_AFTER:
         waits.append(step(mutex))
+        # Of a turn that has begun alone on its device the number comes later.
+        assert eventually(lambda: mutex.stats()["turn"] > [0, *turns][-1])
         turns.append(int(mutex.stats()["turn"]))
         after += _decided_by_rank_0(all(os.path.exists(event) for event in events))
     stats = mutex.stats()

@@ -31,8 +31,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "the last Future is done before the turn is taken",
         _TURNS,
-        "            whole_way()\n        bucket.exchanged()\n",
-        "            whole_way()\n        bucket.exchanged()\n        bucket.end(None, lambda: None)\n"
+        "            turn.request()\n        bucket.exchanged()\n",
+        "            turn.request()\n        bucket.exchanged()\n        bucket.end(None, lambda: None)\n"
         "        bucket.end = lambda *_: None\n",
         (_TURN, "-k", "last_future_waits and crossover"),
     ),
