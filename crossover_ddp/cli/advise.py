@@ -26,6 +26,7 @@ from crossover_ddp._system import environment
 from . import step_meter
 from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
 from .output import FINE, FOUND, USAGE, columns, declare, forget, say, whole, write_json
+from .run import command_words
 
 _EXAMPLES = """\
 examples:
@@ -102,7 +103,7 @@ DECOUPLED: Final = Way(
     lambda found: found.over(found.compute_s, found.wire_s),
     0.92,  # of 12 rows, worst 7 % off
     "model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)",
-    "with gradient_as_bucket_view=True, and bucket_cap_mb a sixteenth of the model; see docs/decoupled.md",
+    "with gradient_as_bucket_view=True, bucket_cap_mb={sixteenth_mb:.3g}; see docs/decoupled.md",
 )
 INT8: Final = Way(
     "a codec, Int8()",
@@ -129,6 +130,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model", type=_size, metavar="SIZE", help="parameters of 4 bytes, 25.6M, or bytes, 102MB"
     )
     parser.add_argument("--ranks", type=whole(2), metavar="N")
+    parser.add_argument("directory", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="figures and factors as JSON")
     forget(parser, _GONE, flags=("--verbose",))
 
@@ -158,15 +160,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, advise, show; return the exit code."""
     described = [each for each in (arguments.link, arguments.model, arguments.ranks) if each is not None]
     commands = [words for words in arguments.groups if words]
-    if len(commands) + len(described) / 3 != 1:
-        say("crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got neither or both")
+    if arguments.directory or len(commands) + len(described) / 3 != 1:
+        got = " ".join(arguments.directory) or "neither or both"  # recordings were read by earlier versions
+        say(f"crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got {got}")
         return USAGE
     if described:
         _show_described(*described)
         return FINE
     try:
-        found = _measured(commands[0], arguments.steps)
-    except NotMeasurableError as error:
+        words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
+        found = _measured(words, arguments.steps)
+    except (NotMeasurableError, ValueError) as error:
         say(f"crossover-ddp advise: {error}")
         return FOUND
     if arguments.json:
@@ -272,7 +276,10 @@ def _report(found: Figures) -> str:
     rows = [[way.name, f"{way.expected(found):.2f}×", f"{way.bound(found):.2f}×"] for way in WAYS]
     shown = verdict(found)
     worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
-    lines = "".join(f"{way.name}: {way.caveat}\n    {way.line}\n" for way in worth)
+    sixteenth_mb = found.size_bytes / 16 / 2**20
+    lines = "".join(
+        f"{way.name}: {way.caveat.format(sixteenth_mb=sixteenth_mb)}\n    {way.line}\n" for way in worth
+    )
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
         f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute + N {_ms(found.exposed_s)} exposed "

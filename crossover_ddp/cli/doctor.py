@@ -23,8 +23,7 @@ from .output import FINE, FOUND, declare, forget
 _EXAMPLES = "exit codes: 0 no problem; 1 at least one; 2 wrong usage"
 _GONE = {"--json": "findings are lines", "--sweep": "findings name what to remove"}
 _LEAST_TORCH = (2, 11)
-_ROOM_MIB = 16
-_FILES = 4096
+_ROOM_MIB, _FILES = 16, 4096
 _GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MPS = "nvidia-cuda-mps-control -d"
 

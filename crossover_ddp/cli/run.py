@@ -62,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     """Return the words of each job; raise ``ValueError`` or ``OSError`` for what is none."""
-    found = [_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups]
+    found = [command_words(group[0]) if len(group) == 1 else list(group) for group in arguments.groups]
     if arguments.commands:
         text = sys.stdin.read() if arguments.commands == "-" else Path(arguments.commands).read_text()
-        found += [words for line in text.replace("\\\n", " ").splitlines() if (words := _words(line))]
+        found += [words for line in text.replace("\\\n", " ").splitlines() if (words := command_words(line))]
     if not found or not all(found):
         raise ValueError("expected commands after -- or in --commands FILE, got none")
     texts = [shlex.join(words) for words in found]
@@ -77,8 +77,8 @@ def _commands(arguments: argparse.Namespace) -> list[list[str]]:
     return found
 
 
-def _words(text: str) -> list[str]:
-    """Cut a text as a shell would; what only a shell acts on is refused, never passed on as plain text."""
+def command_words(text: str) -> list[str]:
+    """Cut a text as a shell would; `ValueError` for what only a shell acts on, never passed on as plain text."""
     if syntax := _SHELLS.search(re.sub(r"(^|\s)#.*", "", _QUOTED.sub("", text))):
         raise ValueError(
             f"expected a command without shell syntax, got {syntax[0].strip()!r} in {text!r}: no shell runs it; put "

@@ -76,6 +76,11 @@ def test_bytes_and_link_are_advised_on_without_a_run(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == shown
 
 
+def test_recordings_are_no_longer_read(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["advise", "runs/x"]) == 2
+    assert "expected -- COMMAND, or --link, --model and --ranks, got runs/x" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [[], ["--link", "1gbit"], ["--link", "1gbit", "--model", "1M", "--ranks", "2", "--", "true"], ["--"]],

@@ -265,7 +265,7 @@ def test_nothing_is_started_if_anything_is_wrong(
     "text", ["a '$HOME | b'", r"a \$b \;", "a '#' b", 'a "b c; d"', "t.py *.jpg x~y", "a # | b"]
 )
 def test_plain_text_is_no_shell_syntax(text: str) -> None:
-    assert cli_run._words(text) == shlex.split(text, comments=True)
+    assert cli_run.command_words(text) == shlex.split(text, comments=True)
 
 
 def test_what_has_gone_is_accepted_with_a_line(runs: Runs) -> None:
