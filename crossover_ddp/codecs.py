@@ -25,9 +25,9 @@ from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.split import split
-from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -62,6 +62,8 @@ class CompressedState(Pausable):
             when it changes. Default 1.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: take turns with sibling jobs; the turn is given away when the last bucket is encoded. Default: no turns.
+        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
+            difference raises ``ReplicasDifferError`` from ``backward()``.
 
     On failure: ``TypeError`` for what is no codec. ``UnsupportedConfigurationError`` from the first ``backward()`` for
     gradients of float64, and for a `PerPair` of another number of ranks. ``ExchangeError`` from ``backward()`` when a
@@ -83,8 +85,10 @@ class CompressedState(Pausable):
         loss_scale: float | Callable[[], float] = 1.0,
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
+        compare_replicas: bool = True,
     ) -> None:
         self.process_group = process_group
+        self.compare_replicas = compare_replicas
         self.codec = codec
         self.mutex = mutex
         self.agreement = Agreement()
@@ -183,6 +187,8 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         check_not_capturing(bucket)
         compression = state._compression
         way = None if compression is None else around(compression, bucket, group)
-        return Exchange.of(group).carry(bucket, split, turn=state.mutex, state=state, around=way).future
+        exchange = Exchange.of(group)
+        with exchange.comparing(bucket, state, state.compare_replicas):
+            return exchange.carry(bucket, split, turn=state.mutex, state=state, around=way).future
 
     return guarded(bucket, answer)

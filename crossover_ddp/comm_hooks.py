@@ -25,11 +25,12 @@ from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
+from crossover_ddp._engine.agreement import Agreement
+from crossover_ddp._engine.buckets import after_backward
 from crossover_ddp._engine.endings import on_destruction
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
@@ -75,8 +76,9 @@ def reduce_scatter_all_gather_hook(
 
     On failure: nothing leaves the hook. When a peer dies or the group's timeout passes, ``backward()`` raises
     ``ExchangeError``, on this rank and in bounded time, and so does every later one: restart the job.
-    Buckets that cannot be exchanged (sparse gradients, other dtypes than float16, bfloat16, float32 and
-    float64, the python reducer) raise ``UnsupportedConfigurationError`` from ``backward()``.
+    ``ReplicasDifferError`` after 1, 2, 4, … steps and every thousand if the ranks' parameters differ, unless
+    ``CROSSOVER_COMPARE_REPLICAS=0``. Buckets that cannot be exchanged (sparse gradients, other dtypes than float16,
+    bfloat16, float32 and float64, the python reducer) raise ``UnsupportedConfigurationError`` from ``backward()``.
 
     Collective: runs inside DDP's backward pass, on all ranks in the order of the buckets.
 
@@ -90,7 +92,11 @@ def reduce_scatter_all_gather_hook(
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        return Exchange.of(resolve_group(process_group)).carry(bucket, split, state=process_group).future
+        exchange = Exchange.of(resolve_group(process_group))
+        with exchange.comparing(
+            bucket, process_group, environment.is_set(environment.COMPARE_REPLICAS, default="1")
+        ):
+            return exchange.carry(bucket, split, state=process_group).future
 
     return guarded(bucket, answer)
 
@@ -112,6 +118,8 @@ class CrossoverState(Pausable):
             ``crossover_ddp.codecs.Int8()``; see `CompressedState`. Default: none, gradients are those of plain DDP.
         loss_scale: for ``codec``: what the loss is multiplied by before ``backward()``, such as ``scaler.get_scale``.
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
+        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
+            difference raises ``ReplicasDifferError`` from ``backward()``.
 
     On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
     warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` or
@@ -132,8 +140,10 @@ class CrossoverState(Pausable):
         codec: CodecChoice | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
+        compare_replicas: bool = True,
     ) -> None:
         self.process_group = process_group
+        self.compare_replicas = compare_replicas
         self.hook_state = hook_state
         self.codec = codec
         self._loss_scale = loss_scale
@@ -185,7 +195,12 @@ class CrossoverState(Pausable):
         logger.warning(
             "process_group, mutex and residuals are not pickled; the copy uses the default group and its own mutex"
         )
-        return {"hook_state": self.hook_state, "codec": self.codec, "loss_scale": self._loss_scale}
+        return {
+            "hook_state": self.hook_state,
+            "codec": self.codec,
+            "loss_scale": self._loss_scale,
+            "compare_replicas": self.compare_replicas,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -222,7 +237,9 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         check_not_capturing(bucket)
         compression, turn = state.compression, _turn_of(state, bucket)
         way = None if compression is None else around(compression, bucket, group)
-        return Exchange.of(group).carry(bucket, split, turn=turn, state=state, around=way).future
+        exchange = Exchange.of(group)
+        with exchange.comparing(bucket, state, state.compare_replicas):
+            return exchange.carry(bucket, split, turn=turn, state=state, around=way).future
 
     return guarded(bucket, answer)
 
@@ -256,11 +273,16 @@ def crossover_wrapper(hook: Hook) -> Hook:
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            future = hook(state.hook_state, bucket)
             if turns_disabled():
-                return future
+                return hook(state.hook_state, bucket)
+            exchange = Exchange.of(group)
+            compare = functools.partial(exchange.compare, bucket, state, state.compare_replicas)
+            # Not before backward has ended: any thread may issue the other hook's collectives.
+            if not after_backward(compare):
+                compare()
+            future = hook(state.hook_state, bucket)
             check_not_capturing(bucket)
-            return Exchange.of(group).follow(future, bucket, turn=_turn_of(state, bucket))
+            return exchange.follow(future, bucket, turn=_turn_of(state, bucket))
 
         return guarded(bucket, answer)
 

@@ -17,6 +17,10 @@ class ExchangeError(CrossoverError):
     """A collective of the gradient exchange failed (a peer died, a connection broke, a timeout)."""
 
 
+class ReplicasDifferError(CrossoverError):
+    """Parameters that must be the same on all ranks are not; the message names one, the ranks and the step."""
+
+
 class SegmentError(CrossoverError):
     """A shared-memory segment is foreign, malformed or unusable; the message names the file and the mend."""
 

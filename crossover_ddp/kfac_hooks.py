@@ -118,6 +118,8 @@ class KFACState(Pausable):
         codec: compresses gradients on their way to owners, and directions on their way back, with error feedback; one
             for both, or a pair. Factors and all else travel exact. Such as ``crossover_ddp.codecs.Int8()``. No layer is
             spread then, and the first two steps travel exact. Default: none.
+        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
+            difference raises ``ReplicasDifferError`` from ``backward()``.
 
     `DecoupledState` takes a KFACState, too: ``DecoupledState(optimizer, kfac=KFACState(model, optimizer))``. Then the
     preconditioned gradient arrives, and is applied, while the next forward runs.
@@ -160,6 +162,7 @@ class KFACState(Pausable):
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
         codec: CodecChoice | None = None,
+        compare_replicas: bool = True,
     ) -> None:
         check_choices(solver=solver, weight_sharing=weight_sharing, factors=factors)
         check_choices(inversion=inversion, accumulated=accumulated, costs=costs)
@@ -174,6 +177,7 @@ class KFACState(Pausable):
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
+        self.compare_replicas = compare_replicas
         group = resolve_group(self.process_group)
         # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
@@ -447,7 +451,8 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         turn = cast(Turn | None, state.mutex)
-        return state.exchange(group, bucket, state=state, turn=turn).future
+        with Exchange.of(group).comparing(bucket, state, state.compare_replicas):
+            return state.exchange(group, bucket, state=state, turn=turn).future
 
     return guarded(bucket, answer)
 

@@ -20,8 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._exchange.agreement import Agreement
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._muon.directions import Directions, check_optimizer, power_of_two
 from crossover_ddp._owners.assignment import assign
@@ -62,6 +62,8 @@ class MuonState(Pausable):
         mutex: take turns with sibling jobs; Newton-Schulz is compute inside the turn. Default: no turns.
         loss_scale: what the loss was multiplied by before ``backward()``, such as ``scaler.get_scale``: a power of two,
             or a function that returns one. Default 1.
+        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
+            difference raises ``ReplicasDifferError`` from ``backward()``.
 
     Attributes:
         owners: rank of each matrix, in the order of ``muon.param_groups``.
@@ -86,12 +88,14 @@ class MuonState(Pausable):
         process_group: dist.ProcessGroup | None = None,
         mutex: GPUMutex | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
+        compare_replicas: bool = True,
     ) -> None:
         check_optimizer(muon)
         check_torch()
         if not callable(loss_scale):
             power_of_two(loss_scale)
         self.process_group = process_group
+        self.compare_replicas = compare_replicas
         self.muon = muon
         self.mutex = mutex
         self.agreement = Agreement()
@@ -242,7 +246,8 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
         if state.is_disabled:
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state.exchange(group, bucket)
+        with Exchange.of(group).comparing(bucket, state, state.compare_replicas):
+            return state.exchange(group, bucket)
 
     return guarded(bucket, answer)
 

@@ -281,12 +281,18 @@ def _of_types(types: frozenset[type], objects: Iterator[Any], same: Iterator[Any
 _PLACES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (lambda: list(_known_models), _all_models)
 
 
-def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield the parameters as they are: looking at a model must not make a decoupled one update itself."""
-    for module in network.modules():
+    for prefix, module in network.named_modules():
         own = module._parameters
         # Not a dictionary: of a scripted module, which has no guards.
-        yield from dict.values(own) if isinstance(own, dict) else own.values()
+        for name, parameter in dict.items(own) if isinstance(own, dict) else own.items():
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    for _, parameter in named_parameters_of(network):
+        yield parameter
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -13,11 +13,10 @@ from typing import Final
 
 import torch
 
+from crossover_ddp._engine.digest import fingerprint
 from crossover_ddp._system import environment
 
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKED_STEPS: Final = 3
-_PIECE_NUMEL: Final = 1 << 18
 
 
 class Seal:
@@ -61,12 +60,3 @@ class Checks:
     def deferred(self) -> None:
         """Count a deferred step, which is applied now."""
         self._deferred += 1
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of ``tensor``: the same in any order of additions, and for values that are no numbers."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    bits = values.view(_INTEGERS[values.element_size()]).reshape(-1)
-    # In pieces: torch makes a copy in the type of the sum.
-    sums = [piece.sum(dtype=torch.int64) for piece in bits.split(_PIECE_NUMEL)]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)

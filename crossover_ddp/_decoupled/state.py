@@ -17,8 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._ddp.compiled import compiled_modules
-from crossover_ddp._exchange.agreement import Agreement
+from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
+from crossover_ddp._engine.agreement import Agreement
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._owners.interception import check_not_intercepted
 from crossover_ddp._owners.partial_optimizer import check_separable
@@ -77,6 +78,8 @@ class DecoupledState(Pausable):
             their owners when backward has reduced them, and directions are gathered in the next forward. The training
             is that of ``kfac_hook``, to the last bit; ``defer`` has no effect. Its own methods, such as its state dict,
             stay in use. See docs/kfac.md. Default: none.
+        compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
+            difference raises ``ReplicasDifferError`` from ``backward()``.
 
     With owners, gradients are NaN after ``backward()``, since only the owner has the mean: clip by `clip_grad_norm_`;
     `flush` does not fill them. Call `consolidate` on all ranks before ``optimizer.state_dict()``.
@@ -104,11 +107,13 @@ class DecoupledState(Pausable):
         loss_scale: float | Callable[[], float] = 1.0,
         owners: Literal["layers"] | None = None,
         kfac: Deferrable | None = None,
+        compare_replicas: bool = True,
     ) -> None:
         if defer not in ("auto", "always"):
             raise ValueError(f"expected defer='auto' or 'always', got defer={defer!r}; see DecoupledState")
         optimizers = _checked(optimizer, owners)
         self.process_group = process_group
+        self.compare_replicas = compare_replicas
         self.optimizer = optimizer
         self.mutex = mutex
         if codec is not None and owners is not None:
@@ -131,6 +136,12 @@ class DecoupledState(Pausable):
                 self._training = PreconditionedTraining(optimizers, mutex, coding, kfac, self)
         else:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
+
+        self.take = uncompiled(self._take)  # backward may have been called by compiled code
+
+    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        with Exchange.of(group).comparing(bucket, self, self.compare_replicas):
+            return self._training.take(self, group, bucket)
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -369,7 +380,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state._training.take(state, group, bucket)
+        return state.take(group, bucket)
 
     def refused() -> None:
         if isinstance(state, DecoupledState):

@@ -26,6 +26,7 @@ from crossover_ddp._timeline.record import Detail
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
 from .buckets import Backward, Bucket, BucketWay, after_backward
+from .digest import Digests
 from .endings import on_destruction
 from .gloo import Gloo
 from .journeys import Journey
@@ -69,6 +70,7 @@ class Exchange:
         self._numbers = itertools.count()
         self.records = StepRecords()
         self.buffers = ModuleBuffers(self.rank)
+        self._digests = Digests(self.rank, self.size)
         self._backward = Backward()
         self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
         self._turn_taken_s: float | None = None
@@ -167,6 +169,25 @@ class Exchange:
             bucket = self._bucket(grad_bucket, link, backward, turn)
         self._send(bucket, behind(backward.futures, bucket, link, turn))
         return bucket.future
+
+    @contextlib.contextmanager
+    def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool) -> Iterator[None]:
+        """Where a hook sends a bucket, or refuses it; behind a step's last one parameters are compared. **Collective**.
+
+        Args:
+            grad_bucket: what DDP gave to the hook.
+            state: that the hook was registered with.
+            wanted: whether parameters must be the same on all ranks; see [Note: digests].
+        """
+        try:
+            yield
+        finally:
+            self.compare(grad_bucket, state, wanted)
+
+    def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool) -> None:
+        """See `comparing`."""
+        if self.size > 1 and grad_bucket.is_last() and (group := self._group()) is not None:
+            self._digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
         self._check_process()

@@ -17,11 +17,13 @@ DISABLE: Final = "CROSSOVER_DISABLE"
 """Every state behaves as plain all-reduce."""
 CHECK: Final = "CROSSOVER_CHECK"
 """Decoupled training checks every step."""
+COMPARE_REPLICAS: Final = "CROSSOVER_COMPARE_REPLICAS"
+"""``0``: a hook without a state does not compare the ranks' parameters."""
 TIMELINE: Final = "CROSSOVER_TIMELINE"
 """Directory in which spans are recorded."""
 RUN_JOB: Final = "CROSSOVER_RUN_JOB"
 """Set by `crossover-ddp run` itself: which of its jobs a process belongs to."""
-FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, TIMELINE})
+FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE})
 
 
 def sibling_group() -> str:
@@ -29,6 +31,6 @@ def sibling_group() -> str:
     return os.environ.get(GROUP, DEFAULT_GROUP)
 
 
-def is_set(name: str, variables: Mapping[str, str] = os.environ) -> bool:
+def is_set(name: str, variables: Mapping[str, str] = os.environ, default: str = "") -> bool:
     """Return whether a switch is on: set, and neither empty nor ``0``."""
-    return variables.get(name, "") not in ("", "0")
+    return variables.get(name, default) not in ("", "0")

@@ -14,6 +14,7 @@ _BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _NATIVE, _PLACES, _SPANS, _STAGED, _TURNS
 _TURN = "tests/journeys/test_turn_and_futures.py"
 _FAILURES = "tests/journeys/test_failures.py"
 _ENDS = "tests/journeys/test_ends.py"
+_REPLICAS = "tests/journeys/test_replicas.py"
 _TOLD = "tests/journeys/test_spans.py"
 _DEVICES = "tests/journeys/test_devices.py"
 _BITS = "tests/journeys/test_bits_and_buffers.py"
@@ -77,6 +78,34 @@ ENGINE: Final[tuple[Fault, ...]] = (
         "            doomed = [trip.journey for trip in self._under_way]\n",
         "            doomed = []\n",
         (_OWN, "-k", "ends_all", "--timeout=30"),
+    ),
+    Fault(
+        "digests that differ are nobody's error",
+        "crossover_ddp/_engine/digest.py",
+        "if 0 in digests or len({*digests}) == 1:",
+        "if 0 in digests or len(digests) > 1:",
+        (_REPLICAS, "-k", "one_error and split"),
+    ),
+    Fault(
+        "digests are of parameters with gradients alone",
+        "crossover_ddp/_engine/digest.py",
+        "if name not in ignored}",
+        "if name not in ignored and each.requires_grad}",
+        (_REPLICAS, "-k", "any_kind and 0"),
+    ),
+    Fault(
+        "a rank that is told not to compare sends nothing, and the others wait for it",
+        "crossover_ddp/_engine/digest.py",
+        "if model.steps & (model.steps - 1) == 0 or",
+        "if wanted and model.steps & (model.steps - 1) == 0 or",
+        (_REPLICAS, "-k", "one_rank"),
+    ),
+    Fault(
+        "ranks that have joined are compared",
+        "crossover_ddp/_engine/digest.py",
+        "config is not None and config.enable",
+        "config is not None and not config.enable",
+        (_REPLICAS, "-k", "joined or one_error and split"),
     ),
     Fault(
         "a fork of a rank sends on its parent's connections",

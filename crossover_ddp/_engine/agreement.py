@@ -46,14 +46,7 @@ class Agreement:
 
 def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
     """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
-    everyone: list[Any] = [None] * group.size()
-    try:
-        dist.all_gather_object(everyone, {name: repr(value) for name, value in said.items()}, group=group)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"rank {group.rank()} of {group.size()}: comparing arguments with the other ranks failed: {error}; restart "
-            "the job"
-        ) from error
+    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
     for name in said:
         values = [each.get(name, "nothing") for each in everyone]
         if len({*values}) > 1:
@@ -62,3 +55,18 @@ def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
                 f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
                 "and call load_state_dict on all ranks or on none"
             )
+
+
+def told_by_all(group: dist.ProcessGroup, said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return by rank what the ranks of ``group`` say. **Collective**.
+
+    On failure: ``ExchangeError`` if a peer is gone.
+    """
+    everyone: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(everyone, said, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; restart the job"
+        ) from error
+    return everyone
