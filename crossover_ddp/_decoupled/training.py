@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -174,7 +173,8 @@ class DecoupledTraining:
         if bucket.is_last():
             self._has_turn = self._turn is None
         if self.trial is not None and not self.trial.defers:
-            future = self._average_now(bucket, process_group, state)
+            # The exchange gives the turn away, and takes the next one before backward ends.
+            future, self._has_turn = self._average(bucket, process_group, state, self._turn), True
         else:
             share = self._defer(bucket, parameters, process_group, state)
             future = share.bucket.future
@@ -211,16 +211,6 @@ class DecoupledTraining:
         """Average a bucket that backward waits for."""
         around = self.coding.around(bucket, process_group)
         return Exchange.of(process_group).carry(bucket, split, turn=turn, state=state, around=around).future
-
-    def _average_now(
-        self, bucket: dist.GradBucket, process_group: dist.ProcessGroup, state: object
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket of a step that is not deferred, to the same bits."""
-        # Two addends have one sum, and DDP's way costs least.
-        if self._turn is None and process_group.size() <= 2 and self.coding.compression is None:
-            return allreduce_hook(process_group, bucket)
-        self._has_turn = True  # the exchange gives it away, and takes the next one before backward ends
-        return self._average(bucket, process_group, state, self._turn)
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:

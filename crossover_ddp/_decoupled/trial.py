@@ -3,8 +3,8 @@
 [Note: trial of deferring] Deferring costs processor time, and gains only what would otherwise be waited for: nothing on
 a fast link, little where buckets are few. Which it is shows only in training. So when buckets have settled, some steps
 are deferred and some are not, in turns, and all ranks keep what was faster for the slowest of them. What is not
-deferred goes through DDP's own all-reduce if there are two ranks, else through the split hook: the additions are those
-of a deferred step, so that results are the same to the last bit, whatever is chosen. What counts is the number of
+deferred goes the way of the split hook: the additions are those of a deferred step, so that results are the same to the
+last bit, whatever is chosen. What counts is the number of
 backward passes, which is the same on all ranks, whatever else one of them does.
 """
 

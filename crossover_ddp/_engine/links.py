@@ -42,6 +42,9 @@ class Link(Protocol):
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """Copy each owner's part to all."""
 
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """Do both, where nothing happens in between; the bits are the same."""
+
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each.
 
@@ -119,6 +122,12 @@ class Channels:
                 cls._used.get(group, set()).discard(channel)
 
 
+async def in_halves(link: Link, flat: Tensor, layout: Layout) -> None:
+    """Average ``flat`` by a reduce-scatter and an all-gather."""
+    await link.reduce_scatter(flat, layout)
+    await link.all_gather(flat, layout)
+
+
 class LinkAround:
     """A link around a link, which does all that a subclass leaves to it.
 
@@ -138,6 +147,10 @@ class LinkAround:
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `Link`."""
         await self._link.all_gather(flat, layout)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`: by its own halves."""
+        await in_halves(self, flat, layout)
 
     async def compute(self) -> None:
         """See `Link`."""
@@ -174,6 +187,10 @@ class Alone:
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `Link`."""
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+        await in_halves(self, flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `Link`."""

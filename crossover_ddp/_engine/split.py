@@ -6,5 +6,4 @@ from .links import Link
 
 async def split(bucket: Bucket, link: Link) -> None:
     """Average over the ranks by a reduce-scatter and an all-gather."""
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    await link.all_gather(bucket.flat, bucket.layout)
+    await link.all_reduce(bucket.flat, bucket.layout)

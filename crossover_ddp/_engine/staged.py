@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .endings import stop_workers
 from .journeys import Station
-from .links import Layout, Link, Network, parts
+from .links import Layout, Link, Network, in_halves, parts
 from .places import Device, sleeping_event
 
 Pair = tuple[Tensor, Tensor]
@@ -93,6 +93,10 @@ class _StagedLink:
         await self._net.down([(own_host, own)])
         await self._inner.all_gather(host, layout)
         self._net.up(pairs)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """See `links.Link`."""
+        await in_halves(self, flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `links.Link`."""

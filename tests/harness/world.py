@@ -273,6 +273,11 @@ class WorldLink:
         await until(arriving.is_there)
         arriving.wait()
 
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """Do both halves."""
+        await self.reduce_scatter(flat, layout)
+        await self.all_gather(flat, layout)
+
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each."""
         leaving, coming = outgoing.split(list(to)), incoming.split(list(of))

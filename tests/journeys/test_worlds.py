@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossover_ddp._averaging.means import late_mean
+from crossover_ddp._engine.links import LinkAround
 from crossover_ddp._engine.split import split
 from tests.harness.oracles import tree_sum
 from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, until
@@ -87,28 +88,22 @@ async def by_all_to_all(bucket: Bucket, link: WorldLink) -> None:
     bucket.flat.copy_(tree_sum(incoming.split(layout)))
 
 
-@dataclass
-class HalfLink:
+class HalfLink(LinkAround):
     """A codec as a link around a link: what travels has half the bytes."""
 
-    link: WorldLink
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.link, name)
-
-    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> None:
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         coded = flat.half()
-        await self.link.reduce_scatter(coded, layout)
-        flat.copy_(coded)
+        await super().reduce_scatter(coded, layout)
+        return flat.copy_(coded)
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         coded = flat.half()
-        await self.link.all_gather(coded, layout)
+        await super().all_gather(coded, layout)
         flat.copy_(coded)
 
 
 async def coded(bucket: Bucket, link: WorldLink) -> None:
-    await split(bucket, HalfLink(link))  # type: ignore[arg-type]
+    await split(bucket, HalfLink(link))
 
 
 async def averaged(bucket: Bucket, link: WorldLink) -> None:

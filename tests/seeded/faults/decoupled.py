@@ -34,8 +34,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "a step that is not deferred travels exact in spite of a codec",
         "crossover_ddp/_decoupled/training.py",
-        "process_group.size() <= 2 and self.coding.compression is None",
-        "process_group.size() <= 2",
+        "carry(bucket, split, turn=turn, state=state, around=around)",
+        "carry(bucket, split, turn=turn, state=state)",
         (_CODEC, "-k", "makes_no_difference"),
     ),
     Fault(

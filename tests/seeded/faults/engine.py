@@ -174,8 +174,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "gradients are rounded to half precision on their way",
         "crossover_ddp/_engine/split.py",
-        "    await link.reduce_scatter(",
-        "    bucket.flat.copy_(bucket.flat.bfloat16())\n    await link.reduce_scatter(",
+        "    await link.all_reduce(",
+        "    bucket.flat.copy_(bucket.flat.bfloat16())\n    await link.all_reduce(",
         (_BITS, "-k", "exact_up_to_rounding"),
     ),
     Fault(
