@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from crossover_ddp._exchange.contents import Sharded
 from crossover_ddp._exchange.layout import Layout
-from crossover_ddp._exchange.transfer import Sharded
 
 from .choice import Codecs
 from .codec import Codec, PieceWriter

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from crossover_ddp._engine.exchange import Exchange as Journeys
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.step_records import StepRecord
-from crossover_ddp._exchange.exchange import Exchange
 from crossover_ddp._exchange.link_probe import measure_link
 from crossover_ddp._planning import (
     EXACT,
@@ -74,7 +73,7 @@ def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
 
 def plan_of_group(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
     """Return rank 0's plan for the steps that ``group`` has exchanged; see `plan_from`. **Collective**."""
-    work = workload_of_records(Journeys.of(group).records.last())
+    work = workload_of_records(Exchange.of(group).records.last())
     return plan_from(work, group, present=present, candidates=candidates)
 
 
@@ -97,7 +96,7 @@ def plan_from(
 
     **Collective**: all ranks, between two steps.
     """
-    devices = Journeys.of(group).devices | {device.type for device in Exchange.of(group).routes.sides}
+    devices = Exchange.of(group).devices
     if devices - {"cpu"}:
         raise UnsupportedConfigurationError(
             f"expected CPU devices to plan for, got {sorted(devices)}, whose kernels the host's clock does not time; "

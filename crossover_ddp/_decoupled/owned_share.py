@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.trips import Trip
-from crossover_ddp._exchange.contents import contents_of
+from crossover_ddp._exchange.contents import Sharded, contents_of
 from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.transfer import Sharded
 from crossover_ddp._owners.packing import Item, packing
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError

@@ -28,7 +28,7 @@ from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.transfer import Sharded
+from crossover_ddp._exchange.contents import Sharded
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 

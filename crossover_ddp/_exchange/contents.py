@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .layout import Span
+from .layout import Layout, Span
 
 
 class Content(NamedTuple):
@@ -16,6 +16,18 @@ class Content(NamedTuple):
     parameter: Tensor
     gradient: Tensor
     span: Span
+
+
+class Sharded(NamedTuple):
+    """A flat tensor, and who owns which part of it."""
+
+    tensor: Tensor
+    layout: Layout
+
+    def part(self, rank: int) -> Tensor:
+        """Return what ``rank`` owns."""
+        span = self.layout.part(rank)
+        return self.tensor[span.start : span.stop]
 
 
 class Run(NamedTuple):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from crossover_ddp._exchange.exchange import Exchange
-from tests.unit.exchange.fake_bucket import FakeBucket
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
 
 WARM_UP = 2
 
@@ -26,7 +26,7 @@ WARM_UP = 2
 def main() -> None:
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    engine = Exchange(dist.group.WORLD)
+    engine = Exchange.of(dist.group.WORLD)
     results = [measure(engine, *map(int, argument.split(":"))) for argument in sys.argv[1:]]
     engine.close()
     path = Path(os.environ["CROSSOVER_LAB_DIR"]) / f"pair-{dist.get_rank()}.json"
@@ -37,12 +37,17 @@ def main() -> None:
 
 def measure(engine: Exchange, size_bytes: int, repeats: int) -> dict[str, Any]:
     buffer = torch.empty(size_bytes // 4)
+    layout = engine.equal_layout(buffer)
+
+    async def split(link: Link) -> None:
+        await link.reduce_scatter(buffer, layout)
+        await link.all_gather(buffer, layout)
 
     def pair() -> None:
-        engine.submit(FakeBucket(buffer)).wait()
+        engine.begin(split, buffer.device, "a buffer").wait()
 
     def all_reduce() -> None:
-        buffer.div_(engine.world_size)
+        buffer.div_(engine.size)
         dist.all_reduce(buffer)
 
     ways = {"pair": pair, "all_reduce": all_reduce}
@@ -51,7 +56,7 @@ def measure(engine: Exchange, size_bytes: int, repeats: int) -> dict[str, Any]:
         for name, way in ways.items():
             buffer.fill_(1.0 + dist.get_rank())
             figures = timed(way)
-            assert (buffer - (1 + engine.world_size) / 2).abs().max() < 1e-6, name
+            assert (buffer - (1 + engine.size) / 2).abs().max() < 1e-6, name
             if round_ >= WARM_UP:
                 taken[name].append(figures)
     return {"size_bytes": size_bytes, **taken}

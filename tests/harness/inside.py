@@ -16,10 +16,7 @@ from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import gloo, links
-from crossover_ddp._engine.exchange import Exchange as Engine
-from crossover_ddp._exchange import collectives
-from crossover_ddp._exchange.exchange import Exchange
-from crossover_ddp._exchange.routes import Routes
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._turns.segment import TurnSegment
 
 TRIAL: Final = (WARM_UP, BLOCK, END)
@@ -57,30 +54,21 @@ def refuse_bucket(
 
         return taken
 
-    with (
-        mock.patch.object(Routes, "of_bucket", refusing(Routes.of_bucket)),
-        mock.patch.object(Engine, "_bucket", refusing(Engine._bucket)),
-    ):
+    with mock.patch.object(Exchange, "_bucket", refusing(Exchange._bucket)):
         yield
 
 
 @contextlib.contextmanager
 def break_engine(error: Exception) -> Iterator[None]:
     """Let no hook reach its group's engine: what a mistake of our own would look like."""
-    with (
-        mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)),
-        mock.patch.object(Engine, "of", mock.Mock(side_effect=error)),
-    ):
+    with mock.patch.object(Exchange, "of", mock.Mock(side_effect=error)):
         yield
 
 
 @contextlib.contextmanager
 def force_native() -> Iterator[None]:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
-    with (
-        mock.patch.object(Routes, "is_on_ring", lambda self, device: False),
-        mock.patch.object(Engine, "sends_messages", lambda self, device: False),
-    ):
+    with mock.patch.object(Exchange, "sends_messages", lambda self, device: False):
         yield
 
 
@@ -119,26 +107,14 @@ def kfac_of_no_layer() -> Iterator[None]:
 @contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
     """Let engines made here begin a million transfers later, ``left`` before numbers begin anew, on channel 15."""
-    original, begun = Routes.__init__, (1 << 20) - left
+    original = gloo.Gloo.__init__
 
-    def begin(
-        self: Routes, group: dist.ProcessGroup, ring: collectives.Ring, *args: Any, **options: Any
-    ) -> None:
-        object.__setattr__(ring, "channel", (1 << links.CHANNEL_BITS) - 1)
-        original(self, group, ring, *args, **options)
-        self._sequence = itertools.count(begun)
-
-    original_gloo = gloo.Gloo.__init__
-
-    def begin_gloo(self: gloo.Gloo, *args: Any, **options: Any) -> None:
-        original_gloo(self, *args, **options)
+    def begin(self: gloo.Gloo, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
         self._channel = (1 << links.CHANNEL_BITS) - 1
         self._numbers = itertools.count((1 << gloo._NUMBER_BITS) // gloo._STAGES - left)
 
-    with (
-        mock.patch.object(Routes, "__init__", begin),
-        mock.patch.object(gloo.Gloo, "__init__", begin_gloo),
-    ):
+    with mock.patch.object(gloo.Gloo, "__init__", begin):
         yield
 
 

@@ -9,32 +9,11 @@ _SEARCH = ("tests/unit/exchange/test_model_search.py", "-k", "tuple_in_the_makin
 
 EXCHANGE: Final[tuple[Fault, ...]] = (
     Fault(
-        "a chunk that arrives takes the place of what it is to be added to",
-        "crossover_ddp/_exchange/collectives.py",
-        "self._buffer.piece(span).add_(scratch[: span.numel])",
-        "self._buffer.piece(span).copy_(scratch[: span.numel])",
-        (_CONFORMANCE, "-k", "split and 2"),
-    ),
-    Fault(
-        "with three ranks and more the ring's parts are summed in another order than they travel",
-        "crossover_ddp/_exchange/collectives.py",
-        "steps = [(ring.rank - 2 - step) % ring.size for step in range(ring.size - 1)]",
-        "steps = [(ring.rank - 2 + step) % ring.size for step in range(ring.size - 1)]",
-        ("tests/journeys/test_bits_and_buffers.py", "-k", "exact_up_to and 3-"),
-    ),
-    Fault(
         "a thread of the exchange that waits for a peer keeps its process alive",
         "crossover_ddp/_system/worker.py",
         "name=self._name, daemon=True",
         "name=self._name, daemon=False",
         ("tests/journeys/test_ends.py", "-k", "process_ends"),
-    ),
-    Fault(
-        "a bucket is divided by two, however many ranks have added to it",
-        "crossover_ddp/_exchange/ring_way.py",
-        "must not overflow.\n        transfer.tensor.div_(engine.world_size)",
-        "must not overflow.\n        transfer.tensor.div_(2)",
-        (_CONFORMANCE, "-k", "split and 4"),
     ),
     Fault(
         "rank 0's buffers count inside of Join, too, where it has run out of inputs",
@@ -119,13 +98,6 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
         "    if isinstance(model.module, torch.nn.ParameterList):",
         "    if model.module is None:",
         ("tests/defects/test_hooks.py", "-k", "replicate_is_refused and (elastic or decoupled)"),
-    ),
-    Fault(
-        "a second model of the same shapes is not compared with the hook's group",
-        "crossover_ddp/_exchange/routes.py",
-        "if parameter not in self._checked and group is not None:",
-        "if not vars(self).get('once') and group is not None:\n            self.once = True",
-        ("tests/defects/test_hooks.py", "-k", "hooks_group and split"),
     ),
     Fault(
         "numbers of ranks are rounded to the default dtype on their way",

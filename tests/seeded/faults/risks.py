@@ -4,13 +4,9 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
-_EXCHANGE = "crossover_ddp/_exchange/exchange.py"
 _JOURNEYS_OF = "crossover_ddp/_engine/exchange.py"
 _BUCKETS = "crossover_ddp/_engine/buckets.py"
-_ENGINE = "crossover_ddp/_exchange/engine.py"
-_RING = "crossover_ddp/_exchange/ring_way.py"
 _WORKER = "crossover_ddp/_system/worker.py"
-_SPANS = "crossover_ddp/_exchange/spans.py"
 _TURN = "tests/journeys/test_turn_and_futures.py"
 _FAILURES = "tests/journeys/test_failures.py"
 _ENDS = "tests/journeys/test_ends.py"
@@ -21,41 +17,6 @@ _BEFORE = (_TURN, "-k", "before_anybody_hears")
 _REFUSED = (_FAILURES, "-k", "refused_bucket_is and 1-")
 
 RISKS: Final[tuple[Fault, ...]] = (
-    Fault(
-        "risk 1: on a ring the reducer hears of the last bucket before the turn is given away",
-        _RING,
-        "engine.end_compute(transfer)\n        if transfer.is_gathered_later:",
-        "if transfer.is_gathered_later:",
-        _BEFORE,
-    ),
-    Fault(
-        "risk 1: alone a thread hears of the last bucket before the turn is given away",
-        "crossover_ddp/_exchange/ways.py",
-        "        engine.end_compute(transfer)\n",
-        "",
-        _BEFORE,
-    ),
-    Fault(
-        "risk 2: the last Future is done before the turn is taken",
-        _ENGINE,
-        "            done_s = time.monotonic()\n",
-        "            done_s = time.monotonic()\n            self.finish(transfer, None)\n",
-        (_TURN, "-k", "last_future_waits"),
-    ),
-    Fault(
-        "risk 4: a failure is forgotten with its step",
-        _ENGINE,
-        "failure = self._failure = self._failure or Failure(text, cause)",
-        "failure = self._failure or Failure(text, cause)",
-        (_FAILURES, "-k", "owner_that_fails"),
-    ),
-    Fault(
-        "risk 4: a turn that is kept for the owners' steps stays kept when one of them fails",
-        _ENGINE,
-        "            self.end_kept_compute(transfer)\n",
-        "            pass\n",
-        (_FAILURES, "-k", "owner_that_fails"),
-    ),
     Fault(
         "risk 6: whoever needs a native gather waits for it although it was never issued",
         _BUCKETS,
@@ -76,20 +37,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         "        del job\n",
         "",
         (_ENDS, "-k", "idle_threads"),
-    ),
-    Fault(
-        "risk 9: the process group goes and leaves its threads behind",
-        _EXCHANGE,
-        "        on_destruction(process_group, end)\n",
-        "",
-        (_ENDS, "-k", "go_with_the_group"),
-    ),
-    Fault(
-        "risk 9: the end of a group waits for a thread that waits for a sibling",
-        _EXCHANGE,
-        "_LAST_GATHERS_TIMEOUT_S if order.busy else _END_TIMEOUT_S",
-        "_LAST_GATHERS_TIMEOUT_S",
-        (_ENDS, "-k", "late"),
     ),
     Fault(
         "risk 10: a gather waits for reduce-scatters of later steps, too",
@@ -113,13 +60,6 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_FAILURES, "-k", "refused_bucket_is and decoupled-last"),
     ),
     Fault(
-        "risk 12: what is held for a step's last bucket stays held when that is refused",
-        _EXCHANGE,
-        "for held in step.let_go(refused=True) if _is_last(bucket) else ():",
-        "for held in ():",
-        (_FAILURES, "-k", "refused_bucket_is and kfac"),
-    ),
-    Fault(
         "risk 13: what arrives counts as a change of the user's gradients",
         _BUCKETS,
         "self.flat, self.layout = self.result.data, layout",
@@ -127,67 +67,11 @@ RISKS: Final[tuple[Fault, ...]] = (
         (_BITS, "-k", "our_hand"),
     ),
     Fault(
-        "risk 14: the tags of a group's messages are those of its users, counted from 0",
-        "crossover_ddp/_exchange/collectives.py",
-        "    return _PRIVATE_TAG | key\n",
-        "    return key % 8\n",
-        (_BITS, "-k", "users_messages"),
-    ),
-    Fault(
-        "risk 17: alone the step's last bucket is completed by a thread",
-        "crossover_ddp/_exchange/ways.py",
-        "if transfer.last_turn is None:",
-        "if not transfer.last:",
-        (_BITS, "-k", "alone_all"),
-    ),
-    Fault(
-        "risk 18: a long step is not waited for before its bucket is gathered",
-        _RING,
-        "stepped.wait()  # the",
-        "pass  # the",
-        (_BITS, "-k", "owners_give"),
-    ),
-    Fault(
-        "risk 19: the host reads a part before its copy from the device has come",
-        "crossover_ddp/_exchange/staging.py",
-        "        if mark is not None:\n            mark.synchronize()\n",
-        "",
-        (_DEVICES, "-k", "late_changes and gloo"),
-    ),
-    Fault(
-        "risk 19: copies to the host do not wait for the gradients",
-        "crossover_ddp/_exchange/staging.py",
-        "        self._down_stream.wait_stream(torch.cuda.current_stream(self.device))\n",
-        "        pass\n",
-        (_DEVICES, "-k", "late_changes and gloo"),
-    ),
-    Fault(
-        "risk 20: threads of the exchange work on device 0",
-        "crossover_ddp/_exchange/staging.py",
-        "            torch.cuda.set_device(self.device)\n",
-        "",
-        (_DEVICES, "-k", "no_thread_makes"),
-    ),
-    Fault(
         "risk 21: beside a sibling the turn is taken when gradients are launched",
         "crossover_ddp/_decoupled/training.py",
         "on_host=self._turn.shared",
         "on_host=False",
         (_DEVICES, "-k", "beside_a_sibling"),
-    ),
-    Fault(
-        "risk 22: the two halves of a bucket have one name",
-        _RING,
-        'engine.spans.half("all_gather", begin_s, transfer)',
-        'engine.spans.half("reduce_scatter", begin_s, transfer)',
-        (_TOLD,),
-    ),
-    Fault(
-        "risk 22: nobody tells that deferred buckets were waited for",
-        "crossover_ddp/_exchange/transfer.py",
-        "        self._timeline = timeline\n",
-        "        self._timeline: Timeline | None = None\n",
-        (_TOLD,),
     ),
     Fault(
         "risk 23: with a codec all steps travel exact",

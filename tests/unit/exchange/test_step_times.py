@@ -2,9 +2,9 @@
 
 import pytest
 
+from crossover_ddp._decoupled import step_times
 from crossover_ddp._decoupled.planning import cpu_s_of, workload_of
 from crossover_ddp._decoupled.step_times import StepTimes
-from crossover_ddp._exchange import step_times
 
 
 class Clock:
