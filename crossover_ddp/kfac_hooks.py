@@ -26,6 +26,7 @@ from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
@@ -178,6 +179,7 @@ class KFACState(Pausable):
         self.optimizer = optimizer
         self.mutex = mutex
         self.compare_replicas = compare_replicas
+        self.agreement = Agreement()
         group = resolve_group(self.process_group)
         # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
@@ -201,6 +203,10 @@ class KFACState(Pausable):
             loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
         )
         self._begin(model, place(agreed, group.size(), inverse_steps), codec)
+
+    def said(self) -> dict[str, object]:
+        """Return what all ranks must have in common when training begins or goes on."""
+        return {"codec": self.codec, "steps of KFACState": self._steps.steps}
 
     def _begin(self, model: nn.Module, owners: Sequence[int], codec: CodecChoice | None) -> None:
         self.codec = codec
@@ -447,6 +453,8 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
     def answer() -> torch.futures.Future[torch.Tensor]:
         _check_state(state)
         group = resolve_group(state.process_group)
+        if not state.agreement.made:
+            state.agreement.make(group, state.said)
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)

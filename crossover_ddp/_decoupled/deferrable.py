@@ -26,6 +26,9 @@ class Deferrable(Protocol):
     def defer(self, state: object, flush: Callable[[], None]) -> None:
         """Become part of ``state``; ``flush`` finishes what is under way."""
 
+    def said(self) -> dict[str, object]:
+        """Return what all ranks must have in common when training begins or goes on."""
+
     def enter(self, bucket: dist.GradBucket) -> None:
         """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
 

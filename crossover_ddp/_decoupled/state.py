@@ -125,6 +125,7 @@ class DecoupledState(Pausable):
             check_deferrable(kfac, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
         self.agreement = Agreement()
+        self._kfac = kfac
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._training: DecoupledTraining
         if owners is None or turns_disabled():
@@ -146,7 +147,7 @@ class DecoupledState(Pausable):
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
         owned = self._training.said() if isinstance(self._training, OwnedTraining) else {}
-        return {**self._settings, **owned}
+        return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said())}
 
     # --- for users -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What must be the same on all ranks is compared once, and a difference is an error on all of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
@@ -9,20 +9,21 @@ from crossover_ddp._system import environment
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 _LONGEST: Final = 300
+Said = TypeVar("Said")
 
 
 class Agreement:
-    """A comparison of what the ranks of a process group say, at the first bucket and after each load.
+    """A comparison of what the ranks of a process group say, at the first bucket and after each load; then it is made.
 
     torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
     """
 
     def __init__(self) -> None:
-        self._is_made = False
+        self.made = False
 
     def forget(self) -> None:
         """Compare again at the next bucket."""
-        self._is_made = False
+        self.made = False
 
     def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
         """Raise unless all ranks say the same, once.
@@ -37,11 +38,11 @@ class Agreement:
 
         **Collective**.
         """
-        if not self._is_made:
+        if not self.made:
             if group.size() > 1:
                 disabled = environment.is_set(environment.DISABLE)
                 compare(group, {environment.DISABLE: int(disabled), **({} if disabled else said())})
-            self._is_made = True
+            self.made = True
 
 
 def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
@@ -57,7 +58,7 @@ def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
             )
 
 
-def told_by_all(group: dist.ProcessGroup, said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
     """Return by rank what the ranks of ``group`` say. **Collective**.
 
     On failure: ``ExchangeError`` if a peer is gone.

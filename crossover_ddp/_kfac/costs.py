@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from crossover_ddp._engine.agreement import compare, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .layers import Layer, unwrapped
@@ -77,31 +78,19 @@ def agree(
     rounded = rounding(
         [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread], device
     )
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (costs, rounded, dict(arguments)), group=group)
-    _check_arguments([each[-1] for each in answers])
-    for other, (theirs, *_) in enumerate(answers):
+    compare(group, arguments)
+    answers = told_by_all(group, (costs, rounded))
+    for other, (theirs, _) in enumerate(answers):
         if theirs != costs:
             raise UnsupportedConfigurationError(
                 f"expected the same layers on all ranks, got {_difference(costs, theirs)} on rank {other} against rank "
                 f"{rank}; build the same model everywhere"
             )
-    if len({rounded for _, rounded, _ in answers}) > 1:
+    if len({rounded for _, rounded in answers}) > 1:
         if rank == 0:
             _warn_of_rounding()
         return [each._replace(spread=False) for each in costs]
     return costs
-
-
-def _check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
-    for name, value in arguments[0].items():
-        theirs = enumerate(each[name] for each in arguments)
-        others = [f"{name}={other!r} on rank {rank}" for rank, other in theirs if other != value]
-        if others:
-            raise UnsupportedConfigurationError(
-                f"expected the same arguments on all ranks, got {', '.join(others)} and {name}={value!r} on rank 0; "
-                "make the KFACState alike everywhere, or replicas drift apart"
-            )
 
 
 def _warn_of_rounding() -> None:

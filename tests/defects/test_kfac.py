@@ -342,7 +342,8 @@ def test_other_arguments_on_another_rank_are_refused_by_name(others: dict[str, A
     """Ranks with other arguments, whose replicas would drift apart, are refused when the state is made."""
     ((name, value),) = others.items()
     for error in run_ranks(make_with, 2, args=(others,)):
-        assert f"{name}={value!r} on rank 1" in error
+        assert error.startswith(f"expected the same {name} on all ranks, got {name} by rank {{0: ")
+        assert f"1: {value!r}}}" in error
 
 
 class Positions(nn.Module):
@@ -394,3 +395,34 @@ def test_a_rank_that_begins_to_round_otherwise_parts_no_replicas() -> None:
     with contextlib.suppress(RankError):
         first, second = run_ranks(drift, 2)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def resumed_on_rank_0(rank: int, world_size: int, decoupled: bool) -> str:
+    """Return what is told when a job goes on whose rank 0 alone has loaded the state dict."""
+    inner = network()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+    state = KFACState(model, optimizer)
+    saved = state.state_dict()
+    if rank == 0:
+        state.load_state_dict({**saved, "steps": 7})
+    if decoupled:
+        model.register_comm_hook(DecoupledState(optimizer, kfac=state), decoupled_hook)
+    else:
+        model.register_comm_hook(state, kfac_hook)
+    try:
+        model(torch.ones(2, next(inner.parameters()).shape[1])).sum().backward()
+    except UnsupportedConfigurationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.defect("strangers-3")
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_state_dict_that_one_rank_has_loaded_is_named(decoupled: bool) -> None:
+    """A user whose resume loads K-FAC's state on rank 0 alone is told so, on all ranks."""
+    for error in run_ranks(resumed_on_rank_0, 2, args=(decoupled,)):
+        assert (
+            "expected the same steps of KFACState on all ranks, got steps of KFACState by rank {0: 7, 1: 0}"
+            in error
+        )

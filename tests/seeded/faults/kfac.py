@@ -123,8 +123,8 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "ranks with other arguments train on",
         "crossover_ddp/_kfac/costs.py",
-        "if other != value]",
-        "if other != other]",
+        "    compare(group, arguments)\n",
+        "",
         (_DEFECTS, "-k", "other_arguments"),
     ),
     Fault(
