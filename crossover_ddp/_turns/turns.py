@@ -271,10 +271,20 @@ class Turns:
     def _begin(self, number: int | None, streams: "Sequence[torch.cuda.Stream]") -> _Turn:
         turn = _Turn(number, streams)
         with self._lock:
+            before = self._current
             if not self._ended:
                 self._current = turn
+        if before is not None:  # of another thread, which has acquired at the same moment
+            self._put(functools.partial(self._end, before, self.membership.order.mark(before.streams)))
         self.counters.count += 1
         return turn
+
+    def _end_current(self) -> None:
+        """Give back what another thread has acquired meanwhile; see [Note: one draw for each acquire]."""
+        with self._lock:
+            turn, self._current = self._current, None
+        if turn is not None:
+            self._end(turn, self.membership.order.mark(turn.streams))
 
     def _end(self, turn: _Turn, end: "torch.cuda.Event | None" = None) -> None:
         """End a turn when the device has reached ``end``: its length is the device's, too."""
@@ -361,6 +371,7 @@ class Turns:
 
     def _take(self, wanted: _Wanted) -> None:
         """Begin the next turn when siblings' earlier ones are over."""
+        self._end_current()
         since_s = time.monotonic()
         grant = self._next_grant()
         waited = self._until_free(grant, wanted)
