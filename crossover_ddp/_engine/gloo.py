@@ -5,9 +5,17 @@ and sends the result to all in one hop. A rank sends (W - 1)/W of the tensor in 
 passes on what it receives, so sends are handed to gloo as soon as their values are final, and threads only ever wait
 for arrivals.
 
-[Note: memory for sums] An owner needs W - 1 times its part for what arrives. So its receives are posted piece by piece,
-in the order of journeys, which is the same on all ranks, and at most some megabytes ahead of what is added. That cannot
-lock up: nothing in a sum waits for a later one.
+[Note: around a ring] Where one rank owns most of a large tensor, its cable would carry W - 1 copies of its part in
+either half. Such a layout, see `goes_around`, travels from left to right, each rank adding or passing on: no cable
+carries more than the tensor. A part's sum begins behind its owner and ends there.
+
+Who passes on keeps others waiting. Sums are passed on by the reducing thread, to which journeys come in the order in
+which they were started, on all ranks. Gathers begin on whatever thread and in whatever order, as the program likes:
+while it is under way each one has a thread to itself, so that it waits for its like only.
+
+[Note: memory for sums] What arrives to be added needs memory, with an owner W - 1 times its part. So receives are
+posted piece by piece, in the order of journeys, which is the same on all ranks, and at most some megabytes ahead of
+what is added. That cannot lock up: nothing in a sum waits for a later one, nor around a ring for a later hop.
 
 [Note: two addends] Two addends have one sum. So where nothing happens between the halves two ranks use gloo's own
 all-reduce, which needs one wake-up of a thread of ours instead of two, and no messages from Python.
@@ -19,7 +27,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Final, NamedTuple
 
@@ -47,6 +55,12 @@ _ROW_BYTES: Final = 4 << 20
 _AHEAD_BYTES: Final = 8 << 20
 _AHEAD_ROWS: Final = 2
 _ADDED_ALIKE: Final = (torch.float32, torch.float64)  # gloo's arithmetic in half precision is its own
+# Around a ring, where each hop waits for a piece; and what a later journey sends must not hold up what is passed on.
+_RING_PIECES: Final = 16
+_MIN_RING_PIECE_BYTES: Final = 128 << 10
+_RING_AHEAD_BYTES: Final = 1 << 20
+_MIN_RING_BYTES: Final = 4 << 20
+_UNEVEN: Final = 1.2  # the largest part over the mean
 
 
 class Gloo:
@@ -69,8 +83,11 @@ class Gloo:
         self.gathering = Station("crossover-gather", place.adopt_thread)
         self.settling = Station("crossover-settle", place.adopt_thread)
         self.sums = _Sums(self)
+        self._relays: list[Station] = []
+        self._idle_relays: list[Station] = []
         self._channel = Channels.take(group)
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def link(self) -> Link:
@@ -107,10 +124,27 @@ class Gloo:
 
     def close(self, timeout_s: float) -> bool:
         """See `links.Network`."""
-        if not self._is_closed:
-            self._is_closed = True
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             Channels.give_back(self._group(), self._channel)
-        return stop_workers([self.reducing, self.computing, self.gathering, self.settling], timeout_s)
+        workers = [self.reducing, self.computing, *self._relays, self.gathering, self.settling]
+        return stop_workers(workers, timeout_s)
+
+    def relay(self) -> Station:
+        """Lend a thread for one gather, see [Note: around a ring]."""
+        with self._lock:
+            if self._is_closed:
+                return self.gathering  # which says so
+            if not self._idle_relays:
+                self._relays.append(Station("crossover-relay", self.place.adopt_thread))
+                return self._relays[-1]
+            return self._idle_relays.pop()
+
+    def give_back(self, relay: Station) -> None:
+        """Let another gather have the thread, for which nothing remains but the rest of this journey."""
+        with self._lock:
+            self._idle_relays.append(relay)
 
     def _alive(self) -> dist.ProcessGroup:
         if (group := self._group()) is None:
@@ -119,7 +153,7 @@ class Gloo:
 
 
 class _GlooLink:
-    """One journey's messages, see [Note: straight to the owner]."""
+    """One journey's messages, see [Note: straight to the owner] and [Note: around a ring]."""
 
     in_program_order = False
 
@@ -133,18 +167,27 @@ class _GlooLink:
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         if net.divides:
             flat.div_(self.size)
-        own = cut[self.rank]
-        rows = net.sums.post(own, tag)
-        leaving = [net.send(piece, owner, tag) for owner in net.others for piece in net.addends(cut[owner])]
+        right, left = net.others[0], net.others[-1]
+        if goes_around(layout, flat.itemsize):
+            cut_up, sources, ahead_bytes = _ring_pieces, [left], _RING_AHEAD_BYTES
+            added, first = [*net.others[-2::-1], self.rank], [(left, right)]
+        else:
+            cut_up, sources, ahead_bytes = net.addends, net.others, _AHEAD_BYTES
+            added, first = [self.rank], [(owner, owner) for owner in net.others]
+        sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
+        rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
+        leaving = [net.send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
         await net.reducing
-        for row in rows:
+        for (part, piece), row in zip(sums, rows, strict=True):
             for work in row.arriving:
                 work.wait()
-            tree_sum([row.addends[rank] for rank in range(self.size)], row.addends[self.rank])
+            tree_sum(row.addends, piece)
+            if part != self.rank:
+                leaving.append(net.send(piece, right, tag))
             net.sums.done(row)
         for work in leaving:
             work.wait()
-        return own
+        return cut[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `links.Link`.
@@ -153,6 +196,9 @@ class _GlooLink:
         received them.
         """
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
+        if goes_around(layout, flat.itemsize):
+            await self._gather_around(cut, tag)
+            return
         works = [net.receive(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
         works += [net.send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
         await net.gathering
@@ -168,6 +214,21 @@ class _GlooLink:
         work = net.all_reduce(flat.div_(self.size) if net.divides else flat)
         await net.gathering
         work.wait()
+
+    async def _gather_around(self, cut: Sequence[Tensor], tag: int) -> None:
+        net, right, left = self._net, self._net.others[0], self._net.others[-1]
+        coming = [(part, piece) for part in net.others[::-1] for piece in _ring_pieces(cut[part])]
+        arriving = [net.receive(piece, left, tag) for _, piece in coming]
+        leaving = [net.send(piece, right, tag) for piece in _ring_pieces(cut[self.rank])]
+        relay = net.relay()
+        await relay
+        for (part, piece), work in zip(coming, arriving, strict=True):
+            work.wait()
+            if part != right:
+                leaving.append(net.send(piece, right, tag))
+        for work in leaving:
+            work.wait()
+        net.give_back(relay)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `links.Link`."""
@@ -188,14 +249,23 @@ class _GlooLink:
 
 
 class _Row(NamedTuple):
-    """One piece of every rank's addend of a part, on its way to the owner.
+    """One piece of a part, of this rank and of those from which it comes to be added here.
 
-    ``addends``: by rank. ``memory``: of all of them but the own one.
+    ``addends``: in the order of ranks. ``memory``: of all of them but the own one.
     """
 
-    addends: Mapping[int, Tensor]
+    addends: Sequence[Tensor]
     arriving: Sequence[dist.Work]
     memory: Tensor
+
+
+class _Receives(NamedTuple):
+    """Of one sum; ``rows``: what was posted of them."""
+
+    sources: Sequence[int]
+    tag: int
+    ahead_bytes: int
+    rows: deque[_Row]
 
 
 class _Sums:
@@ -205,17 +275,18 @@ class _Sums:
         # Weakly: threads hold what is under way, and must not keep the exchange of a group that has gone.
         self._net = weakref.ref(net)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Tensor, int, deque[_Row]]] = deque()
+        self._waiting: deque[tuple[Tensor, _Receives]] = deque()
         self._posted: deque[int] = deque()  # bytes of each row
         self._free: list[Tensor] = []
 
-    def post(self, own: Tensor, tag: int) -> Iterator[_Row]:
-        """Receive the others' addends of ``own`` as early as memory allows; the rows must be `done` one by one."""
+    def post(
+        self, pieces: Sequence[Tensor], sources: Sequence[int], tag: int, ahead_bytes: int
+    ) -> Iterator[_Row]:
+        """Receive addends of ``pieces`` as early as memory allows; the rows must be `done` one by one."""
         rows: deque[_Row] = deque()
-        net = self._net()
-        pieces = () if net is None else net.addends(own)
+        receives = _Receives(sources, tag, ahead_bytes, rows)
         with self._lock:
-            self._waiting.extend((piece, tag, rows) for piece in pieces)
+            self._waiting.extend((piece, receives) for piece in pieces)
             self._post_some()
         return (rows.popleft() for _ in pieces)
 
@@ -229,16 +300,17 @@ class _Sums:
     def _post_some(self) -> None:
         net = self._net()
         while self._waiting and net is not None:
-            own, tag, rows = self._waiting[0]
-            nbytes = own.nbytes * len(net.others)
-            if len(self._posted) >= _AHEAD_ROWS and sum(self._posted) + nbytes > _AHEAD_BYTES:
+            own, (sources, tag, ahead_bytes, rows) = self._waiting[0]
+            nbytes = own.nbytes * len(sources)
+            if len(self._posted) >= _AHEAD_ROWS and sum(self._posted) + nbytes > ahead_bytes:
                 return
             self._waiting.popleft()
             self._posted.append(nbytes)
             memory = self._borrow(nbytes)
-            addends = dict(zip(net.others, memory[:nbytes].view(own.dtype).split(own.numel()), strict=True))
+            addends = dict(zip(sources, memory[:nbytes].view(own.dtype).split(own.numel()), strict=True))
             arriving = [net.receive(piece, rank, tag) for rank, piece in addends.items()]
-            rows.append(_Row({**addends, net.rank: own}, arriving, memory))
+            addends[net.rank] = own
+            rows.append(_Row([addends[rank] for rank in sorted(addends)], arriving, memory))
 
     def _borrow(self, nbytes: int) -> Tensor:
         while self._free:  # what is too small is let go
@@ -260,11 +332,27 @@ def tree_sum(addends: Sequence[Tensor], out: Tensor) -> None:
     torch.add(*addends, out=out)
 
 
+def goes_around(layout: Layout, itemsize: int) -> bool:
+    """Tell whether a ring spares the busiest cable enough to pay for its hops, see docs/measurements.md. Pure."""
+    numel = sum(layout)
+    is_uneven = max(layout) * len(layout) > _UNEVEN * numel
+    return len(layout) > 2 and is_uneven and numel * itemsize >= _MIN_RING_BYTES
+
+
 def _pieces(part: Tensor, most_bytes: int = _MAX_PIECE_BYTES) -> Sequence[Tensor]:
-    return part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()
+    return _cut(part, _PIECES, _MIN_PIECE_BYTES, most_bytes)
+
+
+def _ring_pieces(part: Tensor) -> Sequence[Tensor]:
+    return _cut(part, _RING_PIECES, _MIN_RING_PIECE_BYTES, _RING_AHEAD_BYTES)
+
+
+def _cut(part: Tensor, count: int, least_bytes: int, most_bytes: int) -> Sequence[Tensor]:
+    numel = _piece_numel(part.numel(), part.itemsize, count, least_bytes, most_bytes)
+    return part.split(numel) if part.numel() else ()
 
 
 @functools.cache
-def _piece_numel(numel: int, itemsize: int, most_bytes: int) -> int:
-    nbytes = min(max(numel * itemsize // _PIECES, _MIN_PIECE_BYTES), most_bytes)
+def _piece_numel(numel: int, itemsize: int, count: int, least_bytes: int, most_bytes: int) -> int:
+    nbytes = min(max(numel * itemsize // count, least_bytes), most_bytes)
     return max(1, nbytes // itemsize)

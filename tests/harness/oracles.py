@@ -9,9 +9,9 @@ import torch
 
 
 def sum_as_owners_do(gradients: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """Add the ranks' parts to the last bit as their owner gets them; the only place that knows the order.
+    """Add the ranks' parts to the last bit as their owner gets them around a ring, as large uneven layouts go.
 
-    It is that of a ring: the sum begins at the rank behind the owner and ends at the owner.
+    The sum begins at the rank behind the owner and ends at the owner.
     """
     behind = owner + 1
     return functools.reduce(torch.add, [*gradients[behind:], *gradients[:behind]])

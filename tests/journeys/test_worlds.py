@@ -18,7 +18,18 @@ from crossover_ddp._averaging.means import late_mean
 from crossover_ddp._engine.links import LinkAround
 from crossover_ddp._engine.split import split
 from tests.harness.oracles import tree_sum
-from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, until
+from tests.harness.world import (
+    Gate,
+    Layout,
+    LostError,
+    Once,
+    OneGathererLink,
+    ThreadedLink,
+    World,
+    WorldLink,
+    is_large,
+    until,
+)
 
 
 @dataclass
@@ -113,6 +124,19 @@ async def averaged(bucket: Bucket, link: WorldLink) -> None:
     bucket.flat.neg_()
 
 
+async def owned(bucket: Bucket, link: WorldLink) -> None:
+    """Owners send what they have in the program's ``step()``."""
+    bucket.hand_back()
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    await bucket.due
+    await link.all_gather(bucket.flat, bucket.layout)
+    bucket.updated = True
+
+
+async def of_each_kind(bucket: Bucket, link: WorldLink) -> None:
+    await (split, on_owners, owned)[bucket.flat.numel() % 3](bucket, link)  # type: ignore[arg-type]
+
+
 JOURNEYS = [split, decoupled, on_owners, by_all_to_all, coded, averaged]
 
 
@@ -150,8 +174,10 @@ class Run:
         layouts: Sequence[Layout],
         seed: int = 0,
         around: Callable[..., Coroutine[Any, Any, None]] = in_turn,
+        kind: type[WorldLink] = WorldLink,
     ) -> None:
-        self.world = World(len(layouts[0]))
+        self.world = World(len(layouts[0]), kind)
+        self._chance = random.Random(seed)
         self.turns = [Turn() for _ in range(self.world.size)]
         self.over: dict[str, BaseException | None] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -159,9 +185,10 @@ class Run:
             [torch.randn(sum(layout), generator=generator) for _ in range(self.world.size)]
             for layout in layouts
         ]
-        kind = torch.float16 if journey is coded else torch.float32
+        dtype = torch.float16 if journey is coded else torch.float32
         self.expected = [
-            tree_sum([value.to(kind) / self.world.size for value in of_ranks]).float() for of_ranks in values
+            kind.mean([value.to(dtype) / self.world.size for value in of_ranks], layout).float()
+            for of_ranks, layout in zip(values, layouts, strict=True)
         ]
         self.buckets = [
             [
@@ -182,7 +209,10 @@ class Run:
             way = around(bucket, links[-1], journey, self.turns[rank])
             self.world.start(name, rank, way, self._ended(name, rank, bucket))
         await until(lambda: all(bucket.future.done for bucket in self.buckets[rank]))
-        for index in reversed(range(len(self.buckets[rank]))):  # forward
+        order = [*reversed(range(len(self.buckets[rank])))]  # forward
+        if self.world.kind is not WorldLink:
+            self._chance.shuffle(order)  # as if ranks read their parameters in different orders
+        for index in order:
             await self.world.open(f"journey {rank} {index}", self.buckets[rank][index].due, links[index])
 
     def _ended(self, name: str, rank: int, bucket: Bucket) -> Callable[[BaseException | None], None]:
@@ -295,6 +325,54 @@ def all_orders(make: Callable[[], Run]) -> int:
             run.check_turn(able[0])
             run.world.step(able[0])
     return transitions
+
+
+AROUND = [split, on_owners, owned, of_each_kind]
+
+
+def threaded_run(
+    seed: int, journey: Journey, kind: type[WorldLink] = ThreadedLink
+) -> tuple[Run, random.Random]:
+    chance = random.Random(seed)
+    size = chance.randint(2, 6)
+    layouts = [[chance.choice((0, 1, 8, 8)) for _ in range(size)] for _ in range(chance.randint(1, 5))]
+    return Run(journey, layouts, seed, kind=kind), chance
+
+
+@pytest.mark.parametrize("journey", AROUND)
+def test_what_goes_around_and_what_goes_straight_pass_in_any_order_of_gathers(journey: Journey) -> None:
+    """Threads serve one journey at a time, sums in one order; gathers begin in each rank's own order."""
+    around = set()
+    for seed in range(200):
+        run, chance = threaded_run(seed, journey)
+        run.world.run(run.choosing(chance.choice))
+        run.check_end()
+        around |= {is_large(bucket.layout) for bucket in run.buckets[0] if bucket.flat.numel()}
+    assert around == {True, False}
+
+
+@pytest.mark.parametrize("journey", [on_owners, owned])
+def test_a_death_on_a_ring_leaves_nobody_waiting(journey: Journey) -> None:
+    for victim, seed in itertools.product(range(3), range(3)):
+        for steps in itertools.count():
+            run = Run(journey, [[2, 2, 1], [0, 0, 3]], seed, kind=ThreadedLink)
+            run.world.run(run.choosing(random.Random(seed).choice), {victim: steps})
+            if not run.world.dead:
+                break
+            run.check_end_after_death()
+
+
+def test_gathers_of_a_ring_on_one_thread_are_seen_to_wait_for_each_other() -> None:
+    with pytest.raises(AssertionError, match="deadlock"):
+        for seed in range(200):
+            run, chance = threaded_run(seed, owned, OneGathererLink)
+            run.world.run(run.choosing(chance.choice))
+
+
+def test_all_orders_of_three_ranks_and_two_buckets_on_a_ring() -> None:
+    layouts = [[0, 0, 1], [0, 2, 0]]
+    assert all(map(is_large, layouts))
+    assert all_orders(lambda: Run(split, layouts, kind=ThreadedLink)) > 1000
 
 
 @pytest.mark.parametrize("journey", [split, decoupled])

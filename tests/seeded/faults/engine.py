@@ -136,6 +136,20 @@ ENGINE: Final[tuple[Fault, ...]] = (
         (_FAILURES, "-k", "dead_peer and split"),
     ),
     Fault(
+        "gathers of a ring are passed on by one thread, in each rank's own order",
+        _GLOO,
+        "relay = net.relay()",
+        "relay = net.gathering",
+        ("tests/unit/engine/test_gloo.py", "-k", "may_begin"),
+    ),
+    Fault(
+        "even layouts go around a ring",
+        _GLOO,
+        "len(layout) > 2 and is_uneven and ",
+        "len(layout) > 2 and ",
+        ("tests/unit/engine/test_gloo.py", "-k", "goes_around"),
+    ),
+    Fault(
         "the tags of the engine's messages are those of its users, counted from 0",
         _GLOO,
         "return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)",
@@ -152,16 +166,15 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "owners add in their own order, not as a tree over ranks",
         _GLOO,
-        "tree_sum([row.addends[rank] for rank in range(self.size)], row.addends[self.rank])",
-        "tree_sum([row.addends[(self.rank + k) % self.size] for k in range(self.size)], row.addends[self.rank])",
+        "tree_sum(row.addends, piece)",
+        "tree_sum([*row.addends[self.rank :], *row.addends[: self.rank]], piece)",
         (_TABLE, "-k", "gloo-split-many_buckets-4 or gloo-split-many_buckets-3"),
     ),
     Fault(
         "of what is left over by equal parts nothing travels",
         _GLOO,
-        "    return part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()\n",
-        "    pieces = part.split(_piece_numel(part.numel(), part.itemsize, most_bytes)) if part.numel() else ()\n"
-        "    return pieces[:1]\n",
+        "    return part.split(numel) if part.numel() else ()\n",
+        "    pieces = part.split(numel) if part.numel() else ()\n    return pieces[:1]\n",
         ("tests/unit/engine/test_gloo.py", "-k", "bounded"),
     ),
     Fault(

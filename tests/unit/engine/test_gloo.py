@@ -1,7 +1,10 @@
-"""The link of gloo by itself: means in the order of a tree, whatever ranks do when, in bounded memory."""
+"""The link of gloo by itself: means in the order of a tree or a ring, whatever ranks do when, in bounded memory."""
 
+import os
 import random
+import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,14 +13,28 @@ import torch.distributed as dist
 
 from crossover_ddp._engine import gloo
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import Gate
+from crossover_ddp.errors import ExchangeError
 from tests.harness import run_ranks
-from tests.harness.oracles import tree_sum
+from tests.harness.oracles import sum_as_owners_do, tree_sum
 
 SIZES = (0, 1, 2, 5, 1000, 65_537, 3_000_000)
 
 
-def sums(rank: int, size: int) -> tuple[int, int]:
-    """Sum and gather tensors of all sizes, many under way; return how many were wrong, and most bytes ahead."""
+def mean(everyone: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tensor:
+    """Return what owners make of the ranks' tensors."""
+    addends = [each / len(everyone) for each in everyone]
+    if not gloo.goes_around(layout, 4):
+        return tree_sum(addends)
+    cut = [each.split(list(layout)) for each in addends]
+    return torch.cat([sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))])
+
+
+def sums(rank: int, size: int) -> tuple[int, int, int]:
+    """Sum and gather tensors of all sizes, many under way, each rank in its own order of gathers where these wait.
+
+    Return how many were wrong, how many went around the ring, and most bytes ahead.
+    """
     exchange, most = Exchange.of(dist.group.WORLD), 0  # type: ignore[arg-type]
     choose, order, jobs = random.Random(0), random.Random(rank), []
     for number in range(40):
@@ -28,28 +45,39 @@ def sums(rank: int, size: int) -> tuple[int, int]:
         ]
         cuts = sorted(choose.choices(range(numel + 1), k=size - 1))
         layout = [stop - start for start, stop in zip([0, *cuts], [*cuts, numel], strict=True)]
-        jobs.append((everyone[rank].clone(), layout, tree_sum([each / size for each in everyone])))
+        jobs.append((everyone[rank].clone(), layout, mean(everyone, layout), choose.random() < 0.5))
 
-    async def both(link: Any, flat: torch.Tensor, layout: Any) -> None:
+    gates = [Gate() for *_, waits in jobs if waits]
+    unused = iter(gates)
+
+    async def both(link: Any, flat: torch.Tensor, layout: Any, gate: Gate | None) -> None:
         await link.reduce_scatter(flat, layout)
         await link.compute()
+        if gate is not None:
+            await gate
         await link.all_gather(flat, layout)
 
     trips = []
-    for flat, layout, _ in jobs:
-        trips.append(exchange.begin(lambda link, f=flat, lay=layout: both(link, f, lay), flat.device, "it"))
+    for flat, layout, _, waits in jobs:
+        given = flat, layout, next(unused) if waits else None
+        trips.append(exchange.begin(lambda link, given=given: both(link, *given), flat.device, "it"))
         most = max(most, sum(exchange.network(flat.device).sums._posted))  # type: ignore[attr-defined]
         if order.random() < 0.1:
             time.sleep(0.01)  # ranks are not in step
+    order.shuffle(gates)
+    for gate in gates:
+        gate.open()
     for trip in trips:
         trip.wait()
-    return sum(not torch.equal(flat, wanted) for flat, _, wanted in jobs), most
+    around = sum(gloo.goes_around(layout, 4) for _, layout, *_ in jobs)
+    return sum(not torch.equal(flat, wanted) for flat, _, wanted, _ in jobs), around, most
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_have_the_bits_of_the_tree_in_bounded_memory(size: int) -> None:
-    for wrong, most in run_ranks(sums, size):
+def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(size: int) -> None:
+    for wrong, around, most in run_ranks(sums, size):
         assert wrong == 0
+        assert (around > 4) == (size > 2)
         assert 0 < most <= gloo._AHEAD_BYTES + (size - 1) * gloo._MAX_PIECE_BYTES
 
 
@@ -60,3 +88,68 @@ def test_addends_are_summed_as_a_tree_into_any_of_them(size: int) -> None:
         wanted = tree_sum(addends)
         gloo.tree_sum(addends, addends[place])
         assert torch.equal(addends[place], wanted)
+
+
+def in_rotated_order(rank: int, size: int) -> list[float]:
+    """Gather each rank's large tensor, where each rank begins with what comes to it last."""
+    exchange, gates = Exchange.of(dist.group.WORLD), [Gate() for _ in range(size)]  # type: ignore[arg-type]
+    flats = [torch.full((1_100_000,), float(rank + owner)) for owner in range(size)]
+
+    async def later(link: Any, owner: int) -> None:
+        await gates[owner]
+        await link.all_gather(flats[owner], [1_100_000 * (each == owner) for each in range(size)])
+
+    trips = [
+        exchange.begin(lambda link, owner=owner: later(link, owner), flats[0].device, "it")
+        for owner in range(size)
+    ]
+    for step in range(1, size + 1):
+        gates[(rank + step) % size].open()
+        time.sleep(0.05)
+    for trip in trips:
+        trip.wait()
+    return [float(flat.unique()) for flat in flats]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_gathers_of_a_ring_may_begin_in_another_order_on_each_rank(size: int) -> None:
+    assert run_ranks(in_rotated_order, size) == [[2.0 * owner for owner in range(size)]] * size
+
+
+def peer_dies(rank: int, size: int, gathers: bool) -> tuple[str, float]:
+    """Return what a rank is told whose neighbour on the ring dies, which should have added or passed on; and when."""
+    exchange, layout = Exchange.of(dist.group.WORLD), [0, 2_000_000, 0]  # type: ignore[arg-type]
+    flat = torch.ones(2_000_000)
+    begin_s = time.monotonic()
+
+    async def there_and_back(link: Any) -> None:
+        if not gathers:
+            await link.reduce_scatter(flat, layout)
+        await link.all_gather(flat, layout)
+
+    if rank == 2:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    trip = exchange.begin(there_and_back, flat.device, "it")
+    dist.barrier()
+    with pytest.raises(ExchangeError) as error:
+        trip.wait()
+    return str(error.value), time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_death_on_the_ring_is_an_error_in_seconds(gathers: bool) -> None:
+    told = run_ranks(peer_dies, 3, args=(gathers,), deaths={2: signal.SIGKILL})
+    for rank, (text, seconds) in enumerate(told[:2]):
+        assert text.startswith(f"rank {rank} of 3: the exchange of it failed: ")
+        assert seconds < 15.0
+
+
+def test_a_layout_goes_around_if_it_is_large_and_uneven() -> None:
+    mb = 1 << 20
+    assert gloo.goes_around([3 * mb, mb, mb], 1)
+    assert gloo.goes_around([0, 0, 0, mb], 4)
+    assert not gloo.goes_around([0, 0, 0, mb], 2), "small"
+    assert not gloo.goes_around([9 * mb, 10 * mb, 10 * mb], 4), "even"
+    assert not gloo.goes_around([0, 9 * mb], 4), "two ranks have one cable"
+    assert not gloo.goes_around([0, 0, 0], 4)
