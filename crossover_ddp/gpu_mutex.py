@@ -64,9 +64,9 @@ class GPUMutex:
             four of the job's long recent turns (three outliers do not count), at least 5 s and at most 60 s. However
             long siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
 
-    On failure: `SegmentError` for a foreign or malformed segment, `TurnError` when siblings share only some of the
-    job's devices, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns
-    instead, with one warning.
+    On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of the process in the
+    group, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns instead,
+    with one warning.
 
     **Collective**: the constructor and `acquire` must be called by all ranks of the job; nothing else.
 

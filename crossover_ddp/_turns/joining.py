@@ -1,19 +1,17 @@
 """How all ranks of a job join the siblings, or none of them does. Our design.
 
-[Note: misfits]
-Siblings use the same set of devices, or they would have no common order of turns. A *misfit* is a sibling with another
-set. A job that finds one refuses itself on all ranks, so its slots are in use on some devices for a moment before it
-leaves. Which of two misfits leaves is therefore decided in two rounds. First every rank looks once: a job that has
-taken a turn stays, and the newcomer leaves. Then only newcomers are left, some of which may be leaving; each waits for
-the other, and of two that both stay the one with the greater number leaves first.
+[Note: leads]
+The machine with the smallest number among a job's machines is its *lead* machine; its log has the order of the job's
+turns on all its devices, and the job's first rank there, the *lead rank*, draws them. Jobs with one lead machine are in
+one order, whatever devices they use. Jobs with different ones are in none: they ignore each other where they meet, and
+say so.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crossover_ddp._system import environment
@@ -21,7 +19,6 @@ from crossover_ddp.errors import CrossoverError, SegmentError, TurnError
 
 from .group_timeout import group_timeout_s
 from .segment import TurnSegment
-from .slots import Slot, digest
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +27,13 @@ if TYPE_CHECKING:
     from .channel import TurnChannel
     from .device_order import DeviceOrder
 
+logger = logging.getLogger(__name__)
+
 _ERRORS: dict[str, type[Exception]] = {
     "TurnError": TurnError,
     "ValueError": ValueError,
     "TypeError": TypeError,
 }
-_NEWCOMER_S = (
-    1.0  # the job with the greater number waits so long for a misfit without turns, the other twice that
-)
-_LOOK_EVERY_S = 0.01
 _places: set[tuple[int, str, str]] = set()
 """Where this process takes turns: its PID, as a fork is another process; group; device."""
 _claiming = threading.Lock()
@@ -84,20 +79,25 @@ class _Attempt:
 
     def run(self, wanted: "torch.device | str | int | None") -> Membership:
         """Join on all ranks, or raise `NotJoinedError` on all ranks."""
-        device, name, problem = None, "", ""
+        name, machine, problem = "", 0, ""
         try:
             device, name = _resolve_device(wanted)
             self._claim(name)
+            machine = self._reserve(device, name)
         except Exception as error:  # all ranks learn of it: either all take turns or none
             problem = _described(error)
-        everyone = self._agree((name, secrets.randbits(62) | 1, problem), problem_at=2)
-        assert device is not None
-        devices = [found for found, _, _ in everyone]
-        lead = devices.index(min(devices))
+        everyone = self._agree((machine, secrets.randbits(62) | 1, problem), problem_at=2)
+        machines = [found for found, _, _ in everyone]
+        lead = machines.index(min(machines))  # see [Note: leads]
         job = int(everyone[lead][1])
-        self._agree_on(lambda: self._take_slot(device, name, job, devices))
-        self._agree_on(lambda: self._stay(job, devices))
+        problem = ""
+        try:
+            self._join(job, machines[lead], len(machines))
+        except Exception as error:
+            problem = _described(error)
+        self._agree((problem,), problem_at=0)  # every slot is there before the first turn is drawn
         assert self._segment is not None and self._order is not None
+        self._look_for_other_leads(machines[lead])
         return Membership(job, name, self._rank == lead, self._segment, self._order, self._channel)
 
     def _claim(self, device: str) -> None:
@@ -116,15 +116,6 @@ class _Attempt:
     def _rank(self) -> int:
         return self._channel.rank if self._channel is not None else 0
 
-    def _agree_on(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on all ranks; if it fails on one of them, raise that rank's problem on all."""
-        problem = ""
-        try:
-            action()
-        except Exception as error:  # all ranks learn of it: either all take turns or none
-            problem = _described(error)
-        self._agree((problem,), problem_at=0)
-
     def _agree(self, answer: tuple[Any, ...], *, problem_at: int) -> list[Any]:
         """Return all ranks' answers; if some have a problem, raise the first rank's problem on all ranks."""
         everyone = self._channel.gather(answer) if self._channel is not None else [answer]
@@ -135,35 +126,38 @@ class _Attempt:
                 raise NotJoinedError(reason, agreed=True)
         return everyone
 
-    def _take_slot(self, device: "torch.device", name: str, job: int, devices: list[str]) -> None:
+    def _reserve(self, device: "torch.device", name: str) -> int:
+        """Take a slot that siblings do not see yet; return the machine's number."""
         from .device_order import DeviceOrder
 
         segment = self._segment = TurnSegment(self._name, name)
-        order = self._order = DeviceOrder(device)
-        segment.join(
-            job=job,
-            devices=digest("\n".join(sorted(set(devices)))),
-            rank=self._rank,
-            world_size=len(devices),
-            lease_s=self._lease_s,
-            events=order.handle,
-        )
-        misfit = _misfit(segment, job, set(devices))
-        if misfit is not None and misfit.started:
-            raise _refusal(misfit, segment, devices)
+        segment.reserve()
+        self._order = DeviceOrder(device)
+        return segment.machine
 
-    def _stay(self, job: int, devices: list[str]) -> None:
-        """Wait for misfits without turns to leave; see [Note: misfits]."""
-        segment = self._segment
-        assert segment is not None
-        begin_s = time.monotonic()
-        while (misfit := _misfit(segment, job, set(devices))) is not None:
-            patience_s = _NEWCOMER_S if job > misfit.job else 2 * _NEWCOMER_S
-            if self._channel is not None:  # the other ranks wait for this one's answer
-                patience_s = min(patience_s, self._channel.timeout_s / 4)
-            if misfit.started or time.monotonic() - begin_s > patience_s:
-                raise _refusal(misfit, segment, devices)
-            time.sleep(_LOOK_EVERY_S)
+    def _join(self, job: int, lead: int, world_size: int) -> None:
+        assert self._segment is not None and self._order is not None
+        self._segment.join(
+            job=job,
+            lead=lead,
+            rank=self._rank,
+            world_size=world_size,
+            lease_s=self._lease_s,
+            events=self._order.handle,
+        )
+
+    def _look_for_other_leads(self, lead: int) -> None:
+        assert self._segment is not None
+        others = [slot for slot in self._segment.slots().values() if slot.lead != lead]
+        if others:
+            logger.warning(
+                "on %s this job and another one (process %d) are in no common order, since they share some machines "
+                "only, and not the one that orders their turns: both compute at the same time; give both the same "
+                "machines and /dev/shm, or name different groups with %s",
+                self._segment.device,
+                others[0].pid,
+                environment.GROUP,
+            )
 
     def undo(self) -> None:
         """Give back what was taken, whatever else fails."""
@@ -256,18 +250,3 @@ def _resolve_device(device: "torch.device | str | int | None") -> "tuple[torch.d
     if found.type == "cuda":
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found, sibling_name(found)
-
-
-def _misfit(segment: TurnSegment, job: int, devices: set[str]) -> Slot | None:
-    """Return a sibling that shares only some devices, one with turns if there is one."""
-    own = digest("\n".join(sorted(devices)))
-    misfits = [slot for slot in segment.slots().values() if slot.job != job and slot.devices != own]
-    return max(misfits, key=lambda slot: slot.started, default=None)
-
-
-def _refusal(misfit: Slot, segment: TurnSegment, devices: Iterable[str]) -> TurnError:
-    return TurnError(
-        f"expected siblings to use the same set of devices, got a job (process {misfit.pid}) that shares "
-        f"{segment.device} but not all of {sorted(set(devices))}; give both jobs the same devices, or name "
-        f"different groups with {environment.GROUP}"
-    )

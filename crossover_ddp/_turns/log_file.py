@@ -1,4 +1,4 @@
-"""The lead device's log as a file: one byte, the slot, for each turn drawn. See [Note: turn order] in `rules`.
+"""The lead machine's log as a file: one byte, the slot, for each turn drawn. See [Note: turn order] in `rules`.
 
 Our design.
 """

@@ -2,9 +2,10 @@
 
 [Note: turn order]
 All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a
-job, not to a process. The smallest device name of a job is its *lead* device, the same for all jobs that
-share the devices. Only the job's *lead rank*, its rank there, draws a turn number, by appending one record to the lead
-device's log: the position of the record *is* the number, so the kernel's append is the only arbiter.
+job, not to a process. The machine with the smallest number of a job's machines is its *lead* machine, the same for all
+jobs on the machines, whatever devices they use. Only the job's *lead rank*, its first one there, draws a turn number,
+by appending one record to the machine's log: the position of the record *is* the number, so the kernel's append is the
+only arbiter.
 The number travels to the job's other ranks together with the last turn of every other live job before
 it (a `Grant`). A rank may start turn n when, on its own device, every live slot of the other jobs has given
 back the turns named in the grant.
@@ -13,7 +14,7 @@ Why nothing can deadlock: a rank that waits for turn n waits only for turns belo
 for turns below itself, and no rank holds a turn while it waits for another one. A collective that a
 rank enters inside its turn depends on its own job's ranks alone, and those wait only for turns below n.
 Deaths remove slots from the wait; a stopped job costs its siblings one lease. `tests/unit/
-test_turn_model.py` explores every interleaving of two and three jobs on two devices with these functions.
+test_turn_model.py` explores every interleaving of two and three jobs on two or three devices with these functions.
 
 [Note: one lease a job] A rank that has waited for a whole lease passes the job over, slot by slot, as long as a slot
 shows the same last turns started and given back: its owner has begun no later turn, or the slot would show that. When
@@ -70,7 +71,7 @@ class Blocker(NamedTuple):
 
 
 class TurnLog:
-    """The lead device's log, read step by step: record k (from 1) names the slot that drew turn k."""
+    """The lead machine's log, read step by step: record k (from 1) names the slot that drew turn k."""
 
     def __init__(self) -> None:
         self._last_turn: dict[int, int] = {}

@@ -1,10 +1,10 @@
-"""The home of turns in shared memory: one segment per group and device, one slot per local process.
+"""The home of turns in shared memory: one segment per group and machine, one slot per local process.
 
 Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``):
 
-- ``<group>-<device>.turns``: a header and the slots, see `slot_table`. Every field has one writer, the slot's owner.
-- ``<group>-<device>.log``: the order of turns, one byte (the slot) per turn, see `log_file`; on lead devices only.
-- ``<group>-<device>.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `bells`.
+- ``<group>@.turns``: a header and the slots, see `slot_table`. Every field has one writer, the slot's owner.
+- ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see `log_file`.
+- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `bells`.
 
 A slot belongs to the process that holds the lock on its byte (an open-file-description lock, which the kernel drops
 when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `descriptors`.
@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Iterable
 
+from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp.errors import SegmentError
 
@@ -26,15 +27,15 @@ from .log_file import LogFile
 from .private_files import KEEP_FILES, PrivateFiles
 from .rules import DEFAULT_LEASE_S, Member
 from .slot_table import SlotTable
-from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest
+from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest, stem_of
 
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
-_LASTING_FIELDS = ("state", "incarnation", "job", "devices", "joined_at", "lease_s", "lease_mirror_s")
+_LASTING_FIELDS = ("state", "incarnation", "job", "device", "lead", "joined_at", "lease_s", "lease_mirror_s")
 
 
 class TurnSegment:
-    """The local process's place among the jobs of one group on one device.
+    """The local process's place among the jobs of one group on one machine.
 
     Args:
         group: siblings name the same group; letters, digits, ``.``, ``_``, ``-``.
@@ -54,10 +55,9 @@ class TurnSegment:
         self.slot = -1
         self.group = group
         """Siblings name the same one."""
-        """Siblings name the same one."""
         self._own: Slot | None = None
-        self._files = PrivateFiles(f"{group}-{digest(device):016x}", base)
-        self.table = SlotTable(self._files, device)
+        self._files = PrivateFiles(stem_of(group), base)
+        self.table = SlotTable(self._files)
         self.bells = Bells(self._files)
         self.log = LogFile(self._files)
         try:
@@ -71,13 +71,19 @@ class TurnSegment:
         """The file that holds the slots."""
         return self.table.path
 
+    @property
+    def machine(self) -> int:
+        """A number of all processes that see this segment; no other segment on any machine has it at this time."""
+        found = os.fstat(self.table.fd)
+        return digest(f"{machine()} {found.st_dev} {found.st_ino}")
+
     # --- joining and leaving -------------------------------------------------------------------------------
 
     def join(
         self,
         *,
         job: int,
-        devices: int,
+        lead: int = 0,
         rank: int,
         world_size: int,
         lease_s: float,
@@ -87,7 +93,7 @@ class TurnSegment:
 
         Args:
             job: number of the job, the same on all its ranks.
-            devices: digest of the job's set of devices.
+            lead: the job's lead machine.
             rank: rank within the job.
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
@@ -99,7 +105,9 @@ class TurnSegment:
             state=FREE,
             incarnation=secrets.randbits(62) | 1,
             job=job,
-            devices=devices,
+            device=digest(self.device),
+            lead=lead,
+            device_name=self.device.encode()[: Slot.device_name.size - 1],
             joined_at=self.log.numel(),
             lease_s=lease_s,
             lease_mirror_s=-lease_s,
@@ -191,12 +199,14 @@ class TurnSegment:
 
     # --- who is on the device ------------------------------------------------------------------------------
 
-    def slots(self) -> dict[int, Slot]:
-        """Return every slot that is in use by a living process, the own one included."""
+    def slots(self, *, everywhere: bool = False) -> dict[int, Slot]:
+        """Return every slot of a living process on this device, or on all devices; the own one included."""
+        here = digest(self.device)
         return {
             index: slot
             for index, slot in self.table.read().items()
-            if index == self.slot or self.bells.is_alive((index, slot.incarnation))
+            if (everywhere or slot.device == here)
+            and (index == self.slot or self.bells.is_alive((index, slot.incarnation)))
         }
 
     def is_alive(self, slot: int, incarnation: int) -> bool:
@@ -204,12 +214,12 @@ class TurnSegment:
         found = self.slots().get(slot)
         return found is not None and found.incarnation == incarnation
 
-    def members(self) -> list[Member]:
-        """Return the living processes on this device as the rules of turns see them.
+    def members(self, *, everywhere: bool = False) -> list[Member]:
+        """Return the living processes on this device, or on all devices, as the rules of turns see them.
 
         On failure: `SegmentError` if siblings can no longer see this process as it has joined, or no longer ring it.
         """
-        slots = self.slots()
+        slots = self.slots(everywhere=everywhere)
         self._check_own(slots.get(self.slot))
         return [
             Member(
@@ -251,7 +261,7 @@ class TurnSegment:
         """Block until somebody rings, one of ``watched`` dies, or the time is over."""
         self.bells.wait([(member.slot, member.incarnation) for member in watched], timeout_s)
 
-    # --- the order of turns, on the lead device ------------------------------------------------------------
+    # --- the order of turns, on the lead machine -----------------------------------------------------------
 
     def draw_turn(self) -> int:
         """Append the own slot to the log; its place there is the turn's number, from 1."""

@@ -27,7 +27,6 @@ from .slots import (
     SLOT_COUNT,
     SegmentHeader,
     Slot,
-    device_field,
     is_named,
     lock_slots,
     read_header,
@@ -49,14 +48,12 @@ class SlotTable:
 
     Args:
         files: where it is.
-        device: the device whose jobs have these slots.
 
     On failure: `SegmentError` names the file and what to do. Not thread-safe, but for reads and writes of fields.
     """
 
-    def __init__(self, files: PrivateFiles, device: str) -> None:
+    def __init__(self, files: PrivateFiles) -> None:
         self._files = files
-        self._device = device
         self._descriptors = Descriptors()
 
     @property
@@ -79,7 +76,7 @@ class SlotTable:
             with contextlib.suppress(FileNotFoundError):
                 self._files.enter()
                 self._descriptors.open(_SLOTS, self._opened_or_made)
-                self._check_contents()
+                read_header(self.fd, self.path)
                 return
         raise SegmentError(f"expected {self.path} to stay after it was made, got it removed again and again")
 
@@ -96,7 +93,7 @@ class SlotTable:
         fd = self._files.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, FILE_BYTES)
-            os.pwrite(fd, bytes(SegmentHeader(MAGIC, LAYOUT, SLOT_COUNT, device_field(self._device))), 0)
+            os.pwrite(fd, bytes(SegmentHeader(MAGIC, LAYOUT, SLOT_COUNT)), 0)
             with contextlib.suppress(FileExistsError):
                 self._files.link(aside, _SUFFIX)
         except FileNotFoundError:
@@ -109,14 +106,6 @@ class SlotTable:
             os.close(fd)
             self._files.remove(aside)
 
-    def _check_contents(self) -> None:
-        header = read_header(self.fd, self.path)
-        if header.device != device_field(self._device):
-            raise SegmentError(
-                f"expected layout {LAYOUT} for device {self._device!r}, got something else at {self.path}; "
-                "remove it while no job runs"
-            )
-
     def is_current(self) -> bool:
         """Return whether the open file is still the one that joining processes find."""
         return is_named(self.fd, self._files.stem, self._files.directory_fd)
@@ -126,7 +115,7 @@ class SlotTable:
         return not os.fstat(self.fd).st_nlink
 
     def remove_if_unused(self) -> None:
-        """Remove all files of the group on the device if no process has a slot; `close` must follow."""
+        """Remove all files of the group if no process has a slot; `close` must follow."""
         remove_unused(self.fd, self._files.stem, self._files.directory_fd, self._files.directory)
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ import struct
 
 from crossover_ddp.errors import SegmentError
 
-SLOT_COUNT = 64
+SLOT_COUNT = 256
 EVENT_COUNT = 1
 EVENT_HANDLE_BYTES = 64
 MAGIC = b"XDDPTURN"
-LAYOUT = 7
+LAYOUT = 8
 FREE, JOINED = 0, 1
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -30,7 +30,7 @@ class SegmentHeader(ctypes.Structure):
         ("magic", ctypes.c_char * 8),
         ("layout", ctypes.c_uint64),
         ("slot_count", ctypes.c_uint64),
-        ("device", ctypes.c_char * 232),
+        ("unused", ctypes.c_uint64),
     ]
 
 
@@ -41,8 +41,9 @@ class Slot(ctypes.Structure):
         ("state", ctypes.c_uint64),
         ("incarnation", ctypes.c_uint64),
         ("job", ctypes.c_uint64),
-        ("devices", ctypes.c_uint64),  # digest of the job's set of devices
-        ("joined_at", ctypes.c_uint64),  # length of the lead log when the job joined
+        ("device", ctypes.c_uint64),  # digest of the device's name
+        ("lead", ctypes.c_uint64),  # the job's lead machine: the one whose log has its turns
+        ("joined_at", ctypes.c_uint64),  # length of the log when the job joined
         ("started", ctypes.c_uint64),  # last turn started
         ("returned", ctypes.c_uint64),  # last turn given back
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
@@ -53,6 +54,7 @@ class Slot(ctypes.Structure):
         ("pid", ctypes.c_uint32),  # for people to read; no decision rests on it
         ("event_count", ctypes.c_uint32),
         ("events", ctypes.c_ubyte * (EVENT_COUNT * EVENT_HANDLE_BYTES)),
+        ("device_name", ctypes.c_char * 64),  # for people to read, perhaps cut
     ]
 
     def lease(self) -> float | None:
@@ -71,9 +73,9 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def device_field(device: str) -> bytes:
-    """Return a device's name as headers hold it."""
-    return device.encode()[: SegmentHeader.device.size - 1]
+def stem_of(group: str) -> str:
+    """Return what the names of a group's files begin with; no group's name holds the sign."""
+    return f"{group}@"
 
 
 def read_header(fd: int, path: str) -> SegmentHeader:

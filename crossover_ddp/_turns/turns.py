@@ -329,7 +329,7 @@ class Turns:
         segment, channel = self.membership.segment, self.membership.channel
         turn = segment.draw_turn()
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        grant = self._log.grant(turn, self.membership.job, segment.members())
+        grant = self._log.grant(turn, self.membership.job, segment.members(everywhere=True))
         self._drawn.append(grant)
         if channel is not None:
             channel.send(grant)

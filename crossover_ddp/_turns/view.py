@@ -36,7 +36,6 @@ from .slots import (
     SLOT_BYTES,
     SLOT_COUNT,
     Slot,
-    digest,
     read_header,
     remove_unused,
     slots_are_locked,
@@ -44,7 +43,7 @@ from .slots import (
 
 LOG_WINDOW_BYTES = 1 << 16  # how much of a log's end is read: an hour of very short turns
 _NAMES = re.compile(
-    rf"(?P<stem>(?P<group>{GROUP_NAME.pattern})-(?P<digest>[0-9a-f]{{16}}))"
+    rf"(?P<stem>(?P<group>{GROUP_NAME.pattern})@)"
     r"\.(?P<kind>turns|log|[0-9]+\.bell|[0-9a-f]+\.new)"
 )
 _PROBLEMS_KEPT = 100
@@ -78,7 +77,7 @@ class Place(NamedTuple):
 
 
 class LogEnd(NamedTuple):
-    """The end of a lead device's log."""
+    """The end of a lead machine's log."""
 
     numel: int
     records: bytes
@@ -100,10 +99,11 @@ class Segment(NamedTuple):
 
     group: str
     device: str
+    """Empty where no slot of the group is in use."""
     path: str
     places: tuple[Place, ...]
     log: LogEnd | None
-    """None on devices that are no job's lead device, or if `look` was called without the log."""
+    """Of all devices; None if no turn has been drawn on this machine, or if `look` was called without the log."""
     held: bool
     """Whether any living process has a slot."""
 
@@ -172,9 +172,7 @@ class _Reader:
             return
         try:
             for found in self._matches():
-                segment = self._segment(found)
-                if segment is not None:
-                    yield segment
+                yield from self._segments(found)
         finally:
             os.close(self._directory_fd)
 
@@ -227,35 +225,31 @@ class _Reader:
         finally:
             os.close(fd)
 
-    def _segment(self, found: "re.Match[str]") -> Segment | None:
+    def _segments(self, found: "re.Match[str]") -> list[Segment]:
         name = found[0]
         try:
             with self._opened(name) as fd:
                 return self._read(fd, found)
         except FileNotFoundError:
-            return None  # the last process has just left
+            return []  # the last process has just left
         except (SegmentError, OSError) as error:
             self._note(self._path(name), error)
-            return None
+            return []
 
-    def _read(self, fd: int, found: "re.Match[str]") -> Segment:
+    def _read(self, fd: int, found: "re.Match[str]") -> list[Segment]:
         path = self._path(found[0])
-        raw_device = bytes(read_header(fd, path).device)
-        device = raw_device.decode(errors="replace")
-        # A name as long as the field may have been cut: its digest says nothing.
-        if len(raw_device) < 231 and f"{digest(device):016x}" != found["digest"]:
-            raise SegmentError("the device inside is not the one of its name; remove it while no job runs")
-        places = tuple([*self._places(fd, found["stem"])])
-        return Segment(
-            group=found["group"],
-            device=printable(device),
-            path=printable(path),
-            places=places,
-            log=self._log(found["stem"]) if self._with_log else None,
-            held=slots_are_locked(fd, 0, SLOT_COUNT),
-        )
+        read_header(fd, path)
+        by_device: dict[str, list[Place]] = {}
+        for device, place in self._places(fd, found["stem"]):
+            by_device.setdefault(device, []).append(place)
+        log = self._log(found["stem"]) if self._with_log else None
+        held = slots_are_locked(fd, 0, SLOT_COUNT)
+        return [
+            Segment(found["group"], device, printable(path), tuple(places), log, held)
+            for device, places in sorted((by_device or {"": []}).items())
+        ]
 
-    def _places(self, fd: int, stem: str) -> Iterator[Place]:
+    def _places(self, fd: int, stem: str) -> Iterator[tuple[str, Place]]:
         raw = os.pread(fd, FILE_BYTES - HEADER_BYTES, HEADER_BYTES)
         if len(raw) != FILE_BYTES - HEADER_BYTES:
             raise SegmentError("cut short while it was read; remove it while no job runs")
@@ -264,7 +258,8 @@ class _Reader:
             if slot.state == JOINED:
                 liveness = self._liveness(fd, stem, index, slot.incarnation)
                 if liveness is not None:
-                    yield _place(index, slot, liveness)
+                    name = bytes(slot.device_name).decode(errors="replace")
+                    yield printable(name), _place(index, slot, liveness)
 
     def _liveness(self, fd: int, stem: str, index: int, incarnation: int) -> Liveness | None:
         """Return whether the slot's owner lives; None if it has left meanwhile."""

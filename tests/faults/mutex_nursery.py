@@ -23,7 +23,7 @@ import torch
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, digest
+from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, stem_of
 from crossover_ddp.errors import SegmentError
 from tests.faults import mutex_worker
 from tests.faults.forked import work_and_exit
@@ -138,7 +138,7 @@ class Nursery:
 
     def meddle(self, kind: str, group: str, device: str, seed: int) -> bool:
         """Delete, cut or overwrite files of one segment; tell whether there were any."""
-        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / f"{group}-{digest(device):016x}"
+        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / stem_of(group)
         chance = random.Random(seed)
         how, what = kind.split("-")
         suffixes = {"slots": [".turns"], "header": [".turns"], "log": [".log"], "bells": [".*.bell"]}.get(

@@ -192,7 +192,7 @@ def _left(story: Story) -> Iterator[str]:
     """
     refusals = [*story.leftovers.refusals, *(r.refused[1] for r in story.ranks.values() if r.refused)]
     for path in sorted({*story.leftovers.at_end, *story.leftovers.by_next}):
-        name = re.fullmatch(r"(.*-(\d+)-[0-9a-f]{16})\..*", path)
+        name = re.fullmatch(r"(.*-(\d+)@)\..*", path)
         assert name is not None
         if path not in story.leftovers.by_next and _killed_last(story, int(name[2])):
             continue
@@ -224,35 +224,8 @@ def _ends(story: Story) -> Iterator[str]:
             yield f"{name} lost its job: {rank.broken}"
         if rank.gave_up() and not meddled and not lost_a_rank:
             yield f"{name} gave up turns: {rank.reason}"
-        if rank.refused:
-            yield from _refusal(story, rank, name, meddled or lost_a_rank)
-        elif rank.job.misfit and rank.joined_s < FOREVER and _had_siblings(story, rank):
-            yield f"{name} shares only some devices and was not refused"
-
-
-def _refusal(story: Story, rank: Rank, name: str, excused: bool) -> Iterator[str]:
-    kind, text = rank.refused or ("", "")
-    among_misfits = rank.job.misfit or any(
-        each.misfit
-        and each.group == rank.job.group
-        and each.joins_at_s < rank.job.leaves_at_s
-        and rank.job.joins_at_s < each.leaves_at_s + 1.0
-        for each in story.schedule.jobs
-    )
-    if not (excused or (kind == "TurnError" and among_misfits)):
-        yield f"{name} was refused: {kind}: {text}"
-
-
-def _had_siblings(story: Story, rank: Rank) -> bool:
-    """Whether a whole sibling was in its slot on this device all the while that the misfit joined."""
-    return any(
-        other.job.group == rank.job.group
-        and not other.job.misfit
-        and other.device == rank.device
-        and other.joined_s < rank.joined_s - story.tolerance_s()
-        and other.gone_from_s > rank.joined_s
-        for other in story.ranks.values()
-    ) and not story.meddled_s.get(rank.job.group)
+        if rank.refused and not (meddled or lost_a_rank):
+            yield f"{name} was refused: {': '.join(rank.refused)}"
 
 
 # --- one order ----------------------------------------------------------------------------------------------

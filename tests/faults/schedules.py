@@ -51,7 +51,7 @@ FAULTS = {
     "wall-clock": 2.0,
     "suspend": 0.7,
     "reuse-pid": 1.0,
-    "misfit": 0.7,
+    "overlap": 1.5,
 }
 MEDDLE_WEIGHT = 2.0
 NOTHING = ""
@@ -85,8 +85,6 @@ class JobPlan:
     order: str
     style: str
     clock_offset_s: float = 0.0
-    misfit: bool = False
-    """Its devices are not those of its siblings: it has to be refused."""
     deeds: tuple[Deed, ...] = ()
 
 
@@ -173,11 +171,7 @@ class _Writer:
     # --- who lives ------------------------------------------------------------------------------------------
 
     def _alive(self, group: int | None = None) -> list[JobPlan]:
-        return [
-            job
-            for job in self._jobs
-            if job.leaves_at_s > self._now_s and not job.misfit and group in (None, job.group)
-        ]
+        return [job for job in self._jobs if job.leaves_at_s > self._now_s and group in (None, job.group)]
 
     def _put(self, job: JobPlan, **changes: Any) -> None:
         self._jobs[job.number] = replace(self._jobs[job.number], **changes)
@@ -189,11 +183,11 @@ class _Writer:
         else:
             possible = dict(FAULTS)
             if len(alive) >= self._most_jobs:
-                del possible["join"]
+                del possible["join"], possible["overlap"]
             if not self._isolated:
                 del possible["reuse-pid"]
             if self._devices == 1:
-                del possible["misfit"]
+                possible.pop("overlap", None)
             if self._meddles and self._now_s > FIRST_S + 0.5:
                 possible["meddle"] = MEDDLE_WEIGHT
         kind = self._pick(possible)
@@ -203,10 +197,10 @@ class _Writer:
 
     # --- faults: each may return another name for itself ------------------------------------------------------
 
-    def _join(self, group: int, *, misfit: bool = False) -> JobPlan:
+    def _join(self, group: int, *, everywhere: bool = True) -> JobPlan:
         chance = self._chance
-        if misfit:
-            devices = tuple(range(1, self._devices))
+        if not everywhere:
+            devices = tuple(chance.sample(range(self._devices), chance.randrange(1, self._devices)))
         else:
             devices = tuple(range(self._devices))
             if self._devices <= 2 and chance.random() < 0.25:  # two ranks of the job on one device
@@ -225,7 +219,6 @@ class _Writer:
             order=self._order,
             style=self._pick(STYLES),
             clock_offset_s=offset_s,
-            misfit=misfit,
         )
         self._jobs.append(job)
         self._blows.append(Blow(self._now_s, "join", job=job.number))
@@ -250,10 +243,9 @@ class _Writer:
     def _joins(self, kind: str) -> None:
         self._join(self._chance.randrange(self._groups))
 
-    def _misfits(self, kind: str) -> None:
-        group = self._someone().group
-        job = self._join(group, misfit=True)
-        self._put(job, leaves_at_s=self._now_s + 0.2)
+    def _overlaps(self, kind: str) -> None:
+        """A job shares only some of its siblings' devices."""
+        self._join(self._someone().group, everywhere=False)
 
     def _leaves(self, kind: str) -> None:
         self._put(self._someone(), leaves_at_s=self._now_s)
@@ -336,7 +328,7 @@ class _Writer:
 
 _FAULTS: dict[str, Callable[[_Writer, str], str | None]] = {
     "join": _Writer._joins,
-    "misfit": _Writer._misfits,
+    "overlap": _Writer._overlaps,
     "leave": _Writer._leaves,
     "kill-rank": _Writer._kills,
     "kill-job": _Writer._kills,

@@ -95,7 +95,6 @@ def test_schedules_stay_within_the_world_they_describe() -> None:
         assert 1 <= plan.devices <= 4
         for job in plan.jobs:
             assert set(job.devices) <= set(range(plan.devices))
-            assert job.misfit or set(job.devices) == set(range(plan.devices))
             assert job.leaves_at_s <= plan.ends_at_s
             assert all(set(deed.ranks) <= set(range(len(job.devices))) for deed in job.deeds)
         stopped = [(b.job, b.ranks) for b in plan.blows if b.kind == "stop"]
@@ -250,7 +249,7 @@ def test_a_rank_that_never_ends_is_told() -> None:
 
 
 def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused() -> None:
-    path = "/dev/shm/crossover_ddp-0/campaign-1-0-0123456789abcdef.turns"
+    path = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns"
     rank = rank_of(0)
     assert "left behind" in told(rank, leftovers=Leftovers([path]))[0]
     killed = read_rank(plan_of(1), 0, [])
@@ -268,16 +267,6 @@ def test_a_device_that_begins_too_early_is_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["device", 2.0, 1, 1.0, 2.3])
     second = rank_of(1, *turn(2, 1.0, 2.001, 3.0), ["device", 3.0, 2, 2.1, 3.0])
     assert "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0" in told(first, second)[0]
-
-
-def test_a_misfit_that_is_not_refused_is_told() -> None:
-    sibling = rank_of(0)
-    misfit = read_rank(
-        plan_of(1, misfit=True),
-        0,
-        [["joined", 3.0, 1, 201, True, 101], ["leaving", 4.0, "closed"], ["done", 4.0, {}]],
-    )
-    assert "was not refused" in told(sibling, misfit)[0]
 
 
 def test_deeds_are_read() -> None:

@@ -99,8 +99,13 @@ def _full(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def _full_on_one_rank(rank: int, patch: pytest.MonkeyPatch) -> None:
+    """Ranks of one machine share the file: the one that comes too late finds no room for its bell."""
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     if rank == 1:
-        _full(rank, patch)
+        patch.setattr(turn_segment.TurnSegment, "reserve", no_room)
 
 
 def _broken_store(rank: int, patch: pytest.MonkeyPatch) -> None:
@@ -217,10 +222,8 @@ def test_two_jobs_that_start_together_and_share_some_devices(tmp_path: Path) -> 
     found = run_jobs(jobs, timeout_s=TIMEOUT_S)
     for job, alone in zip(found, run_jobs(plain, timeout_s=TIMEOUT_S), strict=True):
         assert [(rank.losses, rank.parameters) for rank in job] == [(r.losses, r.parameters) for r in alone]
-        reasons = {rank.stats[0]["disabled_because"] for rank in job}
-        assert len(reasons) == 1, "all ranks alike"
-        assert sum(len(rank.warnings) for rank in job) == (0 if reasons == {None} else 1)
-    assert any(job[0].stats[0]["disabled_because"] for job in found), "at most one of them can take turns"
+        assert [rank.stats[0]["disabled_because"] for rank in job] == [None, None]
+        assert all(rank.stats[0]["turns"] >= STEPS - 1 for rank in job)
 
 
 @contextlib.contextmanager

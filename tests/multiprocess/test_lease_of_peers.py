@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from crossover_ddp._turns.rules import DEFAULT_LEASE_S
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import digest
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import run_ranks
 
@@ -20,7 +19,7 @@ def sibling(group: str, device: str) -> TurnSegment:
     segment = TurnSegment(group, device)
     segment.join(
         job=77,
-        devices=digest("dev0\ndev1"),
+        lead=segment.machine,
         rank=int(device[-1]),
         world_size=2,
         lease_s=SIBLINGS_LEASE_S,

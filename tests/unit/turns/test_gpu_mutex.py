@@ -237,7 +237,7 @@ def test_users_do_not_meet(make: Make, group: str) -> None:
     elapsed_s, shared, path = run_ranks(_acquire_as, 1, args=(65534, group), backend=None)[0]
     assert elapsed_s < SOON_S
     assert not shared
-    assert path.startswith(f"{SHARED_MEMORY}/crossover_ddp-65534/{group}-")
+    assert path.startswith(f"{SHARED_MEMORY}/crossover_ddp-65534/{group}@")
     assert not os.path.exists(path)
 
 
@@ -357,8 +357,7 @@ def test_a_stopped_job_costs_one_lease_however_many_slots_it_has(make: Make, gro
     """A job of eight ranks on one device draws a turn and is heard of no more."""
     segments = [turn_segment.TurnSegment(group, DEVICE) for _ in range(8)]
     for rank, segment in enumerate(segments):
-        devices = turn_segment.digest(DEVICE)
-        segment.join(job=9, devices=devices, rank=rank, world_size=8, lease_s=0.4)
+        segment.join(job=9, lead=segment.machine, rank=rank, world_size=8, lease_s=0.4)
     mutex = make()
     segments[0].draw_turn()
     begin_s = time.monotonic()

@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crossover_ddp._turns import joining as joining_module
 from crossover_ddp._turns import segment as turn_segment
-from crossover_ddp.errors import TurnError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import (
@@ -80,49 +78,6 @@ def test_turns_can_be_switched_off(
     mutex.acquire()
     assert mutex.stats()["turns"] == 0 or not disabled
     assert isinstance(repr(mutex), str)
-
-
-def misfit(group: str, job: int = 9) -> turn_segment.TurnSegment:
-    """Join as a job that uses another device, too."""
-    segment = turn_segment.TurnSegment(group, DEVICE)
-    segment.join(job=job, devices=turn_segment.digest("dev0\ndev1"), rank=0, world_size=2, lease_s=1.0)
-    return segment
-
-
-def test_a_misfit_that_is_just_being_refused_keeps_nobody_out(
-    make: Make, group: str, threads: ThreadPoolExecutor
-) -> None:
-    segment = misfit(group)
-    joining = threads.submit(make)
-    assert blocks(joining)
-    segment.leave()
-    with joining.result(SOON_S) as mutex:
-        assert mutex.holding
-
-
-def test_a_misfit_that_takes_turns_is_not_waited_for(
-    make: Make, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(joining_module, "_NEWCOMER_S", 3600.0)
-    segment = misfit(group)
-    segment.publish_started(1)
-    with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
-        make()
-    segment.leave()
-
-
-@pytest.mark.parametrize(("number", "patience_s"), [(0, 1.0), (2**63, 2.0)])
-def test_of_two_newcomers_the_one_with_the_greater_number_gives_up_first(
-    number: int, patience_s: float, make: Make, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept_s = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append)
-    monkeypatch.setattr(joining_module, "time", clock)
-    segment = misfit(group, number)
-    with pytest.raises(TurnError, match="expected siblings to use the same set of devices"):
-        make()
-    segment.leave()
-    assert sum(slept_s) == pytest.approx(patience_s, abs=0.02)
 
 
 # --- leaving ------------------------------------------------------------------------------------------------------

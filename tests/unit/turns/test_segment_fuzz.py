@@ -25,8 +25,6 @@ from crossover_ddp._turns.slots import (
     SLOT_COUNT,
     SegmentHeader,
     Slot,
-    device_field,
-    digest,
 )
 from crossover_ddp._turns.view import Liveness, look
 from crossover_ddp.cli.status import rows
@@ -38,8 +36,8 @@ _Found = TypeVar("_Found")
 fuzz = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def header(device: str = DEVICE) -> bytes:
-    return bytes(SegmentHeader(MAGIC, LAYOUT, SLOT_COUNT, device_field(device)))
+def header() -> bytes:
+    return bytes(SegmentHeader(MAGIC, LAYOUT, SLOT_COUNT))
 
 
 @st.composite
@@ -75,7 +73,7 @@ def put(base: Path, turns: bytes, log: bytes | None) -> tuple[Path, Path]:
     directory.mkdir(mode=0o700, exist_ok=True)
     for leftover in directory.iterdir():
         leftover.unlink()
-    stem = directory / f"jobs-{digest(DEVICE):016x}"
+    stem = directory / "jobs@"
     paths = Path(f"{stem}.turns"), Path(f"{stem}.log")
     for path, content in zip(paths, (turns, log), strict=True):
         if content is not None:
@@ -97,12 +95,12 @@ def test_looking_at_any_bytes_finds_nobody_alive(turns: bytes, log: bytes | None
     turns_path, log_path = put(tmp_path, turns, log)
     seen = look(str(tmp_path))
     if is_valid(turns):
-        (segment,) = seen.segments
-        assert not segment.held
-        assert {place.liveness for place in segment.places} <= {Liveness.GONE}
+        places = [place for segment in seen.segments for place in segment.places]
+        assert {place.liveness for place in places} <= {Liveness.GONE}
         states = memoryview(turns[HEADER_BYTES:]).cast("Q")[:: SLOT_BYTES // 8].tolist()
-        assert [place.slot for place in segment.places] == [k for k, s in enumerate(states) if s == JOINED]
-        assert (segment.log.numel if segment.log else None) == (len(log) if log is not None else None)
+        assert sorted(place.slot for place in places) == [k for k, s in enumerate(states) if s == JOINED]
+        numels = {segment.log.numel if segment.log else None for segment in seen.segments}
+        assert numels == {len(log) if log is not None else None}
     elif not seen.segments:
         assert any(problem.path == str(turns_path) for problem in seen.problems)
     list(rows(seen, seen))
@@ -169,7 +167,7 @@ def test_any_bytes_under_way_make_up_no_sibling(turns: bytes, whole: bool, tmp_p
     third = None
     try:
         third = TurnSegment("jobs", DEVICE, base=str(tmp_path))
-        third.join(job=3, devices=7, rank=0, world_size=1, lease_s=1.0)
+        third.join(job=3, rank=0, world_size=1, lease_s=1.0)
         assert third.slot not in living, "a slot is whoever's holds its lock"
     except SegmentError as error:
         assert segments[0].path in str(error)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot, digest
+from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp._turns.view import Liveness, LogEnd, Look, Segment, look, printable, sweep
 from crossover_ddp.cli.status import rows
 from tests.unit.turns.joined_segments import DEVICE, Join, Process, files, home, jobs, join_at, joining
@@ -282,9 +282,8 @@ def _flip(path: Path, offset: int) -> None:
         (lambda path: os.truncate(path, FILE_BYTES - 1), "expected a segment of .* bytes, got"),
         (lambda path: os.truncate(path, 0), "expected a segment of .* bytes, got 0"),
         (lambda path: os.truncate(path, 1 << 40), "expected a segment of .* bytes, got"),
-        (lambda path: _flip(path, 0), "expected layout 7"),
-        (lambda path: _flip(path, 8), "expected layout 7"),
-        (lambda path: _flip(path, 24), "the device inside is not the one of its name"),
+        (lambda path: _flip(path, 0), "expected layout 8"),
+        (lambda path: _flip(path, 8), "expected layout 8"),
         pytest.param(lambda path: os.chown(path, NOBODY, -1), "to belong to user", marks=needs_root),
     ],
 )
@@ -321,8 +320,8 @@ def test_a_directory_that_is_not_ours_is_told(meddle: Callable[[Path], object], 
 def test_files_that_belong_to_nothing_are_told(join: Join, tmp_path: Path) -> None:
     join(group="jobs")
     (home(tmp_path) / "a\nb\x1b[31m\udcff").write_bytes(b"")
-    (home(tmp_path) / f"lost-{digest(DEVICE):016x}.log").write_bytes(b"\0")
-    (home(tmp_path) / f"lost-{digest(DEVICE):016x}.3.bell").write_bytes(b"")
+    (home(tmp_path) / "lost@.log").write_bytes(b"\0")
+    (home(tmp_path) / "lost@.3.bell").write_bytes(b"")
     seen = look(str(tmp_path))
     assert len(seen.segments) == 1
     assert sorted(problem.what.split(";")[0] for problem in seen.problems) == [
@@ -347,7 +346,7 @@ def test_files_may_vanish_between_listing_and_opening(
     join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join()
-    ghosts = [f"ghost-{0:016x}.turns", f"ghost-{0:016x}.log", f"spook-{1:016x}.0.bell"]
+    ghosts = ["ghost@.turns", "ghost@.log", "spook@.0.bell"]
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda fd: [*listed(fd), *ghosts])
     seen = look(str(tmp_path))
@@ -385,6 +384,7 @@ def _scribble(contents: bytearray, slots: list[tuple[int, list[int], float]]) ->
         slot = Slot(
             1,
             *numbers[1:8],
+            numbers[0],
             lease_s,
             -lease_s,
             0xFFFFFFFF,
@@ -452,7 +452,7 @@ class _Living:
 )
 def test_arbitrary_files_never_raise(contents: bytes, name: str, log: bytes, tmp_path: Path) -> None:
     home(tmp_path).mkdir(0o700, exist_ok=True)
-    stem = f"jobs-{digest(DEVICE):016x}"
+    stem = "jobs@"
     for each, written in ((f"{stem}.turns", contents), (f"{stem}.log", log), (name, b"")):
         with contextlib.suppress(OSError, ValueError, UnicodeError):  # not every text names a file
             descriptor = os.open(home(tmp_path) / each, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -28,8 +28,17 @@ TWO = (PLAIN, PLAIN)
 SLOTS = (TWO_ON_ONE, PLAIN)
 THREE = (PLAIN, PLAIN, PLAIN)
 TWO_JOIN_ONE_DEVICE = (PLAIN, (0,), (0,))
+OVERLAPPING = (PLAIN, (1, 2))
+INSIDE = (PLAIN, (1,))
+RING = (PLAIN, (1, 2), (2, 0))
+"""Each job shares one device with each other job."""
 
 LARGE = [
+    pytest.param(Rules(OVERLAPPING, (2, 2), stops=1), id="overlapping-two-turns-a-stop"),
+    pytest.param(
+        Rules(OVERLAPPING, (2, 2), late_jobs=1, deaths=1), id="overlapping-joining-late-and-a-death"
+    ),
+    pytest.param(Rules(RING, (1, 1, 1), hurries=1), id="ring-a-slow-job"),
     pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1), id="joining-late-beside-one-alone-and-a-death"),
     pytest.param(Rules(TWO, (2, 2), stops=1, deaths=1), id="a-stop-and-a-death"),
     pytest.param(Rules(SLOTS, (2, 2), stops=1), id="two-slots-a-stop"),
@@ -63,6 +72,13 @@ LARGE = [
             Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1),
             id="a-slot-of-a-dead-one-on-one-device",
         ),
+        pytest.param(Rules(OVERLAPPING, (3, 3)), id="overlapping"),
+        pytest.param(
+            Rules(OVERLAPPING, (1, 1), stops=1, deaths=1, alone=False), id="overlapping-a-stop-and-a-death"
+        ),
+        pytest.param(Rules(INSIDE, (2, 2), deaths=1), id="one-device-inside-two-a-death"),
+        pytest.param(Rules(RING, (1, 1, 1)), id="ring"),
+        pytest.param(Rules(RING, (1, 1, 1), deaths=1, alone=False), id="ring-a-death"),
         *(LARGE if IN_CAMPAIGN else []),
     ],
 )
@@ -155,6 +171,12 @@ STOP, SLOT_REUSED = Rules(TWO, (2, 2), stops=1), Rules(THREE, (1, 1, 1), late_jo
     ("rules", "violation"),
     [
         pytest.param(Rules(TWO, (2, 2), mutex_per_device=True), DEADLOCK, id="a-mutex-per-device"),
+        pytest.param(Rules(RING, (1, 1, 1), mutex_per_device=True), DEADLOCK, id="a-mutex-per-device-ring"),
+        pytest.param(
+            Rules(OVERLAPPING, (2, 2), waits_for=waits_for_one_turn_too_few),
+            OVERLAP,
+            id="overlapping-too-few",
+        ),
         pytest.param(Rules(TWO, (2, 2), waits_for=waits_for_nobody), OVERLAP, id="no-wait"),
         pytest.param(
             Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP, id="one-turn-too-few"

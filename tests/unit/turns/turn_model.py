@@ -105,7 +105,7 @@ class Rules(NamedTuple):
     """What may happen besides progress, and which decisions are taken (production's unless a test breaks one)."""
 
     jobs: tuple[tuple[int, ...], ...]
-    """Each rank's device, job by job; device 0 is the lead device, and the job's first rank there its lead rank."""
+    """Each rank's device, job by job, all of one machine; the job's first rank is its lead rank."""
     rounds: tuple[int, ...]
     """How many turns each job takes before it leaves."""
     deaths: int = 0
@@ -158,7 +158,6 @@ class Model:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._leads = [devices.index(0) for devices in rules.jobs]
         self._ends = [PLACES_PER_ROUND * rounds + QUEUE for rounds in rules.rounds]
         late = [j >= len(rules.jobs) - rules.late_jobs for j in range(len(rules.jobs))]
         kinds = [*zip(rules.jobs, rules.rounds, late, strict=True)]
@@ -176,12 +175,13 @@ class Model:
 
     # --- what a rank sees and decides: production's functions ---------------------------------------------------
 
-    def _members(self, state: State, device: int) -> tuple[Member, ...]:
+    def _members(self, state: State, device: int | None) -> tuple[Member, ...]:
+        """Return who is seen on a device; None: on all devices."""
         return tuple(
             Member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
             for j, job in enumerate(state.jobs)
             for r, rank in enumerate(job.ranks)
-            if self.rules.jobs[j][r] == device and 0 <= rank.place != self._ends[j]
+            if device in (None, self.rules.jobs[j][r]) and 0 <= rank.place != self._ends[j]
         )
 
     def _is_alone(self, state: State, j: int, r: int) -> bool:
@@ -214,12 +214,12 @@ class Model:
         job, steps = state.jobs[j], self.rules.draw_steps
         draw, step = job.draw, steps[job.draw.steps]
         if step == "append":
-            state = state._replace(log=state.log + bytes([job.ranks[self._leads[j]].slot]))
+            state = state._replace(log=state.log + bytes([job.ranks[0].slot]))
             draw = draw._replace(turn=len(state.log))
         elif step == "read":
             draw = draw._replace(records=draw.turn - 1 if draw.turn else len(state.log))
         else:
-            draw = draw._replace(seen=self._members(state, 0))
+            draw = draw._replace(seen=self._members(state, None))
         draw = draw._replace(steps=draw.steps + 1)
         if draw.steps < len(steps):
             return with_job(state, j, job._replace(draw=draw))
@@ -232,7 +232,7 @@ class Model:
 
     def _may_draw(self, j: int, job: Job) -> bool:
         """Once a round; early draws come as soon as the lead rank has given the turn before back."""
-        lead, drawn = job.ranks[self._leads[j]], len(job.grants)
+        lead, drawn = job.ranks[0], len(job.grants)
         if lead.place < 0 or lead.stopped or drawn == self.rules.rounds[j] or lead.round < drawn:
             return False
         due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
@@ -298,11 +298,9 @@ class Model:
 
     def _join(self, state: State, j: int, r: int) -> State:
         """Take the first free slot, perhaps one of somebody who has died or left."""
-        device = self.rules.jobs[j][r]
-        taken = {member.slot for member in self._members(state, device)}
+        taken = {member.slot for member in self._members(state, None)}
         slot = next(slot for slot in itertools.count() if slot not in taken)
-        joined_at = len(state.log) if device == 0 else 0  # only lead devices have a log
-        return with_rank(state, j, r, Rank(place=0, slot=slot, joined_at=joined_at))
+        return with_rank(state, j, r, Rank(place=0, slot=slot, joined_at=len(state.log)))
 
     def _number(self, state: State, j: int, r: int) -> State:
         """Publish the number of a turn that was begun without it."""
@@ -373,7 +371,7 @@ class Model:
             return
         lost = {each.job: each for each in rank.lost}
         for k, other in enumerate(state.jobs):
-            lead_died = other.ranks[self._leads[k]].place == DEAD and k not in dict(grant.after)
+            lead_died = other.ranks[0].place == DEAD and k not in dict(grant.after)
             earlier = [turn for turn in other.turns if turn < grant.turn]
             if k == j or lead_died or not earlier:
                 continue
