@@ -9,6 +9,6 @@ the exchange runs while training goes on. After local SGD (arXiv 1805.09767), Da
 
 from crossover_ddp._averaging.elastic import ElasticState, elastic_hook
 from crossover_ddp._averaging.local_sgd import LocalSGDState, local_sgd_hook
-from crossover_ddp._planning import AveragingPlan
+from crossover_ddp._tuning.model import AveragingPlan
 
 __all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]

@@ -27,8 +27,8 @@ from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._engine.split import split
-from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 
 from .gpu_mutex import GPUMutex, turns_disabled
 

@@ -29,13 +29,13 @@ from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.buckets import after_backward
 from crossover_ddp._engine.endings import on_destruction
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
-from ._planning import BucketPlan
+from ._tuning.model import BucketPlan
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
 

@@ -29,9 +29,9 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.hook import Pausable, check_state, guarded
 from crossover_ddp._kfac.columns import WeightSharing
 from crossover_ddp._kfac.costs import agree, layer_costs
 from crossover_ddp._kfac.layers import Layer, find_layers, group_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.trips import Trip
-from crossover_ddp._exchange.layout import Span
 
 from .checks import all_finite
 from .flat import FlatBlock, wide

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.trips import Trip
-from crossover_ddp._exchange.layout import Span
 
 from .checks import check_finite
 from .flat import FlatBlock, wide

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 _WIDE: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

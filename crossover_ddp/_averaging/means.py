@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Layout, Link
 from crossover_ddp._engine.trips import Trip
-from crossover_ddp._exchange.layout import Span
 
 from .checks import check_finite
 from .flat import FlatBlock

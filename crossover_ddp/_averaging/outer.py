@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 
 from .checks import all_finite
 from .flat import FlatBlock, wide

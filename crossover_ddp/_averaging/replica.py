@@ -26,14 +26,14 @@ from crossover_ddp._ddp.checks import (
     check_not_joined,
     flat_gradients,
 )
+from crossover_ddp._ddp.layout import Span
+from crossover_ddp._ddp.own_hook import OwnHook
 from crossover_ddp._engine.agreement import Agreement, compare
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.places import GradientFuture
 from crossover_ddp._engine.split import split
 from crossover_ddp._engine.trips import Trip
 from crossover_ddp._engine.turns import Turn, check_turn
-from crossover_ddp._exchange.layout import Span
-from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 

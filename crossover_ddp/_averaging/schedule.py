@@ -7,7 +7,7 @@ the next training forward: then the update of the n-th is in the parameters.
 
 from dataclasses import dataclass
 
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 
 
 @dataclass(frozen=True)

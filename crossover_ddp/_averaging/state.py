@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._exchange.hook import Pausable, check_state, guarded
-from crossover_ddp._exchange.link_probe import measure_link
-from crossover_ddp._planning import AveragingPlan, plan_averaging
+from crossover_ddp._engine.hook import Pausable, check_state, guarded
+from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from crossover_ddp._exchange.contents import Sharded
-from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._ddp.contents import Sharded
+from crossover_ddp._ddp.layout import Layout
 
 from .choice import Codecs
 from .codec import Codec, PieceWriter

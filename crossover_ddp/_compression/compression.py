@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
+from crossover_ddp._ddp.contents import Run, contents_of
+from crossover_ddp._ddp.layout import Layout, Span
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._exchange.contents import Run, contents_of
-from crossover_ddp._exchange.layout import Layout, Span
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .bucket import Buffers, CodedBucket

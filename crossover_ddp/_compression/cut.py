@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from .._exchange.layout import Layout, Span
+from crossover_ddp._ddp.layout import Layout, Span
 
 # A parameter of one dimension is a bias or a scale: few elements, and the model reacts to each.
 _CODED_DIMENSIONS = 2

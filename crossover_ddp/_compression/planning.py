@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.step_records import StepRecord
-from crossover_ddp._exchange.link_probe import measure_link
-from crossover_ddp._planning import (
+from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,
     CodecCost,

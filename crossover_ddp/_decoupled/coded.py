@@ -16,7 +16,7 @@ from crossover_ddp._compression.coded_link import around
 from crossover_ddp._compression.compression import Compression, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 from crossover_ddp._engine.exchange import Around
-from crossover_ddp._planning import decoupled_step_s
+from crossover_ddp._tuning.model import decoupled_step_s
 
 from .planning import workload_of
 from .step_times import StepTimes

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp._ddp.compiled import compiled_call, compiled_modules, uncompiled
-from crossover_ddp._exchange.own_hook import OwnHook
+from crossover_ddp._ddp.own_hook import OwnHook
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None

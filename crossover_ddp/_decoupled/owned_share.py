@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._ddp.contents import Sharded, contents_of
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.trips import Trip
-from crossover_ddp._exchange.contents import Sharded, contents_of
-from crossover_ddp._exchange.layout import Span
 from crossover_ddp._owners.packing import Item, packing
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import UnsupportedConfigurationError

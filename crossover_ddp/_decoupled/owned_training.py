@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import check_not_joined
+from crossover_ddp._ddp.contents import Sharded
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.contents import Sharded
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 

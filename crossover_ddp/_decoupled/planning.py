@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.link_probe import measure_link
-from crossover_ddp._planning import BucketPlan, BucketTimes, Workload, plan_buckets
+from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.model import BucketPlan, BucketTimes, Workload, plan_buckets
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .step_times import StepTimes

@@ -20,10 +20,10 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
 from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._exchange.hook import Pausable, check_state, guarded
+from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._owners.interception import check_not_intercepted
 from crossover_ddp._owners.partial_optimizer import check_separable
-from crossover_ddp._planning import BucketPlan
+from crossover_ddp._tuning.model import BucketPlan
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 

@@ -27,12 +27,12 @@ from crossover_ddp._ddp.checks import (
 )
 from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
 from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._ddp.own_hook import OwnHook
 from crossover_ddp._engine.buckets import Bucket, BucketWay, after_backward
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._exchange.own_hook import OwnHook
 from crossover_ddp._owners.interception import guard_groups, intercept
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer
 from crossover_ddp.errors import UnsupportedConfigurationError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Gate
-from crossover_ddp._exchange.layout import Span
 
 from .columns import LayerShape
 from .factors import gradient_matrix, split_gradient

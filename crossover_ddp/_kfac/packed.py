@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from crossover_ddp._ddp.contents import Content, Run
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
-from crossover_ddp._exchange.contents import Content, Run
-from crossover_ddp._exchange.layout import Span
 from crossover_ddp._owners.packing import Item, packing
 
 from .bucket_layer import BucketLayer, Rows, Whole

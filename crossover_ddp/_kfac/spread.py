@@ -24,7 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._ddp.layout import Layout, Span
 
 from .columns import LayerShape, triangle_numel
 from .factors import DampedInverse, pack_triangle, unpack_triangle

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossover_ddp._ddp.checks import flat_gradients, model_of
+from crossover_ddp._ddp.contents import Content, contents_of
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
-from crossover_ddp._exchange.contents import Content, contents_of
-from crossover_ddp._exchange.layout import Span
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import turns_disabled
 

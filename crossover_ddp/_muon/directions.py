@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import model_of
+from crossover_ddp._ddp.contents import contents_of
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.links import Link
-from crossover_ddp._exchange.contents import contents_of
-from crossover_ddp._exchange.layout import Span
 from crossover_ddp._owners.interception import check_not_intercepted, intercept
 from crossover_ddp._owners.kept import Kept
 from crossover_ddp._owners.muon import (

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from crossover_ddp._exchange.layout import Layout, Span
+from crossover_ddp._ddp.layout import Layout, Span
 
 
 class Item(NamedTuple):

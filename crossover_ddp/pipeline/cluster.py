@@ -16,7 +16,7 @@ import networkx
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._exchange.link_probe import measure_pair
+from crossover_ddp._tuning.link_probe import measure_pair
 
 from .documents import Document
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 # How many defects each list has; strangers' programs begin at 0.
 POINTS = {"strangers-": range(38), "kfac-S": range(1, 11), "codecs-S": range(1, 21)}
-POINTS |= {"decoupled-": range(1, 18), "turns-": range(1, 16)}
+POINTS |= {"decoupled-": range(1, 18), "turns-": range(1, 15)}  # turns-15 went with semaphores on a device
 TESTS = Path(__file__).parents[1]
 
 

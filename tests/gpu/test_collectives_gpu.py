@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossover_ddp._ddp.layout import Layout
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.native import Native
 from crossover_ddp._engine.places import Device
-from crossover_ddp._exchange.layout import Layout
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu

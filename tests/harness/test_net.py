@@ -6,13 +6,13 @@ import pytest
 
 from tests.harness.net import is_inside
 
-OUR_ENGINE = ".".join(("crossover_ddp", "_exchange"))  # in pieces, or this module would be inside
+OUR_ENGINE = ".".join(("crossover_ddp", "_engine"))  # in pieces, or this module would be inside
 PUBLIC_MODULE = ".".join(("crossover_ddp", "comm_hooks"))
 FILES = {
-    "crossover_ddp/comm_hooks.py": "from ._exchange.hook import Exchange, Hook\n"
+    "crossover_ddp/comm_hooks.py": "from ._engine.hook import Exchange, Hook\n"
     "from ._system import device\n__all__ = ['Hook']",
     "tests/harness/inside.py": f"import {OUR_ENGINE}.exchange\n",
-    "tests/unit/helper.py": f"from {OUR_ENGINE}.layout import Layout\n",
+    "tests/unit/helper.py": f"from {OUR_ENGINE}.links import Layout\n",
     "tests/unit/worker.py": f"import {OUR_ENGINE}\n",
 }
 INSIDE = {
@@ -35,7 +35,7 @@ PUBLIC = {
     "a leaf by a public module": 'patch("crossover_ddp.comm_hooks.device")',
     "what knows it for all": "from tests.harness.inside import refuse_bucket",
     "a docstring": f'def f():\n    """Like {OUR_ENGINE}.exchange."""',
-    "other packages": "import tests_exchange, torch._dynamo",
+    "other packages": "import tests_engine, torch._dynamo",
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._planning import (
+from crossover_ddp._tuning.model import (
     BucketTimes,
     Link,
     Workload,

@@ -127,7 +127,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "probes of the link count as steps",
-        "crossover_ddp/_exchange/link_probe.py",
+        "crossover_ddp/_tuning/link_probe.py",
         "    engine.begin(both_halves,",
         "    engine.records.add([(tensor.nbytes, begin_s)], begin_s - 1e-3)\n    engine.begin(both_halves,",
         ("tests/defects/test_codecs.py", "-k", "plan_looks"),

@@ -5,7 +5,7 @@ from typing import Final
 from tests.seeded.fault import Fault
 
 _CONFORMANCE = "tests/conformance/test_conformance.py"
-_SEARCH = ("tests/unit/exchange/test_model_search.py", "-k", "tuple_in_the_making")
+_SEARCH = ("tests/unit/ddp/test_model_search.py", "-k", "tuple_in_the_making")
 
 EXCHANGE: Final[tuple[Fault, ...]] = (
     Fault(
@@ -52,14 +52,14 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a state of another hook is taken for its own",
-        "crossover_ddp/_exchange/hook.py",
+        "crossover_ddp/_engine/hook.py",
         "    if not isinstance(state, kind):",
         "    if state is None and not isinstance(state, kind):",
         ("tests/defects/test_hooks.py", "-k", "another_hooks_state and crossover-kfac"),
     ),
     Fault(
         "torch's python reducer is answered as if backward would raise",
-        "crossover_ddp/_exchange/hook.py",
+        "crossover_ddp/_engine/hook.py",
         "    if isinstance(bucket, tuple):\n        raise UnsupportedConfigurationError(PYTHON_REDUCER)\n",
         "",
         ("tests/defects/test_hooks.py", "-k", "python_reducer and split-step"),

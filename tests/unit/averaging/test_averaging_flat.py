@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._averaging.flat import FlatBlock, blocks_of
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 
 
 def network() -> nn.Module:

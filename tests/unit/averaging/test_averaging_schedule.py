@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._averaging.schedule import Schedule, fragment_span
-from crossover_ddp._planning import AveragingPlan, Link, plan_averaging
+from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 
 
 @st.composite

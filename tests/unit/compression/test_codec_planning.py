@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from crossover_ddp._compression.planning import cost_of, workload_of_records
 from crossover_ddp._engine.step_records import StepRecords
-from crossover_ddp._planning import (
+from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,
     CodecCost,

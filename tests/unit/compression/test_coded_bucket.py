@@ -9,8 +9,8 @@ from crossover_ddp._compression.bucket import Buffers, CodedBucket
 from crossover_ddp._compression.choice import CodecChoice, codecs_of
 from crossover_ddp._compression.cut import cut
 from crossover_ddp._compression.scratch import Scratch
-from crossover_ddp._exchange.contents import Sharded
-from crossover_ddp._exchange.layout import Layout
+from crossover_ddp._ddp.contents import Sharded
+from crossover_ddp._ddp.layout import Layout
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 
 # A large matrix, a bias, and matrices whose last blocks are short.

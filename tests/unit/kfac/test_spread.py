@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._kfac.columns import LayerShape
 from crossover_ddp._kfac.factors import DampedInverse
 from crossover_ddp._kfac.spread import (

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._exchange.layout import Span
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._owners.packing import Item, Place, fill_up, packing
 
 Arguments = tuple[int, tuple[Item, ...], tuple[Span, ...], tuple[Item, ...]]

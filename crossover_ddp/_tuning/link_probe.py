@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from crossover_ddp._engine import links as journeys
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._planning import Link
+from crossover_ddp._tuning.model import Link
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3

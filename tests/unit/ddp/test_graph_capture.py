@@ -20,7 +20,7 @@ from crossover_ddp import (
 )
 from crossover_ddp._ddp import checks as ddp_checks
 from tests.harness.groups import new_group
-from tests.unit.exchange.fake_bucket import FakeBucket
+from tests.unit.ddp.fake_bucket import FakeBucket
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
