@@ -98,7 +98,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_engine/digest.py",
         "if model.steps & (model.steps - 1) == 0 or",
         "if wanted and model.steps & (model.steps - 1) == 0 or",
-        (_REPLICAS, "-k", "one_rank"),
+        (_REPLICAS, "-k", "purpose and argument"),
     ),
     Fault(
         "ranks that have joined are compared",
