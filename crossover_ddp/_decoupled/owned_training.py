@@ -291,9 +291,13 @@ class OwnedTraining(DecoupledTraining):
         with as_in_step(shares[0].buffer.device.type), self.updates.watch.unwatched():
             for share in shares:
                 share.receive()
-                for number, plan in plans.items():
-                    own = [each for each in share.owned_updates(plan) if each.is_own]
-                    self.owned.each[number].compute(plan, own)
+                try:
+                    for number, plan in plans.items():
+                        own = [each for each in share.owned_updates(plan) if each.is_own]
+                        self.owned.each[number].compute(plan, own)
+                except Exception as error:
+                    self.exchange.fail(_made_of(share), error)  # other ranks wait for it
+                    raise
                 share.clear()
                 share.steps = [(self.owned.each[number], plan) for number, plan in plans.items()]
         self.owned.kept.stepped()
@@ -304,7 +308,7 @@ class OwnedTraining(DecoupledTraining):
             share.gathered = self.exchange.begin(
                 functools.partial(_brought_back, back),
                 back.tensor.device,
-                f"what step() made of bucket {share.bucket.index}",
+                _made_of(share),
                 deferred=True,
                 link=share.bucket.link,
             )
@@ -312,6 +316,10 @@ class OwnedTraining(DecoupledTraining):
         self.updates.defer(next(iter(plans.values())))
         if not is_settled:  # DDP may still rebuild its buckets
             self.updates.update_all()
+
+
+def _made_of(share: OwnedShare) -> str:
+    return f"what step() made of bucket {share.bucket.index}"
 
 
 def _check_without_gradients(owned: OwnedOptimizer) -> None:

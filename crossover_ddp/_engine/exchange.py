@@ -359,7 +359,7 @@ class Exchange:
     # --- failures and ends -----------------------------------------------------------------------------------
 
     def _ended(self, trip: Trip, place: Place, error: BaseException | None) -> None:
-        failure = None if error is None else self._fail(trip.name, error)
+        failure = None if error is None else self.fail(trip.name, error)
         with self._lock:
             self._under_way.discard(trip)
         if isinstance(trip, Bucket) and trip.last:
@@ -368,8 +368,11 @@ class Exchange:
                 self._step_ends(trip)
         trip.end(failure, place.mark())
 
-    def _fail(self, name: str, cause: BaseException) -> CrossoverError:
-        """Return the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy."""
+    def fail(self, name: str, cause: BaseException) -> CrossoverError:
+        """End all exchange of the group, as other ranks hear, too, since ``name`` will not travel, see [Note: failed].
+
+        Returns the group's failure: an earlier one, or what is made of ``cause``; ours says its own remedy.
+        """
         text = (
             f"rank {self.rank} of {self.size}: the exchange of {name} failed: {cause}; no later exchange on this "
             "process group can succeed, restart the job"
@@ -406,7 +409,7 @@ class Exchange:
             self._timeline.flush()
         needed = any([trip.deferred for trip in list(self._under_way)])
         if not self._close_networks(_NEEDED_BY_OTHERS_S if needed else _END_S):
-            self._fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
+            self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
             self._close_networks(_END_S)
         with self._lock:  # what has arrived may still be used
             self._failure = self._failure or ExchangeError(_DESTROYED)

@@ -247,7 +247,6 @@ def with_a_failed_owner(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.defect("decoupled-14")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="decoupled-14")
 def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout() -> None:
     """A rank whose optimizer raises in ``step()`` does not leave the others waiting until the timeout."""
     assert max(run_ranks(with_a_failed_owner, 2)) < 6

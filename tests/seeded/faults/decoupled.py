@@ -109,6 +109,13 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
         (_DEFECTS, "-k", "draws_for_each"),
     ),
     Fault(
+        "other ranks do not hear of an owner that failed",
+        "crossover_ddp/_decoupled/owned_training.py",
+        "                    self.exchange.fail(_made_of(share), error)  # other ranks wait for it\n",
+        "",
+        ("tests/defects/test_owners.py", "-k", "hear_of_an_owner"),
+    ),
+    Fault(
         "an optimizer is tried on frozen parameters, which may be integers",
         "crossover_ddp/_owners/partial_optimizer.py",
         "for parameter in parameters if parameter.requires_grad]",
