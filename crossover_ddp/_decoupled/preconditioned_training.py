@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.turns import Turn
 
 from .coded import Coding
@@ -86,5 +87,7 @@ class PreconditionedTraining(DecoupledTraining):
         process_group: dist.ProcessGroup,
         state: object,
         turn: Turn | None = None,
-    ) -> torch.futures.Future[torch.Tensor]:
-        return self._kfac.exchange(process_group, bucket, state=state, turn=turn).future
+        *,
+        late: bool = False,
+    ) -> Bucket:
+        return self._kfac.exchange(process_group, bucket, state=state, turn=turn)

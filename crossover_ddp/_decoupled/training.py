@@ -161,7 +161,7 @@ class DecoupledTraining:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
         self.exchange = Exchange.of(process_group)
         if self._closed:
-            return self._average(bucket, process_group, state)
+            return self._average(bucket, process_group, state).future
         round_, times = self.updates.round, self.updates.times
         if round_.begins_with(bucket):
             for share in round_.shares:
@@ -174,18 +174,18 @@ class DecoupledTraining:
             self._has_turn = self._turn is None
         if self.trial is not None and not self.trial.defers:
             # The exchange gives the turn away, and takes the next one before backward ends.
-            future, self._has_turn = self._average(bucket, process_group, state, self._turn), True
+            taken, self._has_turn = self._average(bucket, process_group, state, self._turn, late=True), True
         else:
             share = self._defer(bucket, parameters, process_group, state)
-            future = share.bucket.future
+            taken = share.bucket
             round_.shares.append(share)
             times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
-            self._buffers = share.bucket.buffers
             if bucket.is_last():
                 self._end_round()
         if bucket.is_last():
+            self._buffers = taken.buffers
             self._end_trial_step(bucket)
-        return future
+        return taken.future
 
     def _defer(
         self,
@@ -207,10 +207,14 @@ class DecoupledTraining:
         process_group: dist.ProcessGroup,
         state: object,
         turn: Turn | None = None,
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket that backward waits for."""
+        *,
+        late: bool = False,
+    ) -> Bucket:
+        """Average a bucket that backward waits for; ``late``: the model's buffers are as late as in other steps."""
         around = self.coding.around(bucket, process_group)
-        return Exchange.of(process_group).carry(bucket, split, turn=turn, state=state, around=around).future
+        return Exchange.of(process_group).carry(
+            bucket, split, turn=turn, state=state, around=around, late_buffers=late
+        )
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:

@@ -124,6 +124,7 @@ class Exchange:
         turn: Turn | None = None,
         state: object = None,
         around: Around | None = None,
+        late_buffers: bool = False,
     ) -> Bucket:
         """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
 
@@ -135,6 +136,8 @@ class Exchange:
             state: that the hook was registered with; see `ModuleBuffers`.
             around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
                 to refuse the bucket.
+            late_buffers: whoever calls unpacks the bucket's ``buffers`` before the next forward, as whoever has it
+                handed back does; else they are when backward has ended.
 
         Raises what refuses the bucket.
         """
@@ -151,7 +154,7 @@ class Exchange:
             journey = way(bucket, bucket.link)
         self._send(bucket, journey, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1:
-            self._send_buffers(bucket, grad_bucket, state)
+            self._send_buffers(bucket, grad_bucket, state, late=late_buffers or bucket.deferred)
         return bucket
 
     def follow(self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
@@ -275,7 +278,9 @@ class Exchange:
             self._timeline.span("exchange", ready_s, done_s, step=number, device_type=where)
             self._timeline.span("wait", done_s, now_s, step=number + 1)
 
-    def _send_buffers(self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object) -> None:
+    def _send_buffers(
+        self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool
+    ) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
         device = grad_bucket.buffer().device
         copy = self.buffers.copy(grad_bucket, state, functools.partial(self.have_all, device))
@@ -283,8 +288,7 @@ class Exchange:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
             copy.arrived = self.begin(lambda link: link.all_gather(flat, layout), device, name)
-            # Who needs a bucket that was handed back unpacks before the next forward.
-            after_backward(copy.claim if bucket.deferred else copy.claim_and_unpack)
+            after_backward(copy.claim if late else copy.claim_and_unpack)
         bucket.buffers = copy
 
     def equal_layout(self, flat: Tensor) -> Layout:

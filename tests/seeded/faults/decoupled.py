@@ -34,8 +34,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "a step that is not deferred travels exact in spite of a codec",
         "crossover_ddp/_decoupled/training.py",
-        "carry(bucket, split, turn=turn, state=state, around=around)",
-        "carry(bucket, split, turn=turn, state=state)",
+        "bucket, split, turn=turn, state=state, around=around, late_buffers=late",
+        "bucket, split, turn=turn, state=state, late_buffers=late",
         (_CODEC, "-k", "makes_no_difference"),
     ),
     Fault(

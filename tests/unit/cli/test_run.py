@@ -175,12 +175,15 @@ def test_other_signals_are_passed_on_and_end_nothing(runs: Runs) -> None:
     assert run.log(1).count("saved") == 1
 
 
+OF_THREADS = 0b11 << 31  # two signals are the C library's own, which blocks them for moments
+
+
 def test_jobs_have_the_signals_that_the_runner_waits_for(runs: Runs) -> None:
     run = runs("grep -E 'SigBlk|SigIgn' /proc/self/status")
     assert run.code() == 0
-    assert set(re.findall(r"Sig\w+:\s+(\w+)", run.log(1))) <= {"0" * 16, f"{1 << 12:016x}"}, (
-        "Python ignores SIGPIPE"
-    )
+    masks = [int(mask, 16) & ~OF_THREADS for mask in re.findall(r"Sig\w+:\s+(\w+)", run.log(1))]
+    assert len(masks) == 2
+    assert {*masks} <= {0, 1 << signal.SIGPIPE - 1}, "Python ignores SIGPIPE"
 
 
 def test_an_ignored_hang_up_stays_ignored(runs: Runs, tmp_path: Path) -> None:
