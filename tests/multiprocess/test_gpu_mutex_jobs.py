@@ -19,6 +19,7 @@ from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import files_of, new_group
 from tests.harness.oracles import heard
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 LEASE_S = 100.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -64,7 +65,7 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
     """Compute in turns and exchange between them, as DDP does with a model that broadcasts buffers."""
     lateness_s = plan.lateness_s[rank % len(plan.lateness_s)]
     mutex = GPUMutex(plan.group, device=plan.devices[rank], lease=LEASE_S)
-    turns = []
+    turns: list[Turn] = []
     if plan.here:
         dist.barrier()
         Path(plan.here).touch()
@@ -78,8 +79,11 @@ def train(rank: int, world_size: int, plan: Plan) -> Outcome:
         start_s = time.monotonic()
         dist.barrier()  # inside the turn: what deadlocks with one lock per device
         time.sleep(plan.compute_s)
-        number = int(mutex.stats()["turn"])
-        turns.append(Turn(number, start_s, time.monotonic()))
+        end_s = time.monotonic()
+        # Of a turn that has begun alone on its device the number comes later.
+        former = turns[-1].number if turns else 0
+        eventually(lambda: mutex.stats()["turn"] > former or bool(mutex.stats()["disabled_because"]))  # noqa: B023
+        turns.append(Turn(int(mutex.stats()["turn"]), start_s, end_s))
         mutex.release()
         time.sleep(plan.exchange_s)
         if _is_over(plan, rank, step):
