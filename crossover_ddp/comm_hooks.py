@@ -65,7 +65,8 @@ def reduce_scatter_all_gather_hook(
 
     A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one
     or two ranks, and up to the order of additions with more: a balanced tree over ranks. Wire traffic is that of an
-    all-reduce. On gloo the two halves are messages straight to and from owners, driven by two threads of this process.
+    all-reduce. On gloo the two halves are messages straight to and from owners, driven by two threads of this process;
+    between two ranks, whose sums have the same bits either way, they are gloo's own all-reduce.
 
     Args:
         process_group: the group that DDP was given; None means the default group, as DDP does.

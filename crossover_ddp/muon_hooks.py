@@ -23,8 +23,8 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Pausable, check_state, guarded
-from crossover_ddp._muon.directions import Directions, check_optimizer, power_of_two
 from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.directions import Directions, check_optimizer, power_of_two
 from crossover_ddp._owners.muon import check_torch, newton_schulz_flop
 
 from .errors import UnsupportedConfigurationError

@@ -187,7 +187,8 @@ class Bucket(Trip):
 
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
-        self._on_device = self.place.reached()
+        if self.deferred:
+            self._on_device = self.place.reached()
         super().end(error, follow)
         self.half.reach(error, follow)
         if self.deferred:

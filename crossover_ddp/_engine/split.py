@@ -5,5 +5,5 @@ from .links import Link
 
 
 async def split(bucket: Bucket, link: Link) -> None:
-    """Average over the ranks by a reduce-scatter and an all-gather."""
+    """Average over the ranks; nothing happens between the halves."""
     await link.all_reduce(bucket.flat, bucket.layout)

@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
     """Yield a row for each job on each device.
 
-    The log of a job's lead device says which slot has drawn which turn; of jobs whose lead device is elsewhere, turns
-    a second and who queues are not known.
+    A machine's log says which slot has drawn which turn; of jobs whose lead rank is on another machine, turns a second
+    and who queues are not known.
     """
     drawn, counts = _draws(before, after)
     seconds = (after.at_ns - before.at_ns) / 1e9

@@ -22,7 +22,7 @@ _OF_KFAC: Final = (
     "steps",
 )
 ENGINE: Final = (
-    *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_muon"),
+    *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_owners.directions"),
     *(f"_kfac.{module}" for module in _OF_KFAC),
 )
 INSIDE: Final = "tests.harness.inside"  # may know private names for all others

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_tuning": {"_engine", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},
     "_owners": {"_engine", "_ddp", "_tuning", "errors"},
-    **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression", "_muon"), BELOW),
+    **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},
     "comm_hooks": {*BELOW, "_decoupled"},
     "codecs": {*BELOW, "_compression"},

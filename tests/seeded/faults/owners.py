@@ -169,7 +169,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "Muon's momentum is that of gradients as large as the loss's scale",
-        "crossover_ddp/_muon/directions.py",
+        "crossover_ddp/_owners/directions.py",
         "gradient.mul_(1.0 / round_.scale)",
         "pass",
         (
@@ -180,21 +180,21 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the turn is given away before owners compute",
-        "crossover_ddp/_muon/directions.py",
+        "crossover_ddp/_owners/directions.py",
         "        bucket.keeps_turn = True\n",
         "",
         ("tests/journeys/test_turn_and_futures.py", "-k", "owners_work"),
     ),
     Fault(
         "what came of a bucket is gone before its device is through",
-        "crossover_ddp/_muon/directions.py",
+        "crossover_ddp/_owners/directions.py",
         "        round_.travelled.append(back)\n",
         "",
         ("tests/conformance/test_conformance.py", "-k", "cuda_nccl-muon_of_nothing"),
     ),
     Fault(
         "all matrices have the first group's momentum",
-        "crossover_ddp/_muon/directions.py",
+        "crossover_ddp/_owners/directions.py",
         "DirectionSettings.of(g)",
         "DirectionSettings.of(self._muon.param_groups[0])",
         (
@@ -205,7 +205,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a step that is skipped has changed the momentum",
-        "crossover_ddp/_muon/directions.py",
+        "crossover_ddp/_owners/directions.py",
         "                put_momentum(state, self._next.pop(number))\n"
         "                if old is not None:\n"
         "                    self._next[number] = old\n",

@@ -1,1 +1,0 @@
-"""Muon with each matrix on one owner; see `crossover_ddp.muon_hooks`."""
