@@ -72,6 +72,7 @@ class Exchange:
         self.buffers = ModuleBuffers(self.rank)
         self._digests = Digests(self.rank, self.size)
         self._backward = Backward()
+        self._entered = 0
         self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
         self._turn_taken_s: float | None = None
         self._lock = threading.Lock()
@@ -182,10 +183,15 @@ class Exchange:
             state: that the hook was registered with.
             wanted: whether parameters must be the same on all ranks; see [Note: digests].
         """
+        entered = self._entered
         try:
             yield
-        finally:
-            self.compare(grad_bucket, state, wanted)
+        except Exception:
+            if self._entered == entered:  # refused before it was carried: ranks count alike
+                self._enter(grad_bucket)
+                self.network(grad_bucket.buffer().device).link()
+            raise
+        self.compare(grad_bucket, state, wanted)
 
     def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool) -> None:
         """See `comparing`."""
@@ -194,6 +200,7 @@ class Exchange:
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
         self._check_process()
+        self._entered += 1
         backward = self._backward
         backward.watch(is_last=grad_bucket.is_last())
         if grad_bucket.is_last():

@@ -76,7 +76,7 @@ def test_new_solvers_cost_nothing(way: str, form: str, found: "dict[str, list[Kf
     for run in found[form]:
         for without, with_solvers in (("plain", "solvers"), ("factors", "both")):
             ratio = mean_bytes(run, way, with_solvers) / mean_bytes(run, way, without)
-            assert ratio == pytest.approx(1, abs=0.005), (without, with_solvers)
+            assert ratio == pytest.approx(1, abs=WIRE), (without, with_solvers)
 
 
 @pytest.mark.parametrize("form", SAMPLES)
