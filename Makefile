@@ -14,7 +14,7 @@ PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 COMPILE_ONCE := PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help test marked demo bench campaign lint format setup clean
+.PHONY: help test marked demo bench campaign lint format dist setup clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ lint: $(INSTALLED) ## ruff (rules and format) and mypy
 format: $(INSTALLED) ## let ruff sort imports and format all files
 	@$(BIN)/ruff check --quiet --select I --fix
 	@$(BIN)/ruff format --quiet
+
+dist: $(INSTALLED) ## build the wheel and the source archive in dist/
+	@echo "dist: the wheel and the source archive, in dist/"
+	@$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
 
 setup: $(INSTALLED) ## create or update .venv
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from crossover_ddp.errors import (
         CrossoverError,
         ExchangeError,
+        ReplicasDifferError,
         SegmentError,
         TurnError,
         UnsupportedConfigurationError,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from crossover_ddp.gpu_mutex import GPUMutex
     from crossover_ddp.kfac_hooks import KFACState, kfac_hook
     from crossover_ddp.muon_hooks import MuonState, muon_hook
+
+__version__ = "0.2.0"
 
 __all__ = [
     "AveragingPlan",
@@ -45,6 +48,7 @@ __all__ = [
     "KFACState",
     "LocalSGDState",
     "MuonState",
+    "ReplicasDifferError",
     "SIDCo",
     "SegmentError",
     "Threshold",

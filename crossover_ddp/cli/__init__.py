@@ -1,11 +1,13 @@
 """The ``crossover-ddp`` command: look at this machine, and at the jobs that take turns on it."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
+from crossover_ddp import __version__
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import doctor as cli_doctor
 from crossover_ddp.cli import plan as cli_plan
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"crossover-ddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     cli_status.add_parser(commands)
     cli_doctor.add_parser(commands)
@@ -63,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the command's name; default those of the process.
     """
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks
+        with contextlib.suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser())
     parsed = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = parsed.run(parsed)

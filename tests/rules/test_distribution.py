@@ -1,0 +1,78 @@
+"""What `make dist` builds is whole: a stranger installs the wheel into an empty place, and a minimal recipe trains."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import crossover_ddp
+from crossover_ddp.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the wheel is installed, and nothing else."""
+    built, place = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT], check=True)
+    (wheel,) = built.glob("*.whl")
+    assert len([*built.glob("*.tar.gz")]) == 1
+    with zipfile.ZipFile(wheel) as archive:
+        others = [
+            name for name in archive.namelist() if not re.match(r"crossover_ddp(-[\d.]+\.dist-info)?/", name)
+        ]
+    assert not others
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True)
+    return place
+
+
+def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    shown = "    import crossover_ddp\n    print(crossover_ddp.__file__, crossover_ddp.__version__)\n"
+    recipe = (ROOT / "recipes/minimal_decoupled.py").read_text()
+    script.write_text(recipe.replace("    dist.init_process_group", shown + "    dist.init_process_group", 1))
+    output = subprocess.run(
+        [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), script, "--epochs", "1"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": os.fspath(installed)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=180,
+    ).stdout  # fmt: skip
+    assert output.count(f"{installed}/crossover_ddp/__init__.py {crossover_ddp.__version__}") == 2
+    assert "epoch 0: loss" in output
+
+
+def test_the_installed_command_says_its_version(installed: Path) -> None:
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.fspath(installed)}
+    said = subprocess.check_output([installed / "bin/crossover-ddp", "--version"], env=environment, text=True)
+    assert said == f"crossover-ddp {crossover_ddp.__version__}\n"
+
+
+def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    line = "crossover-ddp st"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(words),
+    }
+    subprocess.run(
+        [sys.executable, "-m", "crossover_ddp.cli"], env={**ENVIRONMENT, **asked}, check=True, timeout=60
+    )
+    assert words.read_text().split() == ["status"]
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"crossover-ddp {crossover_ddp.__version__}\n"
