@@ -13,6 +13,7 @@ import crossover_ddp
 from crossover_ddp.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -39,7 +40,7 @@ def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path:
     recipe = (ROOT / "recipes/minimal_decoupled.py").read_text()
     script.write_text(recipe.replace("    dist.init_process_group", shown + "    dist.init_process_group", 1))
     output = subprocess.run(
-        [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split(), script, "--epochs", "1"],
+        [sys.executable, *TORCHRUN, script, "--epochs", "1"],
         cwd=tmp_path,
         env={**ENVIRONMENT, "PYTHONPATH": os.fspath(installed)},
         stdout=subprocess.PIPE,
