@@ -44,13 +44,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.seeded
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest tests/unit tests/multiprocess tests/recipes
 	@$(MAKE) --no-print-directory bench
-	@$(BIN)/python recipes/studies/siblings.py --ratio 0.25 0.5 0.75 1.0 1.5 2.0 --steps 20 --out runs/campaign/siblings
-	@$(BIN)/python recipes/studies/decoupled.py --ratio 0 0.5 1.1 --way ddp decoupled --repeats 5 --out runs/campaign/decoupled
-	@$(BIN)/python recipes/studies/codecs_lab.py steps --preset mlp vit_tiny resnet18 --rate 200 --out runs/campaign/codecs
-	@$(BIN)/python recipes/studies/codecs_lab.py siblings --preset convnet vit --ratio 2 3 --out runs/campaign/codecs
-	@$(BIN)/python recipes/studies/codecs_lab.py plan --preset vit --rate 30 100 200 400 --out runs/campaign/codecs
-	@$(BIN)/python recipes/studies/averaging.py --preset convnet --ratio 1 2 3 --out runs/campaign/averaging
-	@$(BIN)/python recipes/studies/advice.py --ratio 0.5 1.0 1.5 --out runs/campaign/advice
+	@$(BIN)/python recipes/studies/run.py --claim siblings decoupled muon codecs averaging advice --out runs/campaign
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy
 	@echo "lint: ruff check, ruff format --check, mypy"

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
 from crossover_ddp.comm_hooks import (
     CrossoverState,
     DecoupledState,
@@ -25,12 +26,17 @@ from crossover_ddp.muon_hooks import MuonState, muon_hook
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 MakeState = Callable[[nn.Module, Any, argparse.Namespace], tuple[object, Hook]]
 
+CODECS: dict[str, Any] = {"int8": Int8(), "half": Half(), "sidco": SIDCo(0.01)}
+
 # Every hook with the state that it works on.
 HOOKS: dict[str, MakeState] = {
     "allreduce": lambda model, optimizer, args: (None, allreduce_hook),
+    "fp16": lambda model, optimizer, args: (None, fp16_compress_hook),
+    # On gloo its collectives of several buckets mix: give it one, by --bucket-cap-mb.
+    "powersgd": lambda model, optimizer, args: (PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
     "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
-    "compressed": lambda model, optimizer, args: (CompressedState(codec=Int8()), compressed_hook),
+    "compressed": lambda model, optimizer, args: (CompressedState(CODECS[args.codec]), compressed_hook),
     "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
     "local_sgd": lambda model, optimizer, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),

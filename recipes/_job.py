@@ -31,7 +31,7 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
         # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
-    join_ranks(backend)
+    join_ranks(args.backend or backend)
     return device
 
 

@@ -111,6 +111,15 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
         type=cap_or_auto,
         help="size of DDP's buckets, or auto: measure and choose, for decoupled (default: DDP's own)",
     )
+    group.add_argument(
+        "--codec",
+        choices=("int8", "half", "sidco"),
+        default="int8",
+        help="of --hook compressed (default int8)",
+    )
+    group.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="(default: nccl for a GPU of each rank's own)"
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
     group.add_argument("--threads", type=int, help="of torch on the CPU (default: torch's choice)")
     group.add_argument("--checkpoint", type=Path, help="file to save to, after every epoch and at the end")

@@ -1,1 +1,1 @@
-"""The experiments behind the documents; each script says at its top how it is started."""
+"""The claims of docs/measurements.md, and one runner that shows them: ``python recipes/studies/run.py --list``."""

@@ -1,0 +1,79 @@
+"""train.py with kfac-pytorch's preconditioner among its hooks, and with ours set as it is.
+
+    KFAC_PYTORCH=../kfac-pytorch torchrun --nproc-per-node 2 recipes/studies/peer.py --hook kfac-pytorch --preset vit
+
+``KFAC_PYTORCH`` is a checkout of https://github.com/gpauloski/kfac-pytorch, which is not to be had from a registry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' directory
+
+import train
+from _hooks import HOOKS, Hook
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+
+
+def preconditioner() -> Any:
+    """Import the package from its checkout, which is not installed and looks for its own version."""
+    sys.path.insert(0, os.environ["KFAC_PYTORCH"])
+    version = importlib.metadata.version
+    known = {"kfac-pytorch": "checkout"}
+    with mock.patch.object(importlib.metadata, "version", lambda name: known.get(name) or version(name)):
+        return importlib.import_module("kfac.preconditioner").KFACPreconditioner
+
+
+def theirs(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> tuple[None, Hook]:
+    """Take the best ways of kfac-pytorch as measured: one owner where factors come in every step, else every rank."""
+    found = preconditioner()(
+        model,
+        lr=lambda _: optimizer.param_groups[0]["lr"],
+        damping=args.damping,
+        kl_clip=args.kl_clip,
+        factor_update_steps=args.factor_update_steps,
+        inv_update_steps=args.inv_update_steps,
+        compute_method="inverse",
+        grad_worker_fraction=1.0 if args.inv_update_steps > 1 else 1.0 / dist.get_world_size(),
+        symmetry_aware=True,
+    )
+    optimizer.register_step_pre_hook(lambda *_: found.step())
+    return None, allreduce_hook
+
+
+def alike(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> KFACState:
+    """Make a state that steps as kfac-pytorch does: it adds the damping to each factor, we add the square root."""
+    return KFACState(
+        model,
+        optimizer,
+        damping=args.damping**2,
+        kl_clip=args.kl_clip,
+        factor_update_steps=args.factor_update_steps,
+        inv_update_steps=args.inv_update_steps,
+        weight_sharing="kfac-pytorch",
+        pi=False,
+    )
+
+
+HOOKS["kfac-pytorch"] = theirs
+HOOKS["kfac-alike"] = lambda model, optimizer, args: (alike(model, optimizer, args), kfac_hook)
+HOOKS["kfac-decoupled"] = lambda model, optimizer, args: (
+    DecoupledState(optimizer, kfac=alike(model, optimizer, args)),
+    decoupled_hook,
+)
+
+if __name__ == "__main__":
+    train.main()
