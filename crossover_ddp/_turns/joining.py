@@ -143,7 +143,7 @@ class _Attempt:
             rank=self._rank,
             world_size=world_size,
             lease_s=self._lease_s,
-            events=self._order.handle,
+            event=self._order.handle,
         )
 
     def _look_for_other_leads(self, lead: int) -> None:

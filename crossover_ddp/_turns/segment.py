@@ -2,18 +2,20 @@
 
 Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``):
 
-- ``<group>@.turns``: a header and the slots, see `slot_table`. Every field has one writer, the slot's owner.
-- ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see `log_file`.
+- ``<group>@.turns``: the slots, see `slots`. Every field has one writer, the slot's owner. Zeros are free slots.
+- ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see [Note: turn order] in `rules`.
 - ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `bells`.
 
 A slot belongs to the process that holds the lock on its byte (an open-file-description lock, which the kernel drops
-when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `descriptors`.
+when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `files`.
 Our design.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -23,15 +25,26 @@ from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp.errors import SegmentError
 
 from .bells import Bells
-from .log_file import LogFile
-from .private_files import KEEP_FILES, PrivateFiles
-from .rules import DEFAULT_LEASE_S, Member
-from .slot_table import SlotTable
-from .slots import EVENT_HANDLE_BYTES, FREE, GROUP_NAME, JOINED, SLOT_COUNT, Slot, digest, stem_of
+from .files import GroupFiles, OpenFile
+from .rules import Member
+from .slots import (
+    EVENT_HANDLE_BYTES,
+    FILE_BYTES,
+    FREE,
+    GROUP_NAME,
+    JOINED,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    SLOTS_SUFFIX,
+    Slot,
+    digest,
+    lock_slots,
+    read_slots,
+)
 
+_LOG_SUFFIX = ".log"
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
-_LASTING_FIELDS = ("state", "incarnation", "job", "device", "lead", "joined_at", "lease_s", "lease_mirror_s")
 
 
 class TurnSegment:
@@ -53,41 +66,47 @@ class TurnSegment:
             )
         self.device = device
         self.slot = -1
+        self.incarnation = 0
+        """Of this process in its slot, once it has joined."""
         self.group = group
         """Siblings name the same one."""
-        self._own: Slot | None = None
-        self._files = PrivateFiles(stem_of(group), base)
-        self.table = SlotTable(self._files)
+        self._base = base
+        self._device = digest(device)
+        self._turns = self._last_drawn = 0
+        self._files = GroupFiles(group, base)
+        self.path = self._files.path(SLOTS_SUFFIX)
+        """The file that holds the slots."""
+        self.slots_file, self.log_file = OpenFile(), OpenFile()
         self.bells = Bells(self._files)
-        self.log = LogFile(self._files)
         try:
-            self.table.open()
+            self._open_slots()
         except BaseException:
             self.forget()
             raise
 
     @property
-    def path(self) -> str:
-        """The file that holds the slots."""
-        return self.table.path
-
-    @property
     def machine(self) -> int:
         """A number of all processes that see this segment; no other segment on any machine has it at this time."""
-        found = os.fstat(self.table.fd)
+        found = os.fstat(self.slots_file.fd)
         return digest(f"{machine()} {found.st_dev} {found.st_ino}")
 
     # --- joining and leaving -------------------------------------------------------------------------------
 
+    def _open_slots(self) -> None:
+        """Open the file that other jobs find now, made if there is none."""
+        self.slots_file.open(lambda: self._files.open(SLOTS_SUFFIX, os.O_RDWR | os.O_CREAT))
+        try:
+            if not os.fstat(self.slots_file.fd).st_size:
+                os.posix_fallocate(self.slots_file.fd, 0, FILE_BYTES)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._remove_if_unused()
+            words = f"cannot make {self.path}: {error.strerror}; free some of {self._base}"
+            raise SegmentError(words) from error
+        read_slots(self.slots_file.fd, self.path)
+
     def join(
-        self,
-        *,
-        job: int,
-        lead: int = 0,
-        rank: int,
-        world_size: int,
-        lease_s: float,
-        events: bytes = b"",
+        self, *, job: int, lead: int = 0, rank: int, world_size: int, lease_s: float, event: bytes = b""
     ) -> None:
         """Take a free slot for this process, or the one that it has reserved.
 
@@ -97,115 +116,139 @@ class TurnSegment:
             rank: rank within the job.
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
-            events: the device-side events of this process, as handles of 64 bytes each.
+            event: the handle of the device-side event of this process, if it has one.
         """
         self.reserve()
         self.bells.make_own(self.slot)
+        self.incarnation = secrets.randbits(62) | 1
         slot = Slot(
             state=FREE,
-            incarnation=secrets.randbits(62) | 1,
+            incarnation=self.incarnation,
             job=job,
-            device=digest(self.device),
+            device=self._device,
             lead=lead,
             device_name=self.device.encode()[: Slot.device_name.size - 1],
-            joined_at=self.log.numel(),
+            joined_at=self.drawn(),
             lease_s=lease_s,
-            lease_mirror_s=-lease_s,
             rank=rank,
             world_size=world_size,
             pid=os.getpid(),
-            event_count=len(events) // EVENT_HANDLE_BYTES,
+            event_count=len(event) // EVENT_HANDLE_BYTES,
         )
-        ctypes.memmove(slot.events, events, len(events))
-        self.table.write(self.slot, slot)
-        self.table.write_fields(self.slot, state=JOINED)
-        slot.state = JOINED
-        self._own = slot
-        self.log.begin(slot.joined_at)
+        ctypes.memmove(slot.event, event, len(event))
+        self._last_drawn = slot.joined_at
+        os.pwrite(self.slots_file.fd, bytes(slot), self.slot * SLOT_BYTES)
+        self._publish(state=JOINED)
         # A sibling that has just taken our new bell for that of the slot's dead owner would wait a whole lease.
         self.ring_others()
 
     def reserve(self) -> None:
         """Take a free slot without joining yet: from now on nobody removes the segment's files. May be called again."""
-        if self.slot < 0:
-            self._take_slot()
-            self.table.write_fields(self.slot, state=FREE)
-
-    def _take_slot(self) -> None:
         deadline_s = time.monotonic() + _SLOT_PATIENCE_S
-        while time.monotonic() < deadline_s:
-            slot = self.table.lock_free_slot()
-            if slot >= 0 and self.table.is_current():
+        while self.slot < 0:
+            fd = self.slots_file.fd
+            slot = next((slot for slot in range(SLOT_COUNT) if lock_slots(fd, slot, 1)), -1)
+            if slot >= 0 and self.is_current():
                 self.slot = slot
-                return
-            # The last process to leave holds all slots for a moment, and removes the file.
-            time.sleep(_RETRY_S if slot < 0 else 0.0)
-            self.table.open()
-        raise SegmentError(
-            f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
-        )
+                self._publish(state=FREE)
+            elif time.monotonic() > deadline_s:
+                raise SegmentError(
+                    f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
+                )
+            else:  # the last process to leave holds all slots for a moment, and removes the file
+                time.sleep(_RETRY_S if slot < 0 else 0.0)
+                self._open_slots()
+
+    def is_current(self) -> bool:
+        """Return whether the open file of slots is still the one that joining processes find."""
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return named.st_ino == os.fstat(self.slots_file.fd).st_ino
 
     def leave(self) -> None:
-        """Give the slot up, wake the siblings, and remove the files if nobody is left."""
-        if self.table.fd < 0:
-            return
-        removed = self.slot >= 0 and self._give_slot_up()
-        with contextlib.suppress(OSError):
-            self.table.remove_if_unused()
-        self.forget()
-        if removed:
-            # Somebody has removed the slots, perhaps not the bells and the log. Only a process that holds all slots may
-            # remove those, so come and go once more, in the segment that others would find.
-            with contextlib.suppress(OSError, SegmentError):
-                TurnSegment(self.group, self.device, base=self._files.base).leave()
-
-    def _give_slot_up(self) -> bool:
-        """Free the slot and its bell; return whether somebody had removed the segment under way."""
+        """Give the slot up, wake the siblings, and remove the files if nobody is left. May be called again."""
+        if self.slots_file.fd < 0:
+            return self.forget()
+        stranded = False
         with contextlib.suppress(OSError, SegmentError):
-            self.table.write_fields(self.slot, state=FREE)
-            self.ring_others()
-            self.bells.remove_own(self.slot)
-        removed = False
+            stranded = self.slots_file.is_removed()
+            if self.slot >= 0 and not stranded:  # or the bell of that name may be another process's
+                self._publish(state=FREE)
+                self.ring_others()
+                self.bells.remove_own(self.slot)
         with contextlib.suppress(OSError):
-            removed = self.table.is_removed()
             # Before the files are removed: of two processes that leave at once neither must take the other for a user.
-            self.table.unlock(self.slot)
-        return removed
+            lock_slots(self.slots_file.fd, 0, SLOT_COUNT, fcntl.F_UNLCK)
+            self._remove_if_unused()
+        self.forget()
+        if stranded:
+            # Somebody has removed the slots, perhaps not the bells and the log, which only a process that holds all
+            # slots may remove: so come and go once more, in the segment that others would find.
+            with contextlib.suppress(OSError, SegmentError):
+                TurnSegment(self.group, self.device, base=self._base).leave()
+
+    def _remove_if_unused(self) -> None:
+        """Remove all files of the group if no process has a slot; all slots are locked until they are closed."""
+        if not (lock_slots(self.slots_file.fd, 0, SLOT_COUNT) and self.is_current()):
+            return
+        ours = re.compile(rf"{re.escape(self._files.stem)}(\.log|\.[0-9]+\.bell)")
+        for name in os.listdir(self._files.directory_fd):
+            if ours.fullmatch(name):
+                self._files.remove(name.removeprefix(self._files.stem))
+        # The slots last: while that file is there, all its slots locked, no process can join and make the others anew.
+        self._files.remove(SLOTS_SUFFIX)
 
     def forget(self) -> None:
         """Close every file and wake no sibling."""
         self.slot = -1
-        self.table.close()
-        self.bells.close()
-        self.log.close()
-        self._files.close()
+        for each in (self.slots_file, self.log_file, self.bells, self._files):
+            each.close()
 
     # --- what this process publishes -----------------------------------------------------------------------
 
+    def _publish(self, **values: int | float) -> None:
+        """Write eight-byte fields of the own slot, in the order given."""
+        for name, value in values.items():
+            raw = ctypes.c_double(value) if name == "lease_s" else ctypes.c_uint64(int(value))
+            os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + getattr(Slot, name).offset)
+
+    def publish_queued(self, turn: int) -> None:
+        """Publish that this process waits for ``turn``."""
+        self._publish(queued=turn)
+
     def publish_started(self, turn: int) -> None:
         """Publish that this process computes in ``turn`` now."""
-        self.table.write_fields(self.slot, started=turn)
+        self._publish(started=turn)
 
     def publish_returned(self, turn: int) -> None:
         """Publish that ``turn`` was given back, and wake the siblings."""
-        self.table.write_fields(self.slot, returned_at_ns=time.monotonic_ns(), returned=turn)
+        self._turns += 1
+        self._publish(returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
+        self._publish(turns=self._turns)
 
     def publish_lease(self, lease_s: float) -> None:
         """Publish how long siblings should wait for this process's turns."""
-        self.table.write_lease(self.slot, lease_s)
-        if self._own is not None:
-            self._own.lease_s, self._own.lease_mirror_s = lease_s, -lease_s
+        self._publish(lease_s=lease_s)
 
     # --- who is on the device ------------------------------------------------------------------------------
 
     def slots(self, *, everywhere: bool = False) -> dict[int, Slot]:
-        """Return every slot of a living process on this device, or on all devices; the own one included."""
-        here = digest(self.device)
+        """Return every slot of a living process on this device, or on all devices; the own one included.
+
+        On failure: `SegmentError` if a file that siblings need was removed.
+        """
+        if any(file.is_removed() for file in (self.slots_file, self.log_file, self.bells.own)):
+            raise SegmentError(
+                f"expected {self.path} and the files beside it to stay while jobs run, got one removed under way; "
+                "where logind removes shared memory at logout, loginctl enable-linger keeps it; start the job again"
+            )
         return {
             index: slot
-            for index, slot in self.table.read().items()
-            if (everywhere or slot.device == here)
+            for index, slot in read_slots(self.slots_file.fd, self.path).items()
+            if (everywhere or slot.device == self._device)
             and (index == self.slot or self.bells.is_alive((index, slot.incarnation)))
         }
 
@@ -215,35 +258,13 @@ class TurnSegment:
         return found is not None and found.incarnation == incarnation
 
     def members(self, *, everywhere: bool = False) -> list[Member]:
-        """Return the living processes on this device, or on all devices, as the rules of turns see them.
-
-        On failure: `SegmentError` if siblings can no longer see this process as it has joined, or no longer ring it.
-        """
-        slots = self.slots(everywhere=everywhere)
-        self._check_own(slots.get(self.slot))
+        """Return the living processes on this device, or on all devices, as the rules of turns see them."""
         return [
             Member(
-                index,
-                slot.job,
-                slot.incarnation,
-                slot.joined_at,
-                slot.started,
-                slot.returned,
-                slot.lease() or DEFAULT_LEASE_S,
+                index, slot.job, slot.incarnation, slot.joined_at, slot.started, slot.returned, slot.lease_s
             )
-            for index, slot in slots.items()
+            for index, slot in self.slots(everywhere=everywhere).items()
         ]
-
-    def _check_own(self, found: Slot | None) -> None:
-        """Raise if siblings overlook this process: it would compute beside them for ever, without a warning."""
-        if self._own is None:
-            return
-        if found is None or any(getattr(found, name) != getattr(self._own, name) for name in _LASTING_FIELDS):
-            raise SegmentError(f"expected the own slot of {self.path} to stay, got it overwritten under way")
-        if self.bells.own_is_removed():
-            raise SegmentError(
-                f"expected the own bell beside {self.path} to stay, got it removed under way; {KEEP_FILES}"
-            )
 
     # --- waking and waiting --------------------------------------------------------------------------------
 
@@ -263,10 +284,26 @@ class TurnSegment:
 
     # --- the order of turns, on the lead machine -----------------------------------------------------------
 
+    def drawn(self) -> int:
+        """Return how many turns have been drawn on all devices."""
+        return self._files.size_bytes(_LOG_SUFFIX)
+
     def draw_turn(self) -> int:
         """Append the own slot to the log; its place there is the turn's number, from 1."""
-        return self.log.draw(self.slot)
+        if self.log_file.fd < 0:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self.log_file.open(lambda: self._files.open(_LOG_SUFFIX, flags))
+        os.write(self.log_file.fd, bytes([self.slot]))
+        turn = os.lseek(self.log_file.fd, 0, os.SEEK_CUR)
+        if turn <= self._last_drawn:  # siblings would take it for a turn of long ago
+            words = f"expected a turn after {self._last_drawn}, got {turn} from the log beside {self.path}"
+            raise SegmentError(f"{words}, which was cut short under way; start the jobs again")
+        self._last_drawn = turn
+        return turn
 
     def read_log(self, start: int, stop: int) -> bytes:
         """Return the records of turns ``start + 1`` to ``stop``."""
-        return self.log.read(start, stop)
+        records = os.pread(self.log_file.fd, stop - start, start)
+        if len(records) != stop - start:
+            raise SegmentError(f"expected {stop} turns, got the log beside {self.path} cut short under way")
+        return records

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .joining import Membership, leave
-from .rules import DEFAULT_LEASE_S, Grant, Lease, Patience, TurnLog, blockers
+from .rules import Grant, Lease, Patience, TurnLog, blockers
 from .slots import Slot
 
 if TYPE_CHECKING:
@@ -399,6 +399,8 @@ class Turns:
             self._warn_of_lost_patience()
             if left_s is None:
                 break
+            if not waited:
+                segment.publish_queued(grant.turn)
             waited = True
             segment.wait([blocker.member for blocker in waiting], left_s)
         return waited
@@ -419,7 +421,7 @@ class Turns:
     def _until_event(self, index: int, slot: Slot) -> None:
         segment, order, process = self.membership.segment, self.membership.order, (index, slot.incarnation)
         try:
-            over = order.follow(process, bytes(slot.events), segment.ring_self)
+            over = order.follow(process, bytes(slot.event), segment.ring_self)
         except RuntimeError as error:
             if segment.is_alive(*process):
                 self._warn_once(
@@ -428,7 +430,7 @@ class Turns:
                     f"opened ({error}): kernels of both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
                 )
             return
-        ends_s = time.monotonic() + min(slot.lease() or DEFAULT_LEASE_S, self._patience.limit_s)
+        ends_s = time.monotonic() + min(slot.lease_s, self._patience.limit_s)
         while not (over.is_set() or self._closing) and segment.is_alive(*process):
             if (left_s := ends_s - time.monotonic()) <= 0:
                 break

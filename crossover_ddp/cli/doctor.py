@@ -61,7 +61,7 @@ def _shared_memory(base: str) -> Iterator[Finding]:
     if not os.path.isdir(base):
         yield "problem", f"no {base}: jobs train without turns", f"mount -t tmpfs tmpfs {base}"
         return
-    room, own, seen = os.statvfs(base), segment_directory(base), look(base, with_log=False)
+    room, own, seen = os.statvfs(base), segment_directory(base), look(base)
     if not os.access(base, os.W_OK | os.X_OK):
         yield "problem", f"{base} is not writable", f"chmod 1777 {base}"
     if room.f_bavail * room.f_frsize >> 20 < _ROOM_MIB:

@@ -3,11 +3,10 @@
 import argparse
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Liveness, Look, Place, look
+from crossover_ddp._turns.view import Look, Place, Slot, look
 
 from .output import FINE, FOUND, columns, declare, forget, say, write_json
 
@@ -48,55 +47,33 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 
 
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
-    """Yield a row for each job on each device.
-
-    A machine's log says which slot has drawn which turn; of jobs whose lead rank is on another machine, turns a second
-    and who queues are not known.
-    """
-    drawn, counts = _draws(before, after)
+    """Yield a row for each job on each device."""
+    turns = {_key(place): place.slot.turns for segment in before.segments for place in segment.places}
     seconds = (after.at_ns - before.at_ns) / 1e9
     for segment in after.segments:
-        for job in sorted({place.job for place in segment.places}):
-            places = sorted(
-                (place for place in segment.places if place.job == job), key=lambda place: place.rank
-            )
-            living = [place for place in places if place.liveness is not Liveness.GONE] or places
-            lease_s = max((place.lease_s for place in living if place.lease_s is not None), default=None)
+        for device, job in sorted({(place.device, place.slot.job) for place in segment.places}):
+            places = [each for each in segment.places if (each.device, each.slot.job) == (device, job)]
+            places = [each for each in places if each.alive] or places
+            slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
+            taken = max(each.slot.turns - turns.get(_key(each), each.slot.turns) for each in places)
             yield [
                 segment.group,
-                segment.device,
+                device,
                 f"{job:x}"[:8],
-                _state(living, drawn.get(job)),
-                str(max(place.started for place in living)),
-                f"{counts[job] / seconds:.1f}" if job in drawn and seconds else "?",
-                f"{','.join(str(place.rank) for place in living)} of {max(place.world_size for place in living)}",
-                ",".join(str(place.pid) for place in living),
-                "?" if lease_s is None else f"{lease_s:.3g} s",
+                _state(slots) if places[0].alive else "gone",
+                str(max(slot.started for slot in slots)),
+                f"{taken / seconds:.1f}" if seconds else "?",
+                f"{','.join(str(slot.rank) for slot in slots)} of {max(slot.world_size for slot in slots)}",
+                ",".join(str(slot.pid) for slot in slots),
+                f"{max(slot.lease_s for slot in slots):.3g} s",
             ]
 
 
-def _draws(before: Look, after: Look) -> tuple[dict[int, int], Counter[int]]:
-    """Return the last turn that each job has drawn, and how many between the looks, as far as logs show it."""
-    lengths = {segment.path: segment.log.numel for segment in before.segments if segment.log}
-    drawn: dict[int, int] = {}
-    counts: Counter[int] = Counter()
-    for segment in after.segments:
-        new = (segment.log.drawn_since(lengths.get(segment.path, 0)) or b"") if segment.log else b""
-        for place in segment.places if segment.log else ():
-            last = segment.log.last_turn(place.slot) if segment.log else 0
-            if last > place.joined_at:
-                drawn[place.job] = max(last, drawn.get(place.job, 0))
-            counts[place.job] += new.count(place.slot)
-    return drawn, counts
+def _key(place: Place) -> tuple[str, int]:
+    return place.group, place.slot.incarnation
 
 
-def _state(places: Sequence[Place], drawn: int | None) -> str:
-    if places[0].liveness is Liveness.GONE:
-        return "gone"
-    if any(place.liveness is Liveness.DEAF for place in places):
-        return "deaf"
-    if any(place.started > place.returned for place in places):
+def _state(slots: Sequence[Slot]) -> str:
+    if any(slot.started > slot.returned for slot in slots):
         return "computes"
-    return (
-        "queues" if drawn is not None and drawn > min(place.started for place in places) else "between turns"
-    )
+    return "queues" if any(slot.queued > slot.started for slot in slots) else "between turns"

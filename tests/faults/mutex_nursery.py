@@ -23,14 +23,12 @@ import torch
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import FILE_BYTES, HEADER_BYTES, SLOT_BYTES, stem_of
 from crossover_ddp.errors import SegmentError
 from tests.faults import mutex_worker
 from tests.faults.forked import work_and_exit
 
 _CLONE_NEWTIME = 0x80
 _BULK = Path(SHARED_MEMORY) / "bulk"
-_SLOTS_HIT = 6  # the first ones, which are in use
 _REAPED_S = 5.0
 
 Key = tuple[int, int]
@@ -137,43 +135,25 @@ class Nursery:
         _BULK.unlink(missing_ok=True)
 
     def meddle(self, kind: str, group: str, device: str, seed: int) -> bool:
-        """Delete, cut or overwrite files of one segment; tell whether there were any."""
-        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / stem_of(group)
+        """Delete or cut files of one segment; tell whether there were any."""
+        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / f"{group}@"
         chance = random.Random(seed)
         how, what = kind.split("-")
-        suffixes = {"slots": [".turns"], "header": [".turns"], "log": [".log"], "bells": [".*.bell"]}.get(
-            what, [".turns", ".log", ".*.bell"] if how == "delete" else [".turns", ".log"]
-        )
-        found = [path for suffix in suffixes for path in stem.parent.glob(stem.name + suffix)]
+        suffixes = {"slots": [".turns"], "log": [".log"], "bells": [".*.bell"]}
+        found_in = suffixes.get(what, [".turns", ".log", ".*.bell"])
+        found = [path for suffix in found_in for path in stem.parent.glob(stem.name + suffix)]
         for path in found:
             with contextlib.suppress(FileNotFoundError):
-                _hit(path, how, what, chance)
+                _hit(path, how, chance)
         return bool(found)
 
 
-def _hit(path: Path, how: str, what: str, chance: random.Random) -> None:
+def _hit(path: Path, how: str, chance: random.Random) -> None:
     size = path.stat().st_size
     if how == "delete":
         path.unlink()
-    elif how == "truncate":
-        os.truncate(path, chance.randrange(size) if size else 0)
-    elif path.suffix == ".log":
-        _overwrite(path, max(0, size - chance.randint(1, 64)), size, chance)
-    elif what == "header":
-        _overwrite(path, 0, HEADER_BYTES, chance)
-    elif what == "all":
-        _overwrite(path, 0, FILE_BYTES, chance)
     else:
-        stop = HEADER_BYTES + _SLOTS_HIT * SLOT_BYTES
-        start = chance.randrange(HEADER_BYTES, stop)
-        _overwrite(path, start, min(stop, start + chance.choice([8, 64, 600, 2000])), chance)
-
-
-def _overwrite(path: Path, start: int, stop: int, chance: random.Random) -> None:
-    fill = chance.choice([chance.randbytes(stop - start), bytes(stop - start), b"\xff" * (stop - start)])
-    with path.open("r+b", buffering=0) as file:
-        file.seek(start)
-        file.write(fill)
+        os.truncate(path, chance.randrange(size) if size else 0)
 
 
 def _has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:

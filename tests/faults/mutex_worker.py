@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
-from crossover_ddp._turns import device_order, slot_table, turns
+from crossover_ddp._turns import device_order, turns
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.device_order import DeviceOrder
 from crossover_ddp._turns.joining import Membership
@@ -88,7 +88,7 @@ class Sabotage:
     @staticmethod
     def leftovers() -> None:
         """The last one to leave removes nothing."""
-        slot_table.remove_unused = lambda *_: False
+        turn_segment.TurnSegment._remove_if_unused = lambda self: None  # type: ignore[method-assign]
 
     @staticmethod
     def early_events() -> None:
@@ -159,9 +159,7 @@ class Rank:
             self._book.note("refused", type(error).__name__, str(error))
             return None
         membership = membership_of(mutex)
-        slot, own = membership.segment.slot, membership.segment._own
-        assert own is not None
-        incarnation = own.incarnation  # not read from the file, which a deed may have removed already
+        slot, incarnation = membership.segment.slot, membership.segment.incarnation
         self._book.note("lease", mutex.stats()["lease_s"])
         self._book.note("joined", slot, incarnation, membership.is_lead, mutex.job)
         self._watch(mutex)
@@ -212,7 +210,7 @@ class Rank:
 
     def _note_log(self, membership: Membership) -> None:
         """Keep what the order log says, as far as this rank has it open."""
-        log_fd = membership.segment.log.fd
+        log_fd = membership.segment.log_file.fd
         if log_fd >= 0:
             inode = os.fstat(log_fd).st_ino
             self._book.note("log", inode, os.pread(log_fd, 1 << 20, 0).hex())
@@ -338,7 +336,7 @@ class Rank:
 
 def _log_fd(mutex: GPUMutex) -> int:
     """Return the log that a lead rank has open; -1 on other ranks, and after leaving."""
-    return mutex._turns.membership.segment.log.fd if mutex._turns is not None else -1
+    return mutex._turns.membership.segment.log_file.fd if mutex._turns is not None else -1
 
 
 def jump_wall_clock(jump_s: float) -> None:

@@ -27,10 +27,6 @@ MEDDLINGS = (
     "delete-all",
     "truncate-slots",
     "truncate-log",
-    "overwrite-slots",
-    "overwrite-header",
-    "overwrite-log",
-    "overwrite-all",
     "full",
 )
 

@@ -252,7 +252,7 @@ def test_slots_that_stay_locked(
 def test_slots_that_are_locked_for_a_moment_are_waited_for(group_name: str, tmp_path: Path) -> None:
     with all_slots_locked(group_name, tmp_path) as segment:
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
-        holder = next(fd for fd in fds if fd != segment.table.fd and _path_of(fd) == segment.path)
+        holder = next(fd for fd in fds if fd != segment.slots_file.fd and _path_of(fd) == segment.path)
         timer = threading.Timer(1.5, lambda: lock_slots(holder, 0, SLOT_COUNT, fcntl.F_UNLCK))
         timer.start()
         found = run(2, True, "", str(tmp_path))

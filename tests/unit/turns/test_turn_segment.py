@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
-from crossover_ddp._turns import private_files, slot_table
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
@@ -68,7 +67,7 @@ def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
     ]
     segment.draw_turn()
     segment.leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def test_the_real_shared_memory_is_left_as_it_was() -> None:
@@ -83,7 +82,7 @@ def test_leaving_twice_or_without_having_joined_is_harmless(tmp_path: Path) -> N
     segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
     segment.leave()
     segment.leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def test_siblings_have_slots_of_their_own_and_see_each_other(join: Join) -> None:
@@ -98,7 +97,7 @@ def test_files_stay_until_the_last_one_leaves(tmp_path: Path) -> None:
     assert jobs(second) == [2]
     assert os.path.exists(second.path)
     second.leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
@@ -136,8 +135,8 @@ def test_the_last_one_of_a_group_leaves_the_files_of_other_groups(join: Join) ->
 
 def test_more_processes_than_slots_are_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn_segment, "_SLOT_PATIENCE_S", 0.2)  # nobody removes the files
-    lock = slot_table.lock_slots
-    monkeypatch.setattr(slot_table, "lock_slots", lambda fd, slot, *how: slot < 8 and lock(fd, slot, *how))
+    lock = turn_segment.lock_slots
+    monkeypatch.setattr(turn_segment, "lock_slots", lambda fd, slot, *how: slot < 8 and lock(fd, slot, *how))
     for _ in range(8):
         join()
     with pytest.raises(
@@ -150,7 +149,7 @@ def test_more_processes_than_slots_are_refused(join: Join, monkeypatch: pytest.M
 def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a group name of 1-64 letters"):
         TurnSegment(name, DEVICE, base=str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("device", ["a/b", "GPU " + "x" * 400, "ä" * 200])
@@ -276,7 +275,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_last_one(tmp_path: Pat
     segment = join_at(tmp_path)
     assert jobs(segment) == [1]
     segment.leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
@@ -376,9 +375,9 @@ def _come_and_go(orders: "Connection[Any, Any]", base: str, job: int, rounds: in
             turn = segment.draw_turn()
             # A log that another one has removed and made anew would not hold what was drawn.
             assert segment.read_log(turn - 1, turn) == bytes([segment.slot])
-            assert segment.log.numel() >= turn
+            assert segment.drawn() >= turn
             assert job in jobs(segment)
-            assert segment.table.is_current()
+            assert segment.is_current()
             segment.leave()
         orders.send("")
     except BaseException as error:
@@ -397,43 +396,7 @@ def test_joining_races_with_the_last_one_leaving(tmp_path: Path) -> None:
     for process in processes:
         process.join(60.0)
     assert problems == [""] * len(pipes)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_directory_may_go_between_looking_and_opening(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = private_files.open_or_make_directory
-    losses = iter(range(3))
-
-    def lose(base: str) -> tuple[int, str]:
-        found = opened(base)
-        if next(losses, None) is not None:
-            os.rmdir(found[1])
-        return found
-
-    monkeypatch.setattr(private_files, "open_or_make_directory", lose)
-    segment = join_at(tmp_path)
-    assert jobs(segment) == [1]
-    segment.leave()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_new_file_taken_for_a_leftover_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, losses = os.link, iter(range(3))
-
-    def lose(aside: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-        if next(losses, None) is not None:
-            os.unlink(aside, dir_fd=src_dir_fd)
-        link(aside, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-
-    monkeypatch.setattr(os, "link", lose)
-    segment = join_at(tmp_path)
-    assert jobs(segment) == [1]
-    segment.leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize(

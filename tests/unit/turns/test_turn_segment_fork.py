@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns import private_files
-from crossover_ddp._turns.descriptors import Descriptors, no_fork
-from crossover_ddp._turns.private_files import PrivateFiles
+from crossover_ddp._turns import files as turn_files
+from crossover_ddp._turns.files import GroupFiles, OpenFile, no_fork
 from crossover_ddp._turns.segment import TurnSegment
-from tests.unit.turns.joined_segments import Join, jobs, join_at, joining
+from tests.unit.turns.joined_segments import Join, files, jobs, join_at, joining
 
 # How long the gap is held open: far longer than a fork takes, also on a busy machine.
 GAP_S = 1.0
@@ -75,21 +74,21 @@ def _target(fd: str) -> str:
 @pytest.fixture
 def gap_after_opening(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gap]:
     def install(suffix: str) -> Gap:
-        gap, original = Gap(), PrivateFiles.open
+        gap, original = Gap(), GroupFiles.open
 
-        def slow(self: PrivateFiles, name: str, flags: int, **options: Any) -> int:
+        def slow(self: GroupFiles, name: str, flags: int, **options: Any) -> int:
             fd = original(self, name, flags, **options)
             if name.endswith(suffix):
                 gap.hold()
             return fd
 
-        monkeypatch.setattr(PrivateFiles, "open", slow)
+        monkeypatch.setattr(GroupFiles, "open", slow)
         return gap
 
     return install
 
 
-@pytest.mark.parametrize("suffix", [".turns", ".bell", ".new"])
+@pytest.mark.parametrize("suffix", [".turns", ".bell"])
 def test_a_fork_while_a_segment_is_joined_holds_nothing(
     suffix: str, gap_after_opening: Callable[[str], Gap], tmp_path: Path
 ) -> None:
@@ -98,20 +97,20 @@ def test_a_fork_while_a_segment_is_joined_holds_nothing(
     assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
     assert jobs(joined[0]) == [1]
     joined[0].leave()
-    assert list(tmp_path.iterdir()) == []
+    assert files(tmp_path) == []
 
 
 def test_a_fork_while_the_directory_is_opened_holds_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gap, original = Gap(), private_files.open_or_make_directory
+    gap, original = Gap(), turn_files.open_directory
 
-    def slow(base: str) -> tuple[int, str]:
+    def slow(base: str) -> int:
         opened = original(base)
         gap.hold()
         return opened
 
-    monkeypatch.setattr(private_files, "open_or_make_directory", slow)
+    monkeypatch.setattr(turn_files, "open_directory", slow)
     joined: list[TurnSegment] = []
     assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
     joined[0].leave()
@@ -173,23 +172,12 @@ def test_a_child_may_join_in_its_own_right(join: Join, tmp_path: Path) -> None:
     assert jobs(segment) == [1]
 
 
-# --- descriptors --------------------------------------------------------------------------------------------------
-
-
-def test_a_closed_descriptor_is_a_number_that_system_calls_refuse(tmp_path: Path) -> None:
-    descriptors = Descriptors()
-    fd = descriptors.open("file", lambda: os.open(tmp_path, os.O_RDONLY))
-    assert descriptors.get("file") == fd
-    descriptors.close("file")
-    descriptors.close("file")
-    assert descriptors.get("file") == -1
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptors.get("file"))
-
-
-def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
-    descriptors = Descriptors()
+def test_a_closed_file_is_a_number_that_system_calls_refuse(tmp_path: Path) -> None:
+    file = OpenFile()
+    file.open(lambda: os.open(tmp_path, os.O_RDONLY))
+    file.close()
+    file.close()
     with pytest.raises(FileNotFoundError):
-        descriptors.open("file", lambda: os.open(tmp_path / "none", os.O_RDONLY))
-    assert descriptors.get("file") == -1
-    descriptors.close_all()
+        file.open(lambda: os.open(tmp_path / "none", os.O_RDONLY))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file.fd)
