@@ -5,103 +5,109 @@
 pull, so α must be less than 2 / (n + 1). After EASGD (arXiv 1412.6651, and its authors' mpiT).
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
 import torch
 
-from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.gloo import tree_sum
+from crossover_ddp._engine.links import Layout, Link, parts
 from crossover_ddp._engine.trips import Trip
 
-from .checks import all_finite
-from .flat import FlatBlock, wide
-from .means import Means
+from .replica import all_finite, gather
+
+MOVING: Final = 0.9
+"""β of EASGD: by default the ranks' rates add up to it."""
 
 
-class CentreParts:
-    """This rank's part of the centre of each block.
+def moving_rate_for(ranks: int, given: float | None) -> float:
+    """Return α; refuse one with which the centre and the ranks' mean swing ever more widely."""
+    rate = MOVING / ranks if given is None else given
+    if not 0 < rate < 2 / (ranks + 1):
+        raise ValueError(
+            f"expected 0 < moving_rate < 2 / (ranks + 1) = {2 / (ranks + 1):.4g}, got moving_rate={rate}: beyond it "
+            "the distance of mean and centre grows in every round; leave it out for 0.9 / ranks"
+        )
+    return rate
+
+
+async def pull(
+    values: torch.Tensor,
+    layout: Layout,
+    link: Link,
+    centre: torch.Tensor,
+    rate: float,
+    pulls: Sequence[bool],
+) -> None:
+    """Replace ``values`` by what pulls them towards the centre, and pull the centre; see [Note: elastic pull].
+
+    A rank that does not pull sends its part of the centre alone.
 
     Args:
-        means: exchanges vectors among all owners.
+        values: of this rank; nothing if it does not pull.
+        layout: who owns which part of the centre.
+        link: between the owners.
+        centre: this rank's part of it.
+        rate: α.
+        pulls: by rank.
+    """
+    is_pulling = pulls[link.rank]
+    coming = [len(centre) * each for each in pulls]
+    incoming = centre.new_empty(sum(coming))
+    if is_pulling:
+        parts(incoming, coming)[link.rank].copy_(parts(values, layout)[link.rank])
+    await link.all_to_all(values, layout if is_pulling else [0] * link.size, incoming, coming)
+    await link.compute()
+    former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
+    del incoming  # before there is memory for the whole centre
+    whole = centre.new_empty(sum(layout))
+    parts(whole, layout)[link.rank].copy_(former)
+    await link.all_gather(whole, layout)
+    if is_pulling:
+        values.sub_(whole).mul_(-rate)
+
+
+def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Tensor:
+    """Pull the centre, and return it as it was; NaN if values are not finite, for every rank to refuse them."""
+    former, total = centre.clone(), addends[0]
+    if len(addends) > 1:
+        tree_sum(addends.unbind(), total)
+    if not all_finite([total]):
+        return former.fill_(torch.nan)  # the centre stays as it is
+    centre.add_(total.sub_(former, alpha=len(addends)), alpha=rate)
+    return former
+
+
+class Centre:
+    """The centre of each block in float32 (or wider), of which this rank has its part.
+
+    Args:
+        exchange: among the owners.
         start: the vectors that the centre begins with, the same on all ranks; own parts are copied out of them.
-        moving_rate: α.
+        rate: α.
     """
 
-    def __init__(self, means: Means, start: Sequence[torch.Tensor], moving_rate: float) -> None:
-        self._means = means
-        self._rate = moving_rate
-        self.parts = []
-        for vector in start:
-            own = means.own_span(vector)
-            self.parts.append(vector[own.start : own.stop].clone())
+    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float) -> None:
+        self._exchange, self._rate = exchange, rate
+        self._layouts = [exchange.equal_layout(vector) for vector in start]
+        self._parts = [
+            parts(vector, layout)[exchange.rank].clone()
+            for vector, layout in zip(start, self._layouts, strict=True)
+        ]
 
-    def begin_pull(self, place: int, values: torch.Tensor, pulling: int) -> Trip:
-        """Begin to replace ``values`` on all ranks by the centre as it was, and to move the centre.
-
-        Args:
-            place: of the block.
-            values: this rank's parameters, or zeros if it does not pull.
-            pulling: number of ranks that do.
-
-        **Collective** among the owners.
-        """
-        step = functools.partial(self._move, place, pulling)
-        return self._means.begin(values, owner_step=step)
-
-    def _move(self, place: int, pulling: int, mean: torch.Tensor) -> None:
-        centre = self.parts[place]
-        if not all_finite([mean]):
-            mean.fill_(float("nan"))  # every rank sees it, and refuses it; the centre stays as it is
-            return
-        former = centre.clone()
-        # Σ(x - c) over those that pull: the mean is over all ranks, with zeros for the others.
-        moved = mean.mul(self._means.exchange.size).sub_(former, alpha=pulling)
-        centre.add_(moved, alpha=self._rate)
-        mean.copy_(former)
-
-
-def pull_of(values: torch.Tensor, former: torch.Tensor, moving_rate: float) -> torch.Tensor:
-    """Return -δ in the place of ``values``, for them to be added to the parameters."""
-    return values.sub_(former).mul_(-moving_rate)
-
-
-def whole(block: FlatBlock) -> Span:
-    """Return the span of all of a block."""
-    return Span(0, block.numel)
-
-
-def packed(block: FlatBlock, device: torch.device | None = None) -> torch.Tensor:
-    """Return a copy of a block in float32 (or wider), on ``device`` or its own."""
-    values = torch.empty(block.numel, dtype=wide(block.dtype), device=device or block.device)
-    block.pack(whole(block), values)
-    return values
-
-
-def gathered(
-    means: Means, blocks: Sequence[FlatBlock], parts: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return a vector of each block, of which each rank has its own part, by names. **Collective**."""
-    found: dict[str, torch.Tensor] = {}
-    for block, part in zip(blocks, parts, strict=True):
-        like = torch.empty(block.numel, dtype=part.dtype, device=part.device)
-        found.update(block.named(means.gather(like, part)))
-    return found
-
-
-def start_vectors(
-    blocks: Sequence[FlatBlock], loaded: dict[str, Any] | None, device: torch.device | None = None
-) -> list[torch.Tensor]:
-    """Return what the centre begins with: the parameters, or what a checkpoint says."""
-    if loaded is None:
-        return [packed(block, device) for block in blocks]
-    return [block.unnamed(loaded["centre"], wide(block.dtype)).to(device or block.device) for block in blocks]
-
-
-def check_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a rule's own state, or say why it is none."""
-    if set(state) != {"centre"}:
-        raise ValueError(
-            f"expected a state with the key 'centre', got keys {sorted(state)}; pass the state of an ElasticState"
+    def begin_pull(self, place: int, values: torch.Tensor, pulls: Sequence[bool]) -> Trip:
+        """Begin `pull` of the block in this place. **Collective** among the owners."""
+        layout, centre = self._layouts[place], self._parts[place]
+        return self._exchange.begin(
+            lambda link: pull(values, layout, link, centre, self._rate, pulls), centre.device, "parameters"
         )
-    return state
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the whole centre, block by block. **Collective** among the owners."""
+        found = []
+        for part, layout in zip(self._parts, self._layouts, strict=True):
+            whole = part.new_zeros(sum(layout))
+            parts(whole, layout)[self._exchange.rank].copy_(part)
+            found.append(gather(self._exchange, whole, layout))
+        return found

@@ -1,116 +1,300 @@
-"""Elastic averaging, together, at each rank's own pace, or wild, for DDP's reducer."""
+"""The rules of ``ElasticState``: all ranks pull together, each at its own pace, or wild."""
 
-# No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
-
-from typing import Final, Literal
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .elastic_rules import OwnPaceElastic, TogetherElastic, moving_rate_for
-from .rounds import ElasticRound
-from .schedule import Schedule
-from .state import AveragingState, answer_bucket
-from .wild_rule import WildElastic
+from .centre import Centre, moving_rate_for
+from .flat import wide
+from .replica import Replica, Rule, all_finite, from_first_rank
+from .rounds import ElasticRound, Rounds
+from .shared_centre import Hosts, SharedCentre, share
 
-_RULES: Final[dict[str, type[TogetherElastic] | type[OwnPaceElastic]]] = {
-    "sync": TogetherElastic,
-    "async": OwnPaceElastic,
-    "wild": WildElastic,
-}
+logger = logging.getLogger(__name__)
+
+_HOST_MEMORY: Final = torch.device("cpu")
 
 
-class ElasticState(AveragingState):
-    """State of `elastic_hook`: each rank trains on its own gradients, tied to a common centre as if by a spring.
-
-    Every ``sync_every`` steps a rank is pulled towards the centre by δ = α(x - c), and the centre towards the rank by
-    the same δ. The training loop stays as it is. The modes differ in who waits for whom:
-
-    * ``"sync"``: all ranks pull in the same step, and wait for each other. EASGD.
-    * ``"async"``: nobody waits. A thread of each rank goes through rounds with those of the others, over what each
-      rank has offered last; the pull is applied between two steps when it has come. A rank that is three times slower
-      delays nobody, and its pulls are not lost.
-    * ``"wild"``: ranks of one host pull a centre in shared memory, at the same time and without a lock; hosts pull
-      their centres together as in "async". EA-wild.
-
-    The centre is kept in float32 whatever the parameters' dtype, and so are values on the wire. In "async" each rank
-    has its part of it, and so has the first rank of each host in "wild".
+class TogetherElastic(Rule):
+    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it.
 
     Args:
-        sync_every: steps between two pulls of a rank; more in "async" while the network needs longer.
-        mode: see above.
-        moving_rate: α. Default: 0.9 / ranks, as EASGD's authors have it. Greater ones swing; from 2 / (ranks + 1) on
-            they are refused.
-        process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
-        mutex: with mode="sync": give the turn to a sibling while parameters travel.
-
-    On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError`` from the first ``backward()`` for models
-    that would wait in every step (see `LocalSGDState`). ``ExchangeError`` before a step when a peer has died or has
-    been silent for the group's timeout: until then the others train on, and nobody trains alone for longer. A rank
-    whose parameters are not finite offers nothing, with a warning; in "sync" all ranks raise.
-
-    **Collective**: every rank registers the hook, with the same arguments. In "async" and "wild" ranks may make
-    different numbers of steps between two calls of `average`; the last steps must end with one. `average` gives the
-    mean of the ranks, which is what to evaluate; the centre is in `state_dict`.
-
-    Example::
-
-        # before torch 2.14: broadcast_buffers=False
-        model = DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
-        model.register_comm_hook(ElasticState(sync_every=10), elastic_hook)
+        sync_every: steps between two pulls.
+        moving_rate: α, or None for 0.9 / ranks.
     """
 
-    def __init__(
-        self,
-        sync_every: int,
-        mode: Literal["sync", "async", "wild"] = "async",
-        moving_rate: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        mutex: GPUMutex | None = None,
-    ) -> None:
-        if mode not in _RULES:
-            raise ValueError(f"expected mode='sync', 'async' or 'wild', got mode={mode!r}; see ElasticState")
-        Schedule(sync_every)  # says what is wrong with it
-        moving_rate_for(resolve_group(process_group).size(), moving_rate)
-        if mutex is not None and mode != "sync":
-            raise ValueError(
-                f"expected mode='sync' with a mutex, got mode={mode!r}: no step waits for an exchange then, so there "
-                "is no time to give away; leave mutex out, or pass mode='sync'"
-            )
-        self.mode = mode
-        self._rule = _RULES[mode](sync_every, moving_rate)
-        super().__init__(self._rule, process_group, mutex)
+    mode = "sync"
 
-    def rounds(self) -> list[ElasticRound]:
-        """Return the rounds of mode "async" (and of the hosts in "wild") as this rank saw them, for a replay.
+    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
+        self._every, self._given_rate = sync_every, moving_rate
+        self.settings = {"mode": self.mode, "sync_every": sync_every, "moving_rate": moving_rate}
+        self._loaded: dict[str, Any] | None = None
+        self._counts: dict[str, Any] = {"pulls": 0}
+        self._centre: Centre
 
-        ``offered`` has for each rank the number of steps after which it offered what went into the round, or None;
-        ``collected`` the number after which this rank applied its pull. Not collective.
+    def begin(self, replica: Replica) -> None:
+        """See `Rule`."""
+        super().begin(replica)
+        rate = moving_rate_for(replica.exchange.size, self._given_rate)
+        self._centre = Centre(replica.exchange, self._start(replica.exchange), rate)
+        self._counts["exchanged_bytes"] = 0
+
+    def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
+        """Return what the centre begins with, by block: rank 0's replica, or what a checkpoint says. **Collective**.
+
+        Buffers differ by now, since each rank has had a forward.
         """
-        return self._rule.log if isinstance(self._rule, OwnPaceElastic) else []
+        blocks, loaded = self.replica.blocks, self._loaded
+        if loaded is None:
+            own = [block.copy(dtype=wide(block.dtype), device=device) for block in blocks]
+        else:
+            own = [
+                block.unnamed(loaded["centre"], wide(block.dtype)).to(device or block.device)
+                for block in blocks
+            ]
+        return [from_first_rank(exchange, values) for values in own]
+
+    def act(self, steps: int) -> None:
+        """See `Rule`."""
+        if steps % self._every:
+            return
+        for place, block in enumerate(self.replica.blocks):
+            values = block.copy(dtype=wide(block.dtype))
+            trip = self._centre.begin_pull(place, values, [True] * self.replica.exchange.size)
+            self.replica.wait(trip, without_turn=True)
+            self.replica.check_finite(values, block.pieces(block.whole), steps)
+            block.add(block.whole, values)
+            self._counts["exchanged_bytes"] += values.nbytes
+        self._counts["pulls"] += 1
+
+    def kept(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return self._named(self._centre.gathered())
+
+    def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
+        found: dict[str, torch.Tensor] = {}
+        for block, values in zip(self.replica.blocks, centre, strict=True):
+            found.update(block.named(values))
+        return {"centre": found}
+
+    def load(self, kept: dict[str, Any]) -> None:
+        """See `Rule`."""
+        if set(kept) != {"centre"}:
+            raise ValueError(
+                f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
+            )
+        self._loaded = kept
+
+    def stats(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return self._counts
 
 
-def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand the bucket back with this rank's own gradients; see `ElasticState` for what is exchanged when.
+class OwnPaceElastic(TogetherElastic):
+    """Asynchronous EASGD without a server, see [Note: rounds] in ``rounds.py``.
 
     Args:
-        state: made once per model.
-        bucket: DDP's bucket.
-
-    Returns:
-        A future that is complete already.
-
-    On failure: nothing leaves the hook; see `ElasticState`.
-
-    **Collective**: DDP calls it on all ranks in the same order. Source: EASGD (arXiv 1412.6651) and its authors' code;
-    EA-wild (HPC Asia 2020), by its abstract. Rounds without a server, and the centre of a host, are our design.
-
-    Example::
-
-        model.register_comm_hook(ElasticState(sync_every=10, mode="wild"), elastic_hook)
+        sync_every: steps of this rank between two offers; more if the network needs longer.
+        moving_rate: α, or None for 0.9 / ranks.
     """
-    return answer_bucket(state, bucket, ElasticState)
+
+    mode = "async"
+    steps_together = False
+
+    def __init__(self, sync_every: int, moving_rate: float | None) -> None:
+        super().__init__(sync_every, moving_rate)
+        self._counts |= {"offers": 0, "not_finite": 0}
+        self._is_due, self._steps = False, 0
+        self._rounds: Rounds | None = None
+        self._made: list[dist.ProcessGroup] = []
+
+    def begin(self, replica: Replica) -> None:
+        """See `Rule`."""
+        self.replica = replica
+        group = self._host_group()
+        self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), self._given_rate)
+
+    def _host_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Return a group of the model's ranks, or some, that exchanges host memory by messages. **Collective**."""
+        group = self.replica.group
+        everyone = dist.get_process_group_ranks(group)
+        if ranks is None and "cpu:gloo" in str(dist.get_backend_config(group)):
+            return group
+        chosen = everyone if ranks is None else [everyone[rank] for rank in ranks]
+        made = dist.new_group(chosen, backend="gloo", use_local_synchronization=True)
+        if not isinstance(made, dist.ProcessGroup):
+            raise UnsupportedConfigurationError(
+                f"expected this process among ranks {chosen}, got none of them; register the hook on its own model"
+            )
+        self._made.append(made)
+        return made
+
+    # --- between two steps -----------------------------------------------------------------------------------
+
+    def act(self, steps: int) -> None:
+        """See `Rule`."""
+        self._steps = steps
+        rounds = self._running()
+        self._counts["pulls"] += rounds.collect(steps, self._apply)
+        self._is_due = self._is_due or steps % self._every == 0
+        if self._is_due and rounds.offer(steps, self._fill):
+            self._is_due = False
+            self._counts["offers"] += 1
+
+    def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
+        for block, vector in zip(self.replica.blocks, vectors, strict=True):
+            block.pack(block.whole, vector)
+        return self._is_fit(vectors)
+
+    def _is_fit(self, values: Sequence[torch.Tensor]) -> bool:
+        if all_finite(values):
+            return True
+        if not self._counts["not_finite"]:
+            logger.warning(
+                "parameters are not finite after step %d: this rank stays away from the centre, which stays as it is; "
+                "lower the learning rate, clip, or use GradScaler",
+                self._steps,
+            )
+        self._counts["not_finite"] += 1
+        return False
+
+    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
+        for block, values in zip(self.replica.blocks, pulls, strict=True):
+            block.add(block.whole, values.to(block.device))
+
+    @contextlib.contextmanager
+    def at_rest(self, *, leave: bool) -> Iterator[None]:
+        """See `Rule`."""
+        rounds = self._running()
+        rounds.hold()
+        try:
+            pulled = rounds.collect(self._steps, self._apply, leave=leave)
+            self._counts["pulls"] += pulled and not leave
+            yield
+        finally:
+            rounds.resume()
+
+    def _running(self) -> Rounds:
+        assert self._rounds is not None
+        return self._rounds
+
+    # --- what is kept ----------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> list[ElasticRound]:
+        """Return the rounds so far."""
+        return [] if self._rounds is None else list(self._rounds.log)
+
+    def kept(self) -> dict[str, Any]:
+        """See `Rule`."""
+        rounds = self._running()
+        rounds.hold()
+        try:
+            return self._named(rounds.centre.gathered())
+        finally:
+            rounds.resume()
+
+    def stats(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return {**self._counts, "rounds": len(self.log)}
+
+    def close(self) -> None:
+        """See `Rule`."""
+        if self._rounds is not None:
+            self._rounds.close()
+        for group in self._made:
+            with contextlib.suppress(ValueError):  # all groups were destroyed before
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+
+class WildElastic(OwnPaceElastic):
+    """EA-wild: every ``sync_every`` steps a rank pulls itself and its host's centre together, without asking anybody.
+
+    The first rank of each host takes part in rounds of all hosts, with the centre in the place of its parameters.
+
+    [Note: the watch] Who writes to memory notices nobody's death. So all ranks' threads go through rounds in which
+    nothing travels but the table: a rank that dies or is stopped ends them on all others, as it does with "async".
+    """
+
+    mode = "wild"
+    _shared: SharedCentre
+    _hosts = Hosts([], [])
+    _watch: Rounds | None = None
+
+    def begin(self, replica: Replica) -> None:
+        """See `Rule`."""
+        self.replica = replica
+        narrow = [str(block.dtype) for block in replica.blocks if wide(block.dtype) != block.dtype]
+        if narrow:
+            raise UnsupportedConfigurationError(
+                f"expected parameters of float32 with mode='wild', got dtype={narrow[0]}, in which small pulls vanish; "
+                "use mode='async', which keeps what is rounded off"
+            )
+        group = self._host_group()
+        exchange = Exchange.of(group)
+        self._rate = moving_rate_for(group.size(), self._given_rate)
+        start = self._start(exchange, _HOST_MEMORY)
+        self._shared, self._hosts = share(exchange, start)
+        self._first = self._hosts.mates.index(group.rank()) / len(self._hosts.mates)
+        if len(self._hosts.leaders) > 1 and group.rank() in self._hosts.leaders:
+            self._rounds = Rounds(self._host_group(self._hosts.leaders), start, None)
+        self._watch = Rounds(group, (), None)
+        self._counts["own_pulls"] = 0
+
+    def act(self, steps: int) -> None:
+        """See `Rule`."""
+        self._steps = steps
+        assert self._watch is not None
+        self._watch.check()
+        if self._rounds is not None:
+            super().act(steps)
+        pieces = [block.pieces(block.whole) for block in self.replica.blocks]
+        if steps % self._every == 0 and self._is_fit([piece for each in pieces for piece in each]):
+            for place, each in enumerate(pieces):
+                self._shared.pull(place, each, self._rate, self._first)
+            self._counts["own_pulls"] += 1
+
+    # What travels between hosts is the centre.
+
+    def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
+        for vector, centre in zip(vectors, self._shared.vectors, strict=True):
+            vector.copy_(centre)
+        return True
+
+    def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
+        for centre, values in zip(self._shared.vectors, pulls, strict=True):
+            centre.add_(values)
+
+    @contextlib.contextmanager
+    def at_rest(self, *, leave: bool) -> Iterator[None]:
+        """See `Rule`: what is in flight changes the centre, not the parameters."""
+        yield
+
+    def kept(self) -> dict[str, Any]:
+        """See `Rule`: the centre of rank 0's host, when nobody writes to it any more."""
+        exchange = self.replica.exchange
+        exchange.gather_numbers([0.0], self.replica.blocks[0].device)
+        copies = [
+            vector.to(block.device, copy=True)
+            for vector, block in zip(self._shared.vectors, self.replica.blocks, strict=True)
+        ]
+        return self._named([from_first_rank(exchange, copy) for copy in copies])
+
+    def stats(self) -> dict[str, Any]:
+        """See `Rule`."""
+        return {**super().stats(), "hosts": len(self._hosts.leaders)}
+
+    def close(self) -> None:
+        """See `Rule`."""
+        if self._watch is not None:
+            self._watch.close()
+            self._shared.vectors.clear()
+        super().close()

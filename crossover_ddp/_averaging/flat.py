@@ -57,6 +57,20 @@ class FlatBlock:
         """Bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def whole(self) -> Span:
+        """All of it."""
+        return Span(0, self.numel)
+
+    def copy(
+        self, span: Span | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Return a copy of ``span``, of all by default, in another dtype or on another device if one is given."""
+        start, stop = span = self.whole if span is None else span
+        values = torch.empty(stop - start, dtype=dtype or self.dtype, device=device or self.device)
+        self.pack(span, values)
+        return values
+
     def pieces(self, span: Span) -> list[torch.Tensor]:
         """Return the model's own memory of ``span``, as flat pieces; see [Note: kept views]."""
         first, last = bisect_right(self._stops, span.start), bisect_left(self._stops, span.stop) + 1

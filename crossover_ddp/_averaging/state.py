@@ -1,35 +1,85 @@
-"""What the states of both averaging hooks have in common."""
+"""What the states of both averaging hooks have in common: a model, and the clock.
+
+[Note: the way around the reducer] The hook hands each bucket back at once with this rank's own gradients. So DDP never
+waits, and neither does ``optimizer.step()``. What is exchanged are parameters and buffers, from a hook before the
+model's forward: there the training thread is between two steps, whatever the optimizer did or skipped.
+"""
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Iterator
-from typing import Any, cast
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._ddp.checks import (
+    OWN_BUFFERS,
+    OnlyModel,
+    check_forward,
+    check_group,
+    check_not_capturing,
+    check_not_joined,
+    flat_gradients,
+    model_of,
+    resolve_group,
+    wants_buffers_broadcast,
+)
+from crossover_ddp._ddp.own_hook import OwnHook
+from crossover_ddp._engine.agreement import Agreement, compare
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Pausable, check_state, guarded
+from crossover_ddp._engine.places import GradientFuture
+from crossover_ddp._engine.split import split
+from crossover_ddp._engine.turns import check_turn
+from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import measure_link
 from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
+from crossover_ddp.gpu_mutex import GPUMutex
 
+from .flat import FlatBlock, blocks_of
 from .replica import Replica, Rule
 
 logger = logging.getLogger(__name__)
 
+_TIMES_KEPT: Final = 64
+_WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
+_OWN: Final = "crossover_ddp."
+_KFAC: Final = "crossover_ddp._kfac"
+
 
 class AveragingState(Pausable):
-    """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how."""
+    """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
+
+    See [Note: the clock] in ``schedule.py``.
+    """
 
     def __init__(self, rule: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None) -> None:
         self.process_group = process_group
         self.mutex = mutex
-        self._replica = Replica(rule, mutex)
+        self.agreement = Agreement()
+        self._rule = rule
+        self._replica: Replica | None = None  # none before the first backward()
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._only = OnlyModel()
+        self._hooks = contextlib.ExitStack()
+        self._steps = self._acted = 0
+        self._mean_of: int | None = None
+        self._is_told = self._began = self._is_closed = False
+        self._failure: Exception | None = None
+        self._begin_s: float | None = None
+        self._step_s: deque[float] = deque(maxlen=_TIMES_KEPT)
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
@@ -42,7 +92,10 @@ class AveragingState(Pausable):
 
         **Collective**: all ranks, after as many steps.
         """
-        self._replica.average()
+        replica = self._known()
+        if replica is not None:
+            self._take_mean(replica, "average()", leave=False)
+            self._mean_of = self._steps
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -56,8 +109,20 @@ class AveragingState(Pausable):
             with state.averaged():
                 torch.save(model.module.state_dict(), path)
         """
-        with self._replica.averaged():
+        replica = self._known()
+        if replica is None:
             yield
+            return
+        with torch.no_grad():
+            own = replica.copy()
+        try:
+            self._take_mean(replica, "averaged()", leave=True)
+            former, self._mean_of = self._mean_of, self._steps
+            yield
+            self._mean_of = former
+        finally:
+            with torch.no_grad():
+                replica.write(own)
 
     def plan(self) -> AveragingPlan:
         """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
@@ -74,30 +139,32 @@ class AveragingState(Pausable):
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
         replica, group = self._replica, resolve_group(self.process_group)
+        if replica is None or group.size() == 1:
+            raise UnsupportedConfigurationError(
+                "expected a model that has trained on several ranks, got none; train some steps first"
+            )
         if any(block.device.type != "cpu" for block in replica.blocks):
             raise UnsupportedConfigurationError(
                 "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
                 "measure C and M with `crossover-ddp advise`"
             )
-        if replica.means is None or group.size() == 1:
-            raise UnsupportedConfigurationError(
-                "expected a model that has trained on several ranks, got none; train some steps first"
-            )
         link = measure_link(group)
-        known = replica.means.exchange.gather_numbers(
-            [link.alpha_s, link.beta_s, replica.compute_s or 0.0], torch.device("cpu")
+        # The median of a local step between two acts, or what other steps compute.
+        own_s = statistics.median(self._step_s) if self._step_s else replica.exchange.records.compute_s()
+        known = replica.exchange.gather_numbers(
+            [link.alpha_s, link.beta_s, own_s or 0.0], torch.device("cpu")
         )
-        slowest_s = max(numbers[2] for numbers in known)
-        if min(numbers[2] for numbers in known) == 0.0:
+        if min(compute_s for *_, compute_s in known) == 0.0:
             raise UnsupportedConfigurationError(
                 "expected recorded steps on all ranks, got none on some rank; train some steps first"
             )
         size_bytes = sum(block.nbytes for block in replica.blocks)
-        return plan_averaging(slowest_s, size_bytes, type(link)(known[0][0], known[0][1]))
+        return plan_averaging(max(each[2] for each in known), size_bytes, type(link)(*known[0][:2]))
 
     def stats(self) -> dict[str, Any]:
         """Return counters of this rank: steps, exchanges, their bytes, and seconds spent waiting. Not collective."""
-        return self._replica.stats()
+        waited_s = 0.0 if self._replica is None else self._replica.waited_s
+        return {"steps": self._steps, "waited_s": waited_s, **self._rule.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
@@ -107,7 +174,16 @@ class AveragingState(Pausable):
 
         **Collective**: all ranks, between two steps.
         """
-        return self._replica.state_dict()
+        self._raise_failure()
+        self._catch_up()
+        if self._mean_of != self._steps and self._rule.stats().get("in_flight"):
+            logger.warning(
+                "exchanges in flight after step %d are lost to who loads this state_dict(): call it inside of "
+                "state.averaged(), or after state.average()",
+                self._steps,
+            )
+        with torch.no_grad():
+            return {"steps": self._steps, "kept": self._rule.kept() if self._began else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called; on all ranks, before the first ``backward()``. Not collective.
@@ -115,19 +191,150 @@ class AveragingState(Pausable):
         A rank that has not loaded what the others have is refused at the next ``backward()``, on all ranks. Raises
         ``ValueError`` for the state of another model or of other arguments.
         """
-        self._replica.load_state_dict(state)
+        if set(state) != {"steps", "kept"} or not isinstance(state["steps"], int):
+            raise ValueError(
+                f"expected a state dict with 'steps' and 'kept', got keys {sorted(state)}; pass what state_dict() "
+                "returned"
+            )
+        if self._began:
+            raise ValueError(
+                f"expected a state that has not trained yet, got one after {self._steps} steps; make a new state and "
+                "register it with a new DistributedDataParallel, then load"
+            )
+        if state["kept"] is not None:
+            self._rule.load(state["kept"])
+        self._steps = self._acted = state["steps"]
+        self.agreement.forget()
 
     def close(self) -> None:
         """Let the model go; later backward passes average gradients as the split hook does. Call `average` before.
 
         Not collective, but all ranks must, after as many steps.
         """
-        self._replica.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._hooks.close()
+            self._rule.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Stay behind when the model is copied or pickled, as its hook does: it acts for one model only."""
         logger.warning("a copied model trains without its averaging state; register a new one")
         return _LeftBehind, ()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def _answer(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
+        """Answer ``bucket``; raises what makes local steps impossible."""
+        if self._is_closed:
+            return Exchange.of(group).carry(bucket, split, state=self).future
+        self._raise_failure()
+        gradients = flat_gradients(bucket)
+        self._only.enter(bucket, self)
+        if self._replica is None:
+            self._replica = self._adopt(bucket, group)
+        if not self.agreement.made:
+            self.agreement.make(group, self._said)
+        exchange = self._replica.exchange
+        if self._rule.is_local(self._steps):
+            if not self._began:
+                self._began, self._acted = True, self._steps
+                with torch.no_grad():
+                    self._rule.begin(self._replica)
+            future = exchange.network(gradients.device).place.future()
+            future.set_result(gradients)
+        else:
+            future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
+        if bucket.is_last():
+            self._steps += 1
+        return future
+
+    def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Replica:
+        check_turn(self.mutex, group)
+        check_group(bucket, group)
+        model = _model_behind(bucket, self)
+        check_forward(model, "parameters are averaged before it")
+        if self._rule.has_local_steps:
+            _check_waits_for_nobody(model)
+        check_not_joined(model, _WITHOUT_DATA)
+        replica = Replica(blocks_of(model), group, self.mutex)
+        self._model = weakref.ref(model)
+        before = OwnHook(torch.compiler.disable(self._before_forward))
+        self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
+        self._hooks.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
+        logger.info("averaging: %s with %s", type(model.module).__name__, self._rule.settings)
+        return replica
+
+    def _said(self) -> Mapping[str, object]:
+        assert self._replica is not None
+        return {"steps": self._steps, **self._rule.settings, "model": _digest_of(self._replica.blocks)}
+
+    # --- between two steps -----------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._is_closed:
+            return
+        self._raise_failure()
+        if self._acted == self._steps and self._begin_s is not None:
+            return
+        if self._began and self._begin_s is not None:
+            self._step_s.append((time.monotonic() - self._begin_s) / (self._steps - self._acted))
+        self._catch_up()
+        self._begin_s = time.monotonic()
+
+    def _catch_up(self) -> None:
+        """Do what is due after the steps so far."""
+        if self._began:
+            if (model := self._model()) is not None:
+                check_not_joined(model, _WITHOUT_DATA)
+            with self._noting_failure(), torch.no_grad():
+                for steps in range(self._acted + 1, self._steps + 1):
+                    self._acted = steps
+                    self._rule.act(steps)
+        self._acted = self._steps
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Note a failure: no later step may go on as if nothing had happened."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _known(self) -> Replica | None:
+        """Return the model's replica; None if nothing differs, since every step was a plain all-reduce."""
+        self._raise_failure()
+        self._catch_up()
+        if self._replica is None and not environment.is_set(environment.DISABLE):
+            raise UnsupportedConfigurationError(
+                "expected a model, got a state whose hook was never called; register it, and call backward() before"
+            )
+        return self._replica
+
+    def _take_mean(self, replica: Replica, call: str, *, leave: bool) -> None:
+        """Replace parameters by their mean, for ``call``; see `Rule.at_rest`. **Collective**."""
+        with self._noting_failure(), torch.no_grad():
+            if replica.exchange.size > 1:
+                # A rank that does not call would take this exchange for its next one.
+                steps = {"steps": self._steps} if self._rule.steps_together else {}
+                compare(replica.group, {"call": call, **steps})
+            with self._rule.at_rest(leave=leave) if self._began else contextlib.nullcontext():
+                replica.take_mean(self._steps)
+
+    def _tell_apart(self, *_: Any) -> None:
+        """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
+        differs = self._began and self._mean_of != self._steps
+        if differs and not self._is_told and self._replica is not None and self._replica.exchange.size > 1:
+            self._is_told = True
+            logger.warning(
+                "this state_dict() is of one rank's replica, which differs from the others' after step %d: enter "
+                "state.averaged(), or call state.average(), on all ranks before a checkpoint",
+                self._steps,
+            )
 
 
 class _LeftBehind:
@@ -141,11 +348,68 @@ def answer_bucket(
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, kind, "register the hook of that state, or make another one")
-        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
-        if turns_disabled():
-            state._replica.agreement.make(group, dict)
+        group = resolve_group(state.process_group)
+        if environment.is_set(environment.DISABLE):
+            state.agreement.make(group, dict)
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state._replica.take(state, group, bucket)
+        return state._answer(group, bucket)
 
     return guarded(bucket, answer)
+
+
+# --- what cannot train without waiting -----------------------------------------------------------------------------
+
+
+def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
+    """Return the model that ``state`` was registered with, by itself."""
+    model = model_of(bucket, state=state)
+    if model is None:
+        raise UnsupportedConfigurationError(
+            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+            "call gc.freeze() after the first backward(), not before"
+        )
+    for hook, registered in getattr(model, "_comm_hooks", ()):
+        if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
+            raise UnsupportedConfigurationError(
+                f"expected this hook registered by itself, got it inside of {getattr(hook, '__qualname__', hook)}: "
+                "local steps send no gradients, so a wrapper has nothing to compress and no turn to give away; "
+                "register it directly (and pass mutex= for turns)"
+            )
+    return model
+
+
+def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
+    """Refuse what makes ranks wait for each other in every step."""
+    if model.find_unused_parameters:
+        raise UnsupportedConfigurationError(
+            "expected find_unused_parameters=False, got True: DDP would exchange a map of used parameters in every "
+            "step; build DistributedDataParallel(..., find_unused_parameters=False) and let every parameter take part"
+        )
+    if wants_buffers_broadcast(model) and any(True for _ in model.module.buffers()):
+        raise UnsupportedConfigurationError(
+            f"expected {OWN_BUFFERS}=False, got True: DDP would broadcast rank 0's buffers in every step; build "
+            f"DistributedDataParallel(..., {OWN_BUFFERS}=False), buffers are averaged with the parameters"
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedConfigurationError(
+                f"expected modules without collectives, got SyncBatchNorm {name}, which waits for all ranks in every "
+                "step; use BatchNorm, whose statistics are averaged with the parameters"
+            )
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(str(getattr(hook, "__module__", "")).startswith(_KFAC) for hook in hooks):
+            raise UnsupportedConfigurationError(
+                f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
+                "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"
+            )
+
+
+def _digest_of(blocks: Sequence[FlatBlock]) -> str:
+    """Return a short text that differs where names, shapes or dtypes do."""
+    said = [
+        (entry.name, tuple(entry.get().shape), str(block.dtype))
+        for block in blocks
+        for entry in block.entries
+    ]
+    return f"{len(said)} tensors, {hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"

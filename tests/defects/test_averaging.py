@@ -150,7 +150,6 @@ def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.defect("codecs-S12")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S12")
 def test_the_centre_begins_with_one_replica_or_the_mean() -> None:
     """A user's centre begins with statistics of one rank, of none, or of all, not with pieces of each."""
     (centre, first), (_, second) = run_ranks(first_centre, 2)
@@ -271,7 +270,6 @@ def train_wild(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.defect("codecs-S9")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S9")
 def test_the_wild_centre_is_of_one_moment_on_one_host() -> None:
     """A user's checkpoint holds one centre: here all elements move alike."""
     for moved, _ in run_ranks(train_wild, 2):
@@ -279,7 +277,6 @@ def test_the_wild_centre_is_of_one_moment_on_one_host() -> None:
 
 
 @pytest.mark.defect("codecs-S19")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S19")
 def test_a_closed_state_leaves_no_process_group() -> None:
     """A user who closes a state gets back the process groups that it has made."""
     assert [left for _, left in run_ranks(train_wild, 2)] == [0, 0]
@@ -305,7 +302,6 @@ def bytes_of_a_bystander(rank: int, world_size: int) -> tuple[float, set[int | N
 
 @COUNTED
 @pytest.mark.defect("codecs-S20")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="codecs-S20")
 def test_a_rank_without_an_offer_sends_no_zeros() -> None:
     """A user whose ranks differ in speed has at most a slow rank's half of the centre on the link, no whole model."""
     _, (sent, offers) = run_ranks(bytes_of_a_bystander, 2)

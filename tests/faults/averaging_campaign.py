@@ -351,7 +351,7 @@ def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk 
     kept = {} if checkpoint is None else torch.load(checkpoint, weights_only=True)["state"]["kept"]
     if kind == "sync":
         start = flat_of(kept["centre"]) if kept else first_centre(world_size)
-        return TogetherWalk(copies, Spring(start, world_size, 0.9 / world_size), EVERY)
+        return TogetherWalk(copies, Spring(start, 0.9 / world_size), EVERY)
     walk = DelayedWalk(copies, **LOCAL[kind], outer=(0.7, 0.9) if kind == "diloco" else None)
     if kept:
         walk.anchor = flat_of(kept["anchor"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossover_ddp._averaging.means import late_mean
+from crossover_ddp._averaging.replica import late_mean
 from crossover_ddp._engine.links import LinkAround
 from crossover_ddp._engine.split import split
 from tests.harness.oracles import tree_sum

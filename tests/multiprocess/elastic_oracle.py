@@ -10,14 +10,10 @@ from tests.multiprocess.replicas import Spring, TogetherWalk, flat, write
 
 
 def first_centre(world_size: int) -> torch.Tensor:
-    """The parameters of the beginning; buffers have seen the first batch of their owner, which is the last rank."""
+    """Rank 0's replica in the first backward pass, whose buffers have seen its first batch."""
     copies = copies_of(world_size, "sgd")
-    start = copies.snapshots()[0]
-    trainable = sum(parameter.numel() for parameter in copies.models[0].parameters())
-    assert len(start) - trainable <= len(start) // world_size
     copies.compute()
-    start[trainable:] = copies.snapshots()[-1][trainable:]
-    return start
+    return copies.snapshots()[0]
 
 
 def together_oracle(
@@ -28,7 +24,7 @@ def together_oracle(
     rate: float,
     skips: Collection[tuple[int, int]] = (),
 ) -> list[torch.Tensor]:
-    spring = Spring(first_centre(world_size), world_size, rate)
+    spring = Spring(first_centre(world_size), rate)
     walk = TogetherWalk(copies_of(world_size, optimizer, skips), spring, sync_every)
     for _ in range(steps):
         walk.step()
@@ -50,7 +46,7 @@ class Replay:
         skips: Collection[tuple[int, int]] = (),
     ) -> None:
         self.copies = copies_of(len(logs), optimizer, skips)
-        self.spring = Spring(first_centre(len(logs)), len(logs), rate)
+        self.spring = Spring(first_centre(len(logs)), rate)
         self.logs = logs
         self.done = [0] * len(logs)
         self.pulls: list[dict[int, torch.Tensor]] = [{} for _ in logs]

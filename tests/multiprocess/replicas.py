@@ -211,21 +211,18 @@ class Spring:
 
     Args:
         start: the centre of the beginning.
-        world_size: number of copies.
         rate: α.
     """
 
-    def __init__(self, start: torch.Tensor, world_size: int, rate: float) -> None:
+    def __init__(self, start: torch.Tensor, rate: float) -> None:
         self.centre = start.clone()
-        self.world_size = world_size
         self.rate = rate
 
     def pull(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return what each rank that pulls adds to its values; None stands for one that does not."""
-        given = [torch.zeros_like(self.centre) if each is None else each for each in values]
-        pulling = sum(each is not None for each in values)
+        given = [each for each in values if each is not None]
         former = self.centre.clone()
-        moved = mean_of(given).mul(self.world_size).sub(former, alpha=pulling)
+        moved = tree_sum(given).sub(former, alpha=len(given))
         self.centre.add_(moved, alpha=self.rate)
         return [None if each is None else (each - former) * -self.rate for each in values]
 

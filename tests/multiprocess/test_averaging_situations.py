@@ -143,7 +143,7 @@ def statistics_of(rank: int, world_size: int) -> list[torch.Tensor]:
     before = norm.running_mean.clone(), norm.running_var.clone()
     trainer.state.stats()
     with torch.no_grad():
-        trainer.state._replica._catch_up()
+        trainer.state._catch_up()
     found = [*before, norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()]
     trainer.state.close()
     return found
@@ -262,7 +262,7 @@ def load_and_save(rank: int, world_size: int, kind: str, path: str) -> tuple[Any
     state.load_state_dict(checkpoint["state"])
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     trainer.backward()  # the model is known now, and nothing was exchanged
-    kept = state._replica.rule.state_dict()
+    kept = state._rule.kept()
     state.close()
     return checkpoint["state"]["kept"], kept
 

@@ -107,8 +107,8 @@ def stand_still(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor,
     for _ in range(30):
         trainer.step()
         time.sleep(0.012 if rank == 1 else 0.003)
-    trainer.state._replica._catch_up()
-    with torch.no_grad(), trainer.state._replica.rule.at_rest(leave=False):
+    trainer.state._catch_up()
+    with torch.no_grad(), trainer.state._rule.at_rest(leave=False):
         pass  # every pull is collected now
     centre = trainer.state.state_dict()["kept"]["centre"]
     names = [name for name, _ in trainer.model.module.named_parameters()]
