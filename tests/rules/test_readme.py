@@ -76,7 +76,7 @@ def test_names_in_the_text_are_public() -> None:
     assert mentioned <= set(crossover_ddp.__all__)
 
 
-def test_the_hook_is_one_added_line_and_its_import() -> None:
+def test_the_hook_is_one_added_line_with_its_import_and_options() -> None:
     (diff, *_) = documents.blocks(README, "diff")
     added = [ast.parse(line).body[0] for line in documents.added(diff)]
-    assert [type(node) for node in added] == [ast.ImportFrom, ast.Expr]
+    assert [type(node) for node in added] == [ast.ImportFrom, ast.Assign, ast.Expr]
