@@ -32,29 +32,29 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._kfac.columns import WeightSharing
-from crossover_ddp._kfac.costs import agree, layer_costs
-from crossover_ddp._kfac.layers import Layer, find_layers, group_of
-from crossover_ddp._kfac.placement import LayerCost, place
-from crossover_ddp._kfac.preconditioner import Preconditioner
+from crossover_ddp._kfac.factors import WeightSharing
+from crossover_ddp._kfac.journeys import Steps
+from crossover_ddp._kfac.layers import find_layers, group_of
+from crossover_ddp._kfac.packed import Packed
+from crossover_ddp._kfac.placement import place
+from crossover_ddp._kfac.preconditioner import KFACSetup, Preconditioner
 from crossover_ddp._kfac.settings import (
     Hyper,
     Hypers,
+    agree,
     check_any,
     check_choices,
     check_held,
     check_max_dim,
     check_new,
-    check_on_its_own,
     check_parameters,
     check_together,
+    layer_costs,
     learning_rates,
     warn_of_adaptive,
     warn_of_gone,
     warn_of_large,
 )
-from crossover_ddp._kfac.setup import KFACSetup
-from crossover_ddp._kfac.steps import Steps
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -170,7 +170,6 @@ class KFACState(Pausable):
         warn_of_gone(inversion=inversion, costs=costs)
         hypers = Hypers(damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps)
         arguments = hypers.arguments(0)  # says what is wrong with them
-        inverse_steps = hypers.at(0).inverse_steps
         arguments |= {"solver": solver, "pi": pi, "weight_sharing": weight_sharing, "factors": factors}
         arguments |= {"accumulated": accumulated}
         check_max_dim(max_factor_dim)
@@ -178,65 +177,46 @@ class KFACState(Pausable):
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
+        self.codec = codec
         self.compare_replicas = compare_replicas
         self.agreement = Agreement()
         group = resolve_group(self.process_group)
+        layers, self.passing = find_layers(model, skip, max_factor_dim)
+        check_parameters(layers, model)
+        inverse_steps = hypers.at(0).inverse_steps
         # No codec for rows of a layer; in the eigenbasis nobody has measured a gain.
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
-        layers, self.passing = find_layers(model, skip, max_factor_dim)
-        agreed = self._agree_on(model, layers, group, spread_steps, arguments)
+        agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
+        check_any(layers, self.passing)
         self._setup = KFACSetup(
             model=weakref.ref(model),
             layers=layers,
             costs=agreed,
-            inverse_steps=inverse_steps,
             hypers=hypers,
-            rank=group.rank(),
-            world_size=group.size(),
-            process_group=self.process_group,
+            group=group,
             solver=solver,
             pi=pi,
             sharing=weight_sharing,
             accumulated=accumulated,
             local=factors == "local",
             keeps_turn=mutex is not None,
-            loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
+            loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
         )
-        self._begin(model, place(agreed, group.size(), inverse_steps), codec)
+        self._learning_rates(kl_clip is not None)  # says what is wrong with them
+        if group.rank() == 0:
+            warn_of_large(self.passing)
+            warn_of_adaptive(optimizer, layers)
+        self._compression = (
+            None if codec is None else Compression(codec, self._setup.loss_scale, self, has_work=True)
+        )
+        self._flush: Callable[[], None] = lambda: None  # alone nothing is under way between steps
+        self._steps = Steps(self._setup, model, self._learning_rates, self)
+        self._own(place(agreed, group.size(), inverse_steps))
+        logger.info("%s", self)
 
     def said(self) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
         return {"codec": self.codec, "steps of KFACState": self._steps.steps}
-
-    def _begin(self, model: nn.Module, owners: Sequence[int], codec: CodecChoice | None) -> None:
-        self.codec = codec
-        self._compression = (
-            None if codec is None else Compression(codec, self._setup.loss_scale, self, has_work=True)
-        )
-        self._flush: Callable[[], None] = _nothing
-        self._learning_rates(self._setup.hypers.kl_clip is not None)  # says what is wrong with them
-        if self._setup.rank == 0:
-            warn_of_adaptive(self.optimizer, self._setup.layers)
-        self._steps = Steps(self._setup, model, self._learning_rates, self)
-        self._own(owners)
-        logger.info("%s", self)
-
-    def _agree_on(
-        self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        group: dist.ProcessGroup,
-        spread_steps: int | None,
-        arguments: dict[str, object],
-    ) -> Sequence[LayerCost]:
-        """Check that all ranks have the same arguments and layers; return what these cost, the same on all ranks."""
-        check_parameters(layers, model)
-        typical = layer_costs(model, layers, group.size(), spread_steps)
-        costs = agree(typical, layers, group, arguments)
-        check_any(layers, self.passing)
-        if group.rank() == 0:
-            warn_of_large(self.passing)
-        return costs
 
     def _own(self, owners: Sequence[int]) -> None:
         """Begin with nothing known of the layers that this rank owns now."""
@@ -288,7 +268,11 @@ class KFACState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        check_on_its_own(deferred=self._steps.is_deferred)
+        if self._steps.is_deferred:
+            raise UnsupportedConfigurationError(
+                "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where "
+                "gradients travel during forward; leave the plan out: factors leave with the buckets, or behind them"
+            )
         plan = FactorPlan(self._preconditioner.traffic.plan(early=early is not False))
         logger.info("%d groups of input factors leave during forward", len(plan.early))
         return plan
@@ -345,7 +329,7 @@ class KFACState(Pausable):
             )
         same = state["world_size"] == setup.world_size
         owners = state["owners"] if same else self._preconditioner.owners
-        self._preconditioner.close()
+        self._preconditioner.capture.close()
         self._own(owners)
         self._preconditioner.load_state_dict(state)
         if self._compression is not None:
@@ -360,7 +344,7 @@ class KFACState(Pausable):
         """
         self._flush()
         self._steps.close()
-        self._preconditioner.close()
+        self._preconditioner.capture.close()
 
     def __repr__(self) -> str:
         return (
@@ -411,7 +395,10 @@ class KFACState(Pausable):
             turn: given away after the step's last bucket.
             hands_back: whether backward goes on without it.
         """
-        pack = functools.cache(functools.partial(self._steps.pack, bucket))  # when all else has been checked
+
+        @functools.cache
+        def pack() -> Packed:
+            return self._steps.pack(bucket)  # when all else has been checked
 
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
             packed = pack()
@@ -477,7 +464,3 @@ def _check_state(state: KFACState) -> None:
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
             "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
         )
-
-
-def _nothing() -> None:
-    """For a state of its own, of which nothing is under way between steps."""

@@ -11,28 +11,42 @@ batch would have given there. What does not end up in the step's gradient is no 
 are smaller than the factor, so they are kept, and sent, instead of it: exactly the same, with less traffic, and the
 product is left to the layer's owner. Each rank decides that for itself, see `placement.most_columns`.
 
+[Note: on trial] Only the gradients that `optimizer.step()` will see may form factors. A forward may be followed by no
+backward at all (its loss was not finite), by ``torch.autograd.grad`` (an adversarial attack, a gradient penalty),
+which leaves ``p.grad`` alone, or by a backward whose gradients are thrown away by ``zero_grad()``. So A of a call is
+held by the call's own place in autograd's graph, and is gone with it. What a backward pass brings is a `PassSums`,
+which is committed when the same pass has added to the weight's ``.grad``, and only then. And what was committed is
+dropped when that ``.grad`` was cleared since (`GradientMark`).
+
 [Note: hooks on views] A hook on a tensor belongs to the tensor's place in autograd's graph. Where a layer returns a
 view (a Linear layer of three-dimensional inputs does before torch 2.15, a convolution of one picture everywhere), that
 place is no longer part of the graph once the view is changed in place, as by ``ReLU(inplace=True)``: autograd then
 goes on at the tensor that the view is of. So the hook is put there.
+
+[Note: directions that wait] After an exchange the gradient of a layer's weight is its direction. A backward pass that
+adds to it, in ``no_sync()`` or not, would have the owner precondition the sum, and so the direction a second time.
+Therefore a hook looks at each gradient just before a pass adds to it: it must be None or zero by then. Its version
+would not tell, since ``p.grad.data.zero_()`` leaves it alone, and clipping changes it.
 """
 
 import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .columns import WeightSharing, input_columns, input_count, output_columns, output_count
-from .factor_sums import Call, ColumnRoom, GradientMark, LayerSums
-from .factors import BatchFactor, Gram, input_factor, input_factor_of, output_factor
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .factors import BatchFactor, Columns, Gram, WeightSharing, input_columns, multiplied, output_columns
 from .layers import Layer, unwrapped
+from .placement import most_columns
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +56,147 @@ _NOTHING_SEEN: Final = (
     "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
     "BatchNorm in it may be in eval mode), and make the state before the model is compiled and called"
 )
+_REMEDY: Final = (
+    "call optimizer.zero_grad() between two exchanges, and to accumulate gradients do all backward passes of a step "
+    "but the last one in model.no_sync(), or add up their losses"
+)
+_USED_BESIDE: Final = (
+    "%s: the model uses the weight beside its layer, too, so K-FAC sees a part of its gradient only; use it by calling "
+    "the layer alone, or name the layer in KFACState's skip="
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a layer with gradients enabled; autograd's graph holds it.
+
+    Args:
+        number: the order of calls.
+        step, micro_batch: in which it was made.
+        make_a: returns A, or its columns. None: A is counted already.
+    """
+
+    number: int
+    step: int
+    micro_batch: int
+    make_a: Callable[[], BatchFactor] | None
+
+
+@dataclass
+class Sum:
+    """What one layer has gathered of one of its factors.
+
+    Args:
+        room: as columns for as long as they are no more.
+    """
+
+    room: int
+    value: BatchFactor | None = None
+    calls: int = 0
+
+    def add(self, part: BatchFactor | None, calls: int = 1) -> None:
+        """Add the factor of some calls, or its columns."""
+        self.calls += calls
+        value = self.value
+        if value is None or part is None:
+            self.value = part if value is None else value
+        elif isinstance(value, Gram) and isinstance(part, Gram) and value.width + part.width <= self.room:
+            self.value = Gram(torch.cat([value.columns, part.columns], dim=2))
+        else:
+            self.value = multiplied(value).add_(multiplied(part))
+
+    def take(self, scale: Callable[[int], float]) -> BatchFactor | None:
+        """Return the factor, or its columns, times ``scale`` of the number of calls, and forget it; None: none."""
+        value, calls, self.value, self.calls = self.value, self.calls, None, 0
+        if isinstance(value, Gram):
+            return Gram(value.columns * math.sqrt(scale(calls)))
+        return None if value is None else value.mul_(scale(calls))
+
+
+@dataclass
+class PassSums:
+    """What one backward pass has brought of a layer so far: G, and the calls whose A belongs to it."""
+
+    g: Sum
+    calls: list[Call] = field(default_factory=list)
+
+
+class GradientMark:
+    """How the ``.grad`` of one weight was left by the last pass that added to it.
+
+    Attributes:
+        micro_batches: those of this step that are in it.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches: set[int] = set()
+        self._gradient: Callable[[], Tensor | None] = lambda: None
+        self._version = -1
+
+    def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
+        """A pass has added the gradient of ``micro_batches``."""
+        self.micro_batches.update(micro_batches)
+        self._gradient = (lambda: None) if gradient is None else weakref.ref(gradient)
+        self._version = -1 if gradient is None else gradient._version
+
+    def is_as_left(self, gradient: Tensor) -> bool:
+        """Tell whether nothing was written to it since, as far as its version says."""
+        return self._gradient() is gradient and self._version == gradient._version
+
+    def clear(self) -> None:
+        """Nothing of this step is in it any more."""
+        self.micro_batches.clear()
+        self._gradient = lambda: None
+
+
+class LayerSums:
+    """Both factors of one layer in one step, see [Note: on trial].
+
+    Args:
+        rooms: how many columns may be kept of A and of G.
+    """
+
+    def __init__(self, rooms: tuple[int, int]) -> None:
+        self.a, self.g = map(Sum, rooms)
+        self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
+        self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
+        # Numbers of calls whose A was taken ahead, and whose backward has not come.
+        self._ahead: set[int] = set()
+        self._took_ahead = False
+        self._spoiled = False
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether A that was sent ahead of backward turned out not to be the step's."""
+        return self._spoiled or bool(self._ahead)
+
+    def trial(self, task: int) -> PassSums:
+        """Return what the backward pass ``task`` has brought."""
+        return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
+
+    def commit(self, trial: PassSums) -> None:
+        """The pass of ``trial`` has added to the weight's gradient."""
+        self._count(trial.calls)
+        self._ahead -= {call.number for call in trial.calls}
+        self.g.add(trial.g.value, trial.g.calls)
+
+    def look_ahead(self) -> None:
+        """Count all calls so far, assuming that their backward will come."""
+        self._ahead |= {call.number for call in self.open}
+        self._count(self.open)
+        self._took_ahead = True
+
+    def drop(self) -> None:
+        """What was committed in this step was given up."""
+        self.a, self.g = Sum(self.a.room), Sum(self.g.room)
+        self._spoiled = self._spoiled or self._took_ahead
+
+    def _count(self, calls: Iterable[Call]) -> None:
+        for call in sorted(calls, key=lambda call: call.number):
+            make_a, call.make_a = call.make_a, None
+            self.open.discard(call)
+            if make_a is not None:
+                self.a.add(make_a())
 
 
 class FactorCapture:
@@ -61,12 +216,12 @@ class FactorCapture:
         loss_scale: by what the loss is multiplied; read once per micro-batch.
         accumulated: "mean" if each micro-batch's loss is divided by their number, "sum" if not.
         only: the indices to capture; default all. Others cost nothing.
-        rooms: by layer, how many columns are kept; default none.
+        ranks: how many send columns of the same factor, see [Note: few columns]; 1: nobody.
 
     Attributes:
         active: whether anything is captured.
-        on_begin: called when a micro-batch begins.
-        on_input: called with the layer's index when it was called in forward.
+        calls: of the layers in the forward passes of this micro-batch, in the order of their first ones.
+        on_input: called when a layer was called in forward.
     """
 
     def __init__(
@@ -78,19 +233,20 @@ class FactorCapture:
         loss_scale: Callable[[], float] = lambda: 1.0,
         accumulated: Literal["mean", "sum"] = "mean",
         only: Collection[int] | None = None,
-        rooms: Sequence[ColumnRoom] | None = None,
+        ranks: int = 1,
     ) -> None:
         self.active = True
-        self.on_begin: Callable[[], None] | None = None
-        self.on_input: Callable[[int], None] | None = None
+        self.calls: Counter[int] = Counter()
+        self.on_input: Callable[[], None] | None = None
         self._layers = list(layers)
-        self._rooms = [ColumnRoom() for _ in layers] if rooms is None else rooms
+        shapes = [layer.shape for layer in layers]
+        self._rooms = [(most_columns(s.a_dim, ranks), most_columns(s.g_dim, ranks)) for s in shapes]
         self._sharing = sharing
         self._loss_scale = loss_scale
         self._scale: float | None = None
         self._accumulated = accumulated
         chosen = range(len(self._layers)) if only is None else sorted(only)
-        self._sums = {index: LayerSums() for index in chosen}
+        self._sums = {index: LayerSums(self._rooms[index]) for index in chosen}
         # Of all layers: those that are not captured also show which micro-batches count.
         self._marks = [GradientMark() for _ in self._layers]
         self._step = 0
@@ -98,6 +254,7 @@ class FactorCapture:
         self._newest_task = _NO_BACKWARD
         self._warned = False
         self._warned_of_none = False
+        self._looked_beside = False
         self._seen: set[bool] = set()  # whether layers were, of those whose gradients came in this step
         self._micro_batch = 0
         self._gradients_came = False
@@ -114,6 +271,7 @@ class FactorCapture:
             yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
         if model is not None:
             yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"))
+            yield unwrapped(model).register_forward_hook(WeakHook(self, "_on_output"))
 
     @property
     def micro_batches(self) -> int:
@@ -129,11 +287,12 @@ class FactorCapture:
         for index, sums in self._sums.items():
             for call in sums.open:
                 call.make_a = None
-            self._sums[index] = LayerSums()
+            self._sums[index] = LayerSums(self._rooms[index])
         for mark in self._marks:
             mark.clear()
         self._step += 1
         self._micro_batch = 0
+        self.calls.clear()
         self._gradients_came = False
         self._scale = None
 
@@ -150,8 +309,7 @@ class FactorCapture:
         self._micro_batch += 1
         self._gradients_came = False
         self._scale = None
-        if self.on_begin is not None:
-            self.on_begin()
+        self.calls.clear()
 
     def begin_exchange(self) -> None:
         """The step's gradients are about to be exchanged: drop what was given up, if no layer's gradient did so."""
@@ -160,7 +318,7 @@ class FactorCapture:
 
     def take_input(self, index: int) -> BatchFactor | None:
         """Return A of a layer as of now, or its columns, and forget it; None if it had no gradient."""
-        return self._sums[index].take_input()
+        return self._sums[index].a.take(lambda calls: 1 / calls)
 
     def take_input_ahead(self, index: int) -> BatchFactor | None:
         """Return A as `take_input`, of calls whose backward is still to come, too.
@@ -169,20 +327,17 @@ class FactorCapture:
         """
         if not _in_backward():
             self._drop_given_up()
-        return self._sums[index].take_input_ahead(self._rooms[index].a)
+        self._sums[index].look_ahead()
+        return self.take_input(index)
 
     def take_output(self, index: int) -> BatchFactor | None:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
         sums = self._sums[index]
-        found = sums.take_output(self._output_scale)
+        found = sums.g.take(self._output_scale)
         if not sums.spoiled:
             return found
-        self._warn_of_spoiled(
-            index,
-            "was taken from a forward whose backward was not the step's",
-            "call plan_factors(early=False)",
-        )
-        return self._not_a_number(index, self._layers[index].shape.g_dim)
+        how = "was taken from a forward whose backward was not the step's"
+        return self._spoiled(index, self._layers[index].shape.g_dim, how, "call plan_factors(early=False)")
 
     def _output_scale(self, calls: int) -> float:
         if self._sharing == "kfac-pytorch":
@@ -214,50 +369,55 @@ class FactorCapture:
         in_forward = not _in_backward()
         if in_forward:
             sums.trials.clear()  # of passes that added to no gradient
-        call = Call(next(self._numbers), step=self._step, micro_batch=self._micro_batch, make_a=None)
-        count = input_count(module, input, output, self._sharing)
-        if not in_forward:
-            # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then
-            # the first output has the hook that will fire.
-            call.make_a = partial(self._make_later, index, module, input, input._version, count)
-        else:
-            call.make_a = self._made(index, module, input, count)
+        # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then the
+        # first output has the hook that will fire.
+        make = self._made if in_forward else self._made_later
+        call = Call(next(self._numbers), self._step, self._micro_batch, make(index, module, input))
         sums.open.add(call)
-        _hook_output(output, partial(self._on_gradient, index, module, call))
-        if in_forward and self.on_input is not None:
-            self.on_input(index)
+        _hook_output(output, lambda gradient: self._on_gradient(index, module, call, gradient))
+        if in_forward:
+            self.calls[index] += 1
+            if self.on_input is not None:
+                self.on_input()
+
+    def _on_output(self, module: nn.Module, args: object, output: object) -> None:
+        """Once: warn of weights of which K-FAC sees a part of the gradient only."""
+        if self._looked_beside or not self.calls or not self._captures(module):
+            return
+        self._looked_beside = True
+        uses = _uses(_tensors(output))
+        found = [
+            self._layers[index].name
+            for index, n in self.calls.items()
+            if uses[self._layers[index].weight] > n
+        ]
+        if found:
+            logger.warning(_USED_BESIDE, ", ".join(found))
 
     def _captures(self, module: nn.Module) -> bool:
         return self.active and module.training and torch.is_grad_enabled()
 
-    def _made(self, index: int, module: nn.Module, input: Tensor, count: int) -> Callable[[], BatchFactor]:
+    def _made(self, index: int, module: nn.Module, input: Tensor) -> Callable[[], BatchFactor]:
         """Return A of one call: now, or, of a layer that waits for many gradients at once, in the smallest form."""
-        shape = self._layers[index].shape
-        if self._rooms[index].a < count < shape.a_dim and self._sums[index].open:
-            columns = input_columns(module, shape, input, self._sharing)
-            # A copy: the input may be changed in place where activations are recomputed.
-            columns = columns._replace(columns=columns.columns.clone())
-            return partial(input_factor_of, columns, shape)
-        made = self._part_of_input(index, module, input, count)
+        shape, room = self._layers[index].shape, self._rooms[index][0]
+        columns = input_columns(module, shape, input, self._sharing)
+        if room < columns.width < shape.a_dim and self._sums[index].open:
+            return columns.kept().factor  # where activations are recomputed inputs may be changed in place
+        made = _in_small(columns, room)
         return lambda: made
 
-    def _make_later(
-        self, index: int, module: nn.Module, input: Tensor, version: int, count: int
-    ) -> BatchFactor:
-        if input._version == version:
-            return self._part_of_input(index, module, input, count)
-        self._warn_of_spoiled(
-            index,
-            "was changed in place before activation checkpointing had computed it again",
-            "do not change it in place, or name the layer in skip=",
-        )
-        return self._not_a_number(index, self._layers[index].shape.a_dim)
+    def _made_later(self, index: int, module: nn.Module, input: Tensor) -> Callable[[], BatchFactor]:
+        version, shape = input._version, self._layers[index].shape
 
-    def _part_of_input(self, index: int, module: nn.Module, input: Tensor, count: int) -> BatchFactor:
-        shape = self._layers[index].shape
-        if 0 < count <= self._rooms[index].a:
-            return Gram(input_columns(module, shape, input, self._sharing).scaled())
-        return input_factor(module, shape, input, self._sharing)
+        def make() -> BatchFactor:
+            if input._version == version:
+                return _in_small(input_columns(module, shape, input, self._sharing), self._rooms[index][0])
+            how = "was changed in place before activation checkpointing had computed it again"
+            return self._spoiled(
+                index, shape.a_dim, how, "do not change it in place, or name the layer in skip="
+            )
+
+        return make
 
     # --- backward --------------------------------------------------------------------------------------------
 
@@ -268,30 +428,28 @@ class FactorCapture:
         if self._scale is None:  # a GradScaler's makes the host wait for the device
             self._scale = self._loss_scale()
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
-        room = self._rooms[index].g
         trial.calls.append(call)
-        if 0 < output_count(module, gradient, self._sharing) <= room:
-            columns = output_columns(module, shape, gradient, self._sharing)
-            trial.g.add(Gram(columns.scaled().div_(self._scale)), room)
+        part = _in_small(output_columns(module, shape, gradient, self._sharing), trial.g.room)
+        if isinstance(part, Gram):
+            part.columns.div_(self._scale)
         else:
-            trial.g.add(output_factor(module, shape, gradient, self._sharing).div_(self._scale**2), room)
+            part.div_(self._scale**2)
+        trial.g.add(part)
 
     def _on_accumulated(self, index: int, weight: Tensor) -> None:
         """The gradient of a layer's weight was added to: what its pass has brought is the step's."""
         if not self.active:
             return
-        sums = self._sums.get(index)
-        trial = None if sums is None else sums.trials.pop(_task(), None)
+        sums, made_in = self._sums.get(index), {self._micro_batch}
         if sums is not None:
+            trial = sums.trials.pop(_task(), None)
             self._seen.add(trial is not None)
-        if sums is not None and trial is None:
-            return
+            if trial is None:
+                return
+            made_in = {call.micro_batch for call in trial.calls}
+            sums.commit(trial)
         self._gradients_came = True
-        made_in = {self._micro_batch} if trial is None else {call.micro_batch for call in trial.calls}
         self._marks[index].left(weight.grad, made_in)
-        if sums is None or trial is None:
-            return
-        sums.commit(trial, self._rooms[index])
 
     def _begin_pass(self) -> None:
         """Once per backward pass, before it adds to any gradient: drop what was given up."""
@@ -321,21 +479,103 @@ class FactorCapture:
         if index in self._sums:
             self._sums[index].drop()
 
-    def _not_a_number(self, index: int, dim: int) -> Tensor:
-        weight, size = self._layers[index].weight, (self._layers[index].shape.groups, dim, dim)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return torch.full(size, math.nan, dtype=dtype, device=weight.device)
-
-    def _warn_of_spoiled(self, index: int, how: str, remedy: str) -> None:
+    def _spoiled(self, index: int, dim: int, how: str, remedy: str) -> Tensor:
+        """Return what is not a number in the place of a factor; warn once."""
+        layer = self._layers[index]
         if not self._warned:
             self._warned = True
             logger.warning(
                 "the input factor of layer %s %s; the factors of such layers are dropped in such steps. If this goes "
                 "on, %s",
-                self._layers[index].name,
+                layer.name,
                 how,
                 remedy,
             )
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        return torch.full((layer.shape.groups, dim, dim), math.nan, dtype=dtype, device=layer.weight.device)
+
+
+def _in_small(columns: Columns, room: int) -> BatchFactor:
+    """Return columns if there is room for them, else the factor."""
+    return columns.gram() if 0 < columns.width <= room else columns.factor()
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
+    elif is_dataclass(output):
+        yield from _tensors(vars(output))
+
+
+def _uses(outputs: Iterable[Tensor]) -> Counter[Tensor]:
+    """Return how often each leaf was used to compute ``outputs``."""
+    ahead = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen, users, uses = set(ahead), Counter[object](), Counter[Tensor]()
+    leaves: list[tuple[Tensor, Any]] = []
+    while ahead:
+        node = ahead.pop()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            users[child] += 1
+            if hasattr(child, "variable"):
+                leaves.append((child.variable, node))
+            elif child not in seen:
+                seen.add(child)
+                ahead.append(child)
+    for leaf, node in leaves:  # autocast casts a weight once
+        uses[leaf] += users[node] if node.name() == "ToCopyBackward0" else 1
+    return uses
+
+
+class WaitingDirections:
+    """Knows which weights' gradients hold directions, see [Note: directions that wait].
+
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        # By layer: whether a pass has added to its direction; None: none has. A tensor: the host does not wait for it.
+        self._waits: dict[int, Tensor | None] = {}
+        self._found: dict[int, Tensor] = {}  # not added to yet: ``torch.autograd.grad`` adds to nothing
+        for index, layer in enumerate(layers):
+            layer.weight.register_hook(WeakHook(self, "_before_adding", index))
+            layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_added", index))
+
+    def wait(self, layers: Iterable[int]) -> None:
+        """Note that the gradients of ``layers`` have been exchanged."""
+        self._waits.update((index, None) for index in layers)
+
+    def check(self, layers: Iterable[int]) -> None:
+        """Refuse gradients of ``layers`` that have a direction in them."""
+        for index in layers:
+            added = self._waits.get(index)
+            if added is not None and bool(added):
+                weight = next(iter(self._layers[index].parameters()))
+                raise UnsupportedConfigurationError(
+                    f"expected gradients that were cleared since the last exchange, got a second backward() added to "
+                    f"the K-FAC direction of {weight}, which would be preconditioned twice; {_REMEDY}"
+                )
+
+    def _before_adding(self, index: int, _: Tensor) -> None:
+        if index not in self._waits:
+            return
+        gradient, before = self._layers[index].weight.grad, self._waits[index]
+        if gradient is None:
+            del self._waits[index]
+            return
+        left = gradient.detach().any()
+        self._found[index] = left if before is None else before & left  # once cleared, what is there is new
+
+    def _added(self, index: int, _: Tensor) -> None:
+        if index in self._waits:
+            self._waits[index] = self._found.pop(index)
 
 
 class _View(NamedTuple):
@@ -364,11 +604,8 @@ def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     if base is None:
         output.register_hook(hook)
     else:
-        base.register_hook(partial(_on_gradient_of_base, hook, _View.of(output, base)))
-
-
-def _on_gradient_of_base(hook: Callable[[Tensor], None], view: _View, gradient: Tensor) -> None:
-    hook(view.taken_of(gradient.detach()))
+        view = _View.of(output, base)
+        base.register_hook(lambda gradient: hook(view.taken_of(gradient.detach())))
 
 
 def _task() -> int:

@@ -3,16 +3,126 @@
 Only the owner has them, so that their memory, and the work of making solvers, is divided by the number of ranks.
 """
 
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from .columns import LayerShape
-from .factors import BatchFactor, DampedInverse, Solver, is_finite, multiplied, update_running
+from .factors import BatchFactor, at_least_float32, is_finite, multiplied, update_running
+from .layers import LayerShape
 from .spread import SpreadSolver
 
 Start = Literal["batch", "identity"]
+One = TypeVar("One", bound="Solver")
+_PI_RANGE: Final = (1e-8, 1e8)
+_RETRIES: Final = 8
+
+
+class Solver:
+    """What turns a layer's gradient into its K-FAC step, made of its two factors.
+
+    Attributes:
+        strained: how many times a factor (of one group) had to be damped further than asked; 0 after `from_tensors`.
+    """
+
+    strained: int
+
+    @classmethod
+    def compute(
+        cls: type[One], a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool
+    ) -> One | None:
+        """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
+
+        Args:
+            a_factor: A, [groups, a, a], symmetric; only its lower triangle may be read. Left as it is.
+            g_factor: G, [groups, g, g].
+            damping: γ > 0.
+            pi: divide the damping between the factors by their size.
+
+        On failure: ``ValueError`` for damping that is not a positive number. No factor raises: one that cannot be
+        solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
+        """
+        if not 0 < damping < math.inf:
+            raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
+        a, g = at_least_float32(a_factor), at_least_float32(g_factor)
+        return cls._of(a, g, damping, pi) if torch.isfinite(a).all() & torch.isfinite(g).all() else None
+
+    @classmethod
+    def _of(cls: type[One], a: Tensor, g: Tensor, damping: float, pi: bool) -> One:
+        raise NotImplementedError
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has to hold; the tensors themselves, not copies."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    @classmethod
+    def from_tensors(cls: type[One], tensors: Mapping[str, Tensor]) -> One:
+        """Make again what `tensors` described."""
+        return cls(**tensors)
+
+
+@dataclass(frozen=True)
+class DampedInverse(Solver):
+    """V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky.
+
+    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section 6.3), or 1.
+    """
+
+    a_inverse: Tensor
+    g_inverse: Tensor
+    strained: int = 0
+
+    @classmethod
+    def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "DampedInverse":
+        balance = _balance(a, g) if pi else a.new_ones(a.shape[0], dtype=torch.float64)
+        root = math.sqrt(damping)
+        (a_inverse,), a_strained = _solved(a, root * balance, _inverse, _diagonal_inverse)
+        (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
+        return cls(a_inverse, g_inverse, a_strained + g_strained)
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Multiply by both inverses."""
+        return self.g_inverse @ (matrix.to(self.a_inverse.dtype) @ self.a_inverse)
+
+
+@dataclass(frozen=True)
+class Eigenbasis(Solver):
+    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues taken for zero.
+
+    Damps the whole Fisher block exactly (George et al., arXiv 1806.03884), so there is nothing to divide between
+    the factors: ``pi`` has no effect.
+    """
+
+    a_values: Tensor
+    a_vectors: Tensor
+    g_values: Tensor
+    g_vectors: Tensor
+    damping: Tensor
+    strained: int = 0
+
+    @classmethod
+    def _of(cls, a: Tensor, g: Tensor, damping: float, pi: bool) -> "Eigenbasis":
+        none = a.new_zeros(a.shape[0], dtype=torch.float64)
+        (a_values, a_vectors), a_strained = _solved(a, none, _eigen, _diagonal_eigen)
+        (g_values, g_vectors), g_strained = _solved(g, none, _eigen, _diagonal_eigen)
+        gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
+        return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
+
+    def precondition(self, matrix: Tensor) -> Tensor:
+        """Divide by the damped eigenvalues in the basis where the Fisher block is diagonal."""
+        rotated = self.g_vectors.mT @ (matrix.to(self.a_vectors.dtype) @ self.a_vectors)
+        rotated /= self.g_values.unsqueeze(-1) * self.a_values.unsqueeze(-2) + self.damping
+        return self.g_vectors @ (rotated @ self.a_vectors.mT)
+
+
+SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
 class Curvature:
@@ -76,9 +186,14 @@ class Curvature:
 
     def spread(self) -> SpreadSolver | None:
         """Return the solver as all ranks get it if the layer is spread; None if there is none yet, or another kind."""
-        if self._spread is None and isinstance(self.solver, DampedInverse):
-            self._spread = SpreadSolver.of(self.solver, self._shape)
+        if self._spread is None:
+            self._spread = self._spread_of(None)
         return self._spread
+
+    def _spread_of(self, root: Tensor | None) -> SpreadSolver | None:
+        if not isinstance(self.solver, DampedInverse):
+            return None
+        return SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self._shape, root)
 
     def factor_bytes(self) -> int:
         """Memory of the running factors."""
@@ -93,11 +208,11 @@ class Curvature:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all tensors on the host, and the counts."""
-        solver = self.solver.tensors() if self.solver is not None else None
+        tensors = {} if self.solver is None else self.solver.tensors()
         return {
             "a": None if self._a is None else self._a.cpu(),
             "g": None if self._g is None else self._g.cpu(),
-            "solver": None if solver is None else {name: tensor.cpu() for name, tensor in solver.items()},
+            "solver": {name: tensor.cpu() for name, tensor in tensors.items()} or None,
             "root": None if self._spread is None else self._spread.root.cpu(),
             "strained": self.strained,
             "dropped": self.dropped,
@@ -121,6 +236,99 @@ class Curvature:
             tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
             self.solver = self._solver_type.from_tensors(tensors)
             root = state.get("root")  # as all ranks had it, if the layer was spread
-            if root is not None and isinstance(self.solver, DampedInverse):
-                self._spread = SpreadSolver.of(self.solver, self._shape, root.to(device, copy=True))
+            self._spread = None if root is None else self._spread_of(root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]
+
+
+def _mean_diagonal(factor: Tensor) -> Tensor:
+    # float64: the trace of a large, finite factor may not fit into its own dtype.
+    return factor.diagonal(dim1=-2, dim2=-1).double().mean(-1)
+
+
+def _balance(a: Tensor, g: Tensor) -> Tensor:
+    """Return π of each group, [groups]."""
+    of_a, of_g = _mean_diagonal(a), _mean_diagonal(g)
+    pi = (of_a / of_g).sqrt().clamp(*_PI_RANGE)
+    return torch.where((of_a > 0) & (of_g > 0), pi, 1.0)
+
+
+Solved = tuple[Tensor, ...]
+
+
+def _solved(
+    factor: Tensor,
+    damping: Tensor,
+    attempt: Callable[[Tensor], Solved],
+    fall_back: Callable[[Tensor], Solved],
+) -> tuple[Solved, int]:
+    """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
+
+    Args:
+        factor: [groups, d, d], finite.
+        damping: [groups].
+        attempt: returns tensors [groups, ...]; not finite for a group without solution.
+        fall_back: the same for the diagonals alone; always finite.
+
+    Returns: what these returned, and how many times a group was damped further or fell back.
+    """
+    solved, strained = attempt(_plus_identity(factor, damping)), 0
+    failed = _failed(solved)
+    # Below this, damping is lost in the rounding of the factor.
+    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
+        min=torch.finfo(factor.dtype).tiny
+    )
+    for retry in range(_RETRIES + 1):
+        if not bool(failed.any()):
+            break
+        strained += int(failed.sum())
+        damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
+        stronger = _plus_identity(factor[failed], damping[failed])
+        again = attempt(stronger) if retry < _RETRIES else fall_back(stronger)
+        for whole, part in zip(solved, again, strict=True):
+            whole[failed] = part
+        failed = _failed(solved)
+    return solved, strained
+
+
+def _failed(solved: Solved) -> Tensor:
+    return ~torch.stack([part.flatten(1).isfinite().all(1) for part in solved]).all(0)
+
+
+def _plus_identity(factor: Tensor, amount: Tensor) -> Tensor:
+    damped = factor.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(amount.to(factor.dtype).unsqueeze(-1))
+    return damped
+
+
+def _inverse(factor: Tensor) -> Solved:
+    triangle, info = torch.linalg.cholesky_ex(factor)
+    # Half a triangle, or one with a zero on its diagonal, would make the inversion of all groups raise.
+    triangle[(info != 0) | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any(-1)] = math.nan
+    return (torch.cholesky_inverse(triangle),)
+
+
+def _diagonal_inverse(factor: Tensor) -> Solved:
+    return (torch.diag_embed(1 / _positive_diagonal(factor)),)
+
+
+def _eigen(factor: Tensor) -> Solved:
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        # One group is enough to fail all: find out which.
+        if factor.shape[0] > 1:
+            each = [_eigen(group) for group in factor.split(1)]
+            return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])
+        return factor.new_full(factor.shape[:-1], math.nan), factor.new_full(factor.shape, math.nan)
+    return values.clamp_(min=0), vectors
+
+
+def _diagonal_eigen(factor: Tensor) -> Solved:
+    basis = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return _positive_diagonal(factor), basis.expand_as(factor)
+
+
+def _positive_diagonal(factor: Tensor) -> Tensor:
+    # Neither this nor its inverse overflows.
+    limits = torch.finfo(factor.dtype)
+    return factor.diagonal(dim1=-2, dim2=-1).clamp(limits.tiny * 4, limits.max / 4)

@@ -1,7 +1,7 @@
-"""When K-FAC's factors travel: with the gradients' buckets, ahead of them or behind them.
+"""K-FAC's factors on their way to the layers' owners: with the gradients' buckets, ahead of them or behind them.
 
-Always as journeys of their own, to the layers' owners; only the moment differs. In steps that make solvers the factors
-of a bucket's layers leave with it, just before its gradients.
+Always as journeys of their own; only the moment differs. In steps that make solvers the factors of a bucket's layers
+leave with it, just before its gradients.
 
 [Note: late factors] The running factors matter when solvers are made of them, and in most steps none are. In such
 steps the factors wait until the step's gradients are gathered, and then leave in groups, one behind the gradients
@@ -13,34 +13,166 @@ trail, too; the groups are our design.
 2107.06533): a group when its last layer has been called and all groups before it have left. What has not left when
 backward hands out its first bucket leaves then.
 
+[Note: forms of a factor] A rank sends the triangle of a factor, or the columns that it is made of, whichever is less,
+or nothing if it has none. So the ranks first tell the owners how much will come. Where collectives are issued in the
+program's order the host would have to wait for that, and all ranks send triangles. Behind a triangle stands whether
+there is one. An owner's own factors that meet no others stay as they are.
+
 All ranks send the same groups in the same order. They are added to the running means in that order, too.
 """
 
-import functools
 import itertools
+import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.links import Link, parts
 from crossover_ddp._engine.trips import Trip
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
 from .curvature import Curvature
-from .factor_messages import Due, Factor, FactorMessages, bring_factors
-from .factors import BatchFactor
+from .factors import BatchFactor, Gram, multiplied, pack_triangle, triangle_numel, unpack_triangle
 from .layers import Layer
 
 Groups = tuple[tuple[int, ...], ...]
 _EARLY_GROUPS: Final = 8  # each costs messages
+_NONE: Final = 0
+_TRIANGLE: Final = -1  # else the number of columns
+
+
+class Factor(NamedTuple):
+    """A or G of one layer, [groups, dim, dim], or its columns; None: this rank has none."""
+
+    layer: int
+    owner: int
+    which: Literal["a", "g"]
+    groups: int
+    dim: int
+    value: BatchFactor | None
+
+    @property
+    def triangle_numel(self) -> int:
+        """Elements of its triangle, and whether there is one."""
+        return triangle_numel(self.groups, self.dim) + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's."""
+        value = self.value.columns if isinstance(self.value, Gram) else self.value
+        return 0 if value is None else value.nbytes
+
+    def form(self) -> int:
+        """Return how it travels."""
+        if self.value is None:
+            return _NONE
+        return self.value.width if isinstance(self.value, Gram) else _TRIANGLE
+
+    def numel(self, form: int) -> int:
+        """Return the elements that a factor of this size takes."""
+        return self.triangle_numel if form == _TRIANGLE else self.groups * self.dim * form
+
+    def pack(self, form: int, out: Tensor) -> None:
+        """Write it."""
+        if self.value is None:
+            out.zero_()
+        elif form == _TRIANGLE:
+            _pack_triangle(multiplied(self.value), out)
+        elif isinstance(self.value, Gram):
+            out.view(self.value.columns.shape).copy_(self.value.columns)
+
+    def mean(self, shares: Sequence[tuple[int, Tensor]], like: Tensor) -> BatchFactor:
+        """Return the mean of what was packed on those ranks that have it; not a number if none has.
+
+        Args:
+            shares: by rank, its form and itself.
+            like: of the same dtype and device.
+        """
+        if not shares:
+            return like.new_full((self.groups, self.dim, self.dim), math.nan)
+        columns = [flat.view(self.groups, self.dim, form) for form, flat in shares if form != _TRIANGLE]
+        if len(columns) == len(shares):
+            return Gram(torch.cat(columns, dim=2) * math.sqrt(1 / len(shares)))
+        total, triangle = like.new_zeros(self.triangle_numel), like.new_empty(self.triangle_numel)
+        for form, flat in shares:
+            if form != _TRIANGLE:
+                _pack_triangle(multiplied(Gram(flat.view(self.groups, self.dim, form))), triangle)
+            total += flat if form == _TRIANGLE else triangle
+        return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
+
+
+def _pack_triangle(value: Tensor, out: Tensor) -> None:
+    pack_triangle(value.to(out.dtype), out[:-1])
+    out[-1] = 1.0
+
+
+class FactorMessages:
+    """The factors of some layers on their way to the owners, packed.
+
+    Args:
+        factors: the same in the same order on all ranks.
+        rank, size: of this process.
+        like: a parameter on their device; what is added up is at least float32.
+        tells: whether ranks first tell the owners what comes, see [Note: forms of a factor].
+    """
+
+    def __init__(self, factors: Sequence[Factor], rank: int, size: int, like: Tensor, *, tells: bool) -> None:
+        self._rank, self._size, self._tells = rank, size, tells
+        self._by_owner = [[each for each in factors if each.owner == owner] for owner in range(size)]
+        self._forms = [[f.form() if tells else _TRIANGLE for f in of_owner] for of_owner in self._by_owner]
+        numels = [_numels(*of_owner) for of_owner in zip(self._by_owner, self._forms, strict=True)]
+        self._to = [sum(of_owner) for of_owner in numels]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self._flat = torch.empty(sum(self._to), dtype=dtype, device=like.device)
+        places = iter(self._flat.split([numel for of_owner in numels for numel in of_owner]))
+        for of_owner in zip(self._by_owner, self._forms, strict=True):
+            for factor, form in zip(*of_owner, strict=True):
+                factor.pack(form, next(places))
+
+    async def travel(self, link: Link) -> Iterator[tuple[Factor, BatchFactor]]:
+        """Have all factors go to their owners; return the own ones and their means."""
+        if self._flat.is_cuda:  # the host lets go of it before the device has read it
+            self._flat.record_stream(torch.cuda.current_stream(self._flat.device))
+        own, forms = self._by_owner[self._rank], [self._forms[self._rank]] * self._size
+        if self._tells:
+            forms = await self._told(link)
+        numels = [_numels(own, of_rank) for of_rank in forms]
+        of = [sum(of_rank) for of_rank in numels]
+        incoming = self._flat.new_empty(sum(of))
+        await link.all_to_all(self._flat, self._to, incoming, of)
+        arrived = parts(incoming, of)
+        arrived[self._rank] = parts(self._flat, self._to)[self._rank]
+        by_rank = [
+            list(zip(*each, strict=True))
+            for each in zip(forms, map(torch.split, arrived, numels), strict=True)
+        ]
+        return (
+            (factor, factor.mean([share for share in shares if share[0] != _NONE], self._flat))
+            for factor, *shares in zip(own, *by_rank, strict=True)
+        )
+
+    async def _told(self, link: Link) -> list[list[int]]:
+        """Return the forms of all ranks' factors of the own layers."""
+        device, count = self._flat.device, len(self._forms[self._rank])
+        there = torch.tensor([form for of_owner in self._forms for form in of_owner], dtype=torch.int32)
+        back = torch.empty(self._size * count, dtype=torch.int32, device=device)
+        to = [len(of_owner) for of_owner in self._forms]
+        await link.all_to_all(there.to(device), to, back, [count] * self._size)
+        forms: list[list[int]] = back.view(self._size, count).tolist() if count else [[]] * self._size
+        forms[self._rank] = self._forms[self._rank]
+        return forms
+
+
+def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
+    return [factor.numel(form) for factor, form in zip(factors, forms, strict=True)]
 
 
 class FactorTraffic:
@@ -51,8 +183,8 @@ class FactorTraffic:
         owners: of each layer.
         curvatures: of the layers that this rank owns; they take the factors.
         capture: where the factors are; its callbacks are taken.
-        process_group: the ranks of the job, None for the default group.
-        local: whether factors do not travel at all.
+        group: the ranks of the job.
+        local: whether owners take their own factors, and none travels.
 
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
@@ -67,25 +199,20 @@ class FactorTraffic:
         *,
         curvatures: Mapping[int, Curvature],
         capture: FactorCapture,
-        process_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         local: bool,
     ) -> None:
-        self._layers = layers
-        self._owners = owners
-        self._curvatures = curvatures
-        self._capture = capture
-        self._group = resolve_group(process_group)
-        self._local = local
-        self._called: Counter[int] = Counter()  # layers, in the order of this forward
+        self._layers, self._owners, self._curvatures = layers, owners, curvatures
+        self._capture, self._group, self._local = capture, group, local
+        self._on_host = all(layer.weight.device.type == "cpu" for layer in layers)
         self._in_order: list[int] = []  # those of the last step that were called once
-        capture.on_begin = self._called.clear
         capture.on_input = self._input_came
-        self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.trails = False
         self.early: Groups = ()
         self._early_left = 0
-        self._inputs: dict[int, BatchFactor] = {}  # means of the input factors that came early
-        self._late: list[list[Due]] = []
+        self._halves: dict[int, dict[str, BatchFactor]] = {}  # of layers of which A or G has come
+        self._late: list[list[Factor]] = []
         self._late_decay = 0.0
         self.arrived = Gate()
         self.arrived.open()
@@ -94,34 +221,35 @@ class FactorTraffic:
     @property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
-        on_host = all(layer.weight.device.type == "cpu" for layer in self._layers)
-        return self._group.size() > 1 and not self._local and on_host
+        return self._group.size() > 1 and not self._local and self._on_host
 
     def adopt(self, model: DistributedDataParallel | None) -> None:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
-        self._model = _no_model if model is None else weakref.ref(model)
+        if model is not None:
+            self._model = weakref.ref(model)
 
     def end_step(self) -> None:
         """Note that the step's last bucket is on its way."""
         self._early_left = 0
-        if self._called:
+        if calls := self._capture.calls:
             # Of a layer that is called several times the last call cannot be recognised.
-            self._in_order = [index for index, calls in self._called.items() if calls == 1]
-        self._called.clear()
+            self._in_order = [index for index, count in calls.items() if count == 1]
 
     # --- ahead of the gradients ------------------------------------------------------------------------------
 
     def plan(self, *, early: bool) -> Groups:
         """See ``KFACState.plan_factors``."""
-        if self._local or any(layer.weight.device.type != "cpu" for layer in self._layers):
+        if self._local or not self._on_host:
             raise UnsupportedConfigurationError(
                 "expected factors that travel between CPU devices, got "
                 + ("factors='local'" if self._local else "a model on a GPU")
                 + "; leave the plan out: factors then leave with the gradients' buckets, or do not travel"
             )
         order = self._in_order
-        groups = in_equal_groups([self._due(index, "a").numel for index in order], _EARLY_GROUPS)
-        answer: list[Any] = [tuple(tuple(order[place] for place in group) for group in groups)]
+        sizes = [self._factor(index, "a").triangle_numel for index in order]
+        answer: list[Any] = [
+            tuple(tuple(order[place] for place in group) for group in in_equal_groups(sizes, _EARLY_GROUPS))
+        ]
         dist.broadcast_object_list(answer, group=self._group, group_src=0)
         if early and not answer[0]:
             raise UnsupportedConfigurationError(
@@ -131,14 +259,13 @@ class FactorTraffic:
         self.early = answer[0] if early else ()
         return self.early
 
-    def _input_came(self, index: int) -> None:
-        self._called[index] += 1
+    def _input_came(self) -> None:
         model = self._model()
         # A sum over micro-batches is complete with the last one only.
         if self.trails or (model is not None and not model.require_backward_grad_sync):
             return
         while self._early_left < len(self.early) and all(
-            self._called[each] for each in self.early[self._early_left]
+            self._capture.calls[each] for each in self.early[self._early_left]
         ):
             self._send_early()
 
@@ -150,27 +277,30 @@ class FactorTraffic:
     def _send_early(self) -> None:
         group = self.early[self._early_left]
         self._early_left += 1
-        self.send([self._due(index, "a", self._capture.take_input_ahead(index)) for index in group])
+        self.send([self._factor(index, "a", self._capture.take_input_ahead(index)) for index in group])
 
     # --- beside the gradients, or behind them ----------------------------------------------------------------
 
-    def taken(self, index: int) -> Due:
+    def taken(self, index: int) -> list[Factor]:
         """Take a layer's factors of this step, without what has left early."""
+        if self._local and index not in self._curvatures:
+            return []
+        g = self._factor(index, "g", self._capture.take_output(index))
         if not self.trails and any(index in group for group in self.early):
-            return self._due(index, "g", self._capture.take_output(index))
-        a = self._capture.take_input(index)
-        return self._due(index, "ga", self._capture.take_output(index), a)
+            return [g]
+        return [g, self._factor(index, "a", self._capture.take_input(index))]
 
-    def hold(self, due: Sequence[Due], groups: int, decay: float) -> None:
+    def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
         """Take the factors of a step, see [Note: late factors].
 
         Args:
-            due: G and A of the layers whose gradients were exchanged, in the same order on all ranks.
+            taken: by layer whose gradients were exchanged, in the same order on all ranks.
             groups: in how many groups they leave at most.
             decay: weight of the running factors that they are added to.
         """
-        groups_of = in_equal_groups([each.numel for each in due], groups)
-        self._late = [[due[place] for place in group] for group in groups_of]
+        sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
+        groups_of = in_equal_groups(sizes, groups)
+        self._late = [[factor for place in group for factor in taken[place]] for group in groups_of]
         self._late_decay = decay
 
     def leave(self, after: Gate | None = None, *, all_groups: bool = False) -> None:
@@ -190,35 +320,78 @@ class FactorTraffic:
     @property
     def nbytes(self) -> int:
         """Memory of the late factors that are held."""
-        return sum(factor.nbytes for group in self._late for each in group for factor in each.factors)
+        return sum(factor.nbytes for group in self._late for factor in group)
 
     # --- all -------------------------------------------------------------------------------------------------
 
-    def _due(self, index: int, which: str, *values: BatchFactor | None) -> Due:
-        """Return "g" and "a" of a layer, or one of them; None: this rank has none."""
+    def _factor(self, index: int, which: Literal["a", "g"], value: BatchFactor | None = None) -> Factor:
         shape = self._layers[index].shape
-        dims = [shape.g_dim if name == "g" else shape.a_dim for name in which]
-        pairs = itertools.zip_longest(dims, values)
-        return Due(index, self._owners[index], which, tuple([Factor(shape.groups, *pair) for pair in pairs]))
+        dim = shape.a_dim if which == "a" else shape.g_dim
+        return Factor(index, self._owners[index], which, shape.groups, dim, value)
 
     @torch.no_grad()
-    def send(self, due: Sequence[Due], decay: float = 0.0, after: Gate | None = None) -> None:
+    def send(self, factors: Sequence[Factor], decay: float = 0.0, after: Gate | None = None) -> None:
         """Begin to add factors to the running means of their owners, of which ``decay`` remains."""
         exchange, like = Exchange.of(self._group), self._layers[0].weight
-        tells = exchange.size == 1 or exchange.sends_messages(like.device)
-        messages = FactorMessages(due, exchange.rank, exchange.size, like, tells=tells)
+        messages = None
+        if exchange.size > 1 and not self._local:
+            tells = exchange.sends_messages(like.device)
+            messages = FactorMessages(factors, exchange.rank, exchange.size, like, tells=tells)
         former, self.arrived = self.arrived, Gate()
-        add = functools.partial(self._add, decay)
-        way = functools.partial(bring_factors, messages, add, after, former, self.arrived)
+        here = self.arrived
+
+        def way(link: Link) -> Coroutine[Any, Any, None]:
+            return self._bring(factors, messages, decay, after, former, here, link)
+
         self._newest = exchange.begin(way, like.device, "factors of K-FAC")
 
-    def _add(self, decay: float, index: int, which: str, means: Sequence[BatchFactor]) -> None:
+    async def _bring(
+        self,
+        factors: Sequence[Factor],
+        messages: FactorMessages | None,
+        decay: float,
+        after: Gate | None,
+        former: Gate,
+        here: Gate,
+        link: Link,
+    ) -> None:
+        """Bring factors to their owners, who add the means over the ranks to the running means.
+
+        Args:
+            factors: own ones, or all.
+            messages: of the factors; None: no other rank has a share in them.
+            decay: see `send`.
+            after: they leave when it is open.
+            former: opened when all factors that left earlier have been added.
+            here: opened when these have been.
+            link: of the group.
+        """
+        if after is not None and not link.in_program_order:
+            await after
+        means = map(self._alone, factors) if messages is None else await messages.travel(link)
+
+        await link.compute()
+        await former
+        with torch.autocast(self._layers[0].weight.device.type, enabled=False):
+            for factor, mean in means:
+                self._add(factor, mean, decay)
+        here.open()
+
+    def _alone(self, factor: Factor) -> tuple[Factor, BatchFactor]:
+        """Return an own factor as a mean of one rank's."""
+        weight = self._layers[factor.layer].weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if factor.value is None:
+            return factor, factor.mean((), weight.new_empty(0, dtype=dtype))
+        return factor, multiplied(factor.value).to(dtype)
+
+    def _add(self, factor: Factor, mean: BatchFactor, decay: float) -> None:
         """Take what has come of an own layer."""
-        if which == "a":
-            (self._inputs[index],) = means
-            return
-        g, a = means if which == "ga" else (*means, self._inputs.pop(index))
-        self._curvatures[index].add(a, g, decay)
+        halves = self._halves.setdefault(factor.layer, {})
+        halves[factor.which] = mean
+        if len(halves) == 2:
+            del self._halves[factor.layer]
+            self._curvatures[factor.layer].add(halves["a"], halves["g"], decay)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:
@@ -232,7 +405,3 @@ def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:
 
     for _, places in itertools.groupby(range(len(sizes)), key=group):
         yield list(places)
-
-
-def _no_model() -> None:
-    return None

@@ -19,30 +19,25 @@ kfac-pytorch   Linear: as expand                      Linear: 1/(N S) Σₙ Σ�
 The last row has the constants of the public package of that name, whose users have tuned their damping to them.
 A convolution of several groups is as many layers side by side: every factor here is [groups, d, d].
 
+[Note: columns] What is summed up lies in columns, [groups, features, count], since that is how an unfolded picture lies
+in memory: a factor is C Cᵀ of its scaled columns. Where there are few of them they are smaller than the factor.
+
 [Note: copies before products] A product may be rounded otherwise where its operands lie otherwise in memory. Where
 gradients lie depends on the buckets, which a resumed run has anew, so what is multiplied is copied first.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .columns import (
-    Columns,
-    LayerShape,
-    WeightSharing,
-    at_least_float32,
-    conv_input_scale,
-    input_columns,
-    output_columns,
-    window_columns,
-    windows_of,
-)
+from .layers import LayerShape
+
+WeightSharing = Literal["expand", "reduce", "kfac-pytorch"]
 
 # Of a strip this wide only what is right of the diagonal is multiplied: five eighths of the work at four strips.
 _GRAM_STRIP: Final = 256
@@ -50,70 +45,169 @@ _GRAM_STRIP: Final = 256
 _CHUNK_NUMEL: Final = 1 << 24
 # Diagonal blocks of a packed triangle. The order of elements depends on it: ranks must have the same.
 _PACK_BLOCK: Final = 128
-_PI_RANGE: Final = (1e-8, 1e8)
-_RETRIES: Final = 8
 
 
-def input_factor(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Tensor:
-    """Compute A of one call of ``module``, see [Note: what the factors are].
+class Columns(NamedTuple):
+    """Columns of one call of a layer: the factor is ``scale`` · C Cᵀ, see [Note: what the factors are].
+
+    Args:
+        source: [groups, features, count], or what `_windows_of` returns, which is unfolded when it is needed.
+        groups: of the layer.
+        scale: of the factor.
+        with_ones: whether a one is appended to each column.
+    """
+
+    source: Tensor
+    groups: int
+    scale: float
+    with_ones: bool
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        sizes = self.source.shape
+        return sizes[2] if len(sizes) == 3 else sizes[1:4].numel()
+
+    def kept(self) -> "Columns":
+        """Return a copy: what they are made of may be changed in place."""
+        return self._replace(source=_unfolded(self.source, self.groups).clone())
+
+    def gram(self) -> "Gram":
+        """Return the factor not multiplied out."""
+        columns = _unfolded(self.source, self.groups)
+        if self.with_ones:
+            columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1, columns.shape[2])], dim=1)
+        return Gram(columns * math.sqrt(self.scale))
+
+    def factor(self) -> Tensor:
+        """Return the factor: exactly symmetric, without gradient; finite without any column, too."""
+        with torch.no_grad(), torch.autocast(self.source.device.type, enabled=False):
+            factor, *others = (self._multiplied(chunk) for chunk in self._chunks())
+            for other in others:
+                factor += other
+            return factor.mul_(self.scale)
+
+    def _chunks(self) -> Iterator[Tensor]:
+        if self.source.dim() == 3:
+            yield self.source
+            return
+        samples = self.source.shape[1]
+        most = max(1, _CHUNK_NUMEL * max(1, samples) // max(1, self.source.numel()))
+        for chunk in self.source.split(most, dim=1):
+            yield _unfolded(chunk, self.groups)
+
+    def _multiplied(self, columns: Tensor) -> Tensor:
+        gram = factor_of(columns)
+        if not self.with_ones:
+            return gram
+        groups, features, count = columns.shape
+        factor = columns.new_empty(groups, features + 1, features + 1)
+        factor[:, :-1, :-1] = gram
+        factor[:, :-1, -1] = factor[:, -1, :-1] = columns.sum(-1)
+        factor[:, -1, -1] = count
+        return factor
+
+
+def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Columns:
+    """Return what A of one call of ``module`` is made of.
 
     Args:
         module: the layer, for the geometry of its convolution; its parameters are not read.
         shape: what `layer_shape` said of it.
         input: what the module was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
         sharing: how positions of a sample are counted.
-
-    Returns: [groups, a_dim, a_dim], float32 (float64 for float64 input), exactly symmetric, without gradient.
-    Finite for an empty input too.
     """
-    if isinstance(module, nn.Conv2d) and sharing != "reduce":
-        with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-            x = at_least_float32(input)
-            return _unfolded_factor(windows_of(module, x if x.dim() == 4 else x.unsqueeze(0)), shape, sharing)
-    return input_factor_of(input_columns(module, shape, input, sharing), shape)
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        x = at_least_float32(input)
+        if not isinstance(module, nn.Conv2d):
+            samples, positions = _counts(x)
+            rows = x.reshape(-1, x.shape[-1])
+            if sharing == "reduce" and x.dim() > 2:
+                rows = x.flatten(1, -2).sum(1) / positions
+            scale = 1 / (samples if sharing == "reduce" else samples * positions)
+            return Columns(rows.T.unsqueeze(0), 1, scale, shape.has_bias)
+        windows = _windows_of(module, x if x.dim() == 4 else x.unsqueeze(0))
+        samples, positions = max(1, windows.shape[1]), windows.shape[2] * windows.shape[3]
+        if sharing == "reduce":
+            means = windows.mean(dim=(2, 3)).permute(0, 2, 3, 1)
+            columns = means.reshape(shape.groups, shape.a_dim - shape.has_bias, windows.shape[1])
+            return Columns(columns, shape.groups, 1 / samples, shape.has_bias)
+        scale = 1 / (samples * positions * (positions**2 if sharing == "kfac-pytorch" else 1))
+        return Columns(windows, shape.groups, scale, shape.has_bias)
 
 
-def input_factor_of(found: Columns, shape: LayerShape) -> Tensor:
-    """Compute A of the columns of `input_columns`: the same as `input_factor`."""
-    with torch.no_grad(), torch.autocast(found.columns.device.type, enabled=False):
-        return _gram_with_ones(found.columns, shape).mul_(found.scale)
-
-
-def output_factor(
+def output_columns(
     module: nn.Module, shape: LayerShape, grad_output: Tensor, sharing: WeightSharing
-) -> Tensor:
-    """Compute G of one call of ``module``, see [Note: what the factors are].
+) -> Columns:
+    """Return what G of one call of ``module`` is made of.
 
     Args:
         module: the layer; only its kind is looked at.
         shape: what `layer_shape` said of it.
         grad_output: the gradient of the loss, a mean over samples, with respect to what the module returned.
         sharing: how positions of a sample are counted.
-
-    Returns: [groups, g_dim, g_dim], float32 (float64 for float64 gradients), exactly symmetric, without gradient.
     """
-    found = output_columns(module, shape, grad_output, sharing)
-    return factor_of(found.columns).mul_(found.scale)
+    with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
+        g = at_least_float32(grad_output)
+        if isinstance(module, nn.Conv2d):
+            # Channels last, as a Linear layer has its features.
+            g = (g if g.dim() == 4 else g.unsqueeze(0)).permute(0, 2, 3, 1)
+        samples, positions = _counts(g)
+        if sharing == "reduce" and g.dim() > 2:
+            g = g.flatten(1, -2).sum(1)
+        columns = g.reshape(-1, g.shape[-1]).T.reshape(shape.groups, shape.g_dim, -1)
+        if sharing != "kfac-pytorch":
+            return Columns(columns, shape.groups, samples, False)
+        divisor = samples * positions * (positions**2 if isinstance(module, nn.Conv2d) else 1)
+        return Columns(columns, shape.groups, 1 / divisor, False)
 
 
-def _unfolded_factor(windows: Tensor, shape: LayerShape, sharing: WeightSharing) -> Tensor:
-    """Unfold a part of the samples at a time."""
-    factor = windows.new_zeros(shape.groups, shape.a_dim, shape.a_dim)
-    samples = max(1, windows.shape[1])
-    for chunk in windows.split(max(1, _CHUNK_NUMEL * samples // max(1, windows.numel())), dim=1):
-        factor += _gram_with_ones(window_columns(chunk, shape), shape)
-    return factor.mul_(conv_input_scale(windows, sharing))
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a number format in which sums of squares are safe."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _gram_with_ones(columns: Tensor, shape: LayerShape) -> Tensor:
-    """Return Σ a aᵀ over the columns of [groups, features, count], each with a one appended if there is a bias."""
-    if not shape.has_bias:
-        return factor_of(columns)
-    factor = columns.new_empty(shape.groups, shape.a_dim, shape.a_dim)
-    factor[:, :-1, :-1] = factor_of(columns)
-    factor[:, :-1, -1] = factor[:, -1, :-1] = columns.sum(-1)
-    factor[:, -1, -1] = columns.shape[-1]
-    return factor
+def _counts(x: Tensor) -> tuple[int, int]:
+    """Return samples N and positions S of [N, ..., d], 1 each where there is no such dimension or it is empty."""
+    samples = x.shape[0] if x.dim() > 1 else 1
+    return max(1, samples), max(1, math.prod(x.shape[1:-1]))
+
+
+def _unfolded(windows: Tensor, groups: int) -> Tensor:
+    """Return [groups, features, count], features in the order of the weight's own dimensions."""
+    if windows.dim() == 3:
+        return windows
+    channels, *counts, rows, columns = windows.shape
+    # Channel, kernel row, kernel column.
+    ordered = windows.permute(0, 4, 5, 1, 2, 3)
+    return ordered.reshape(groups, channels * rows * columns // groups, math.prod(counts))
+
+
+def _windows_of(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """View [N, C, H, W] as what the kernel meets: [C, N, H_out, W_out, kernel rows, kernel columns]."""
+    # Channels first, so that unfolded numbers are copied in runs as long as a row of the picture, whatever the
+    # memory format was. Quicker than F.unfold, whose result has to be transposed.
+    x = x.transpose(0, 1).contiguous()
+    if module.padding_mode == "zeros":
+        x = F.pad(x, _zero_padding(module))
+    else:
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    for dim in (0, 1):
+        dilation = module.dilation[dim]
+        extent = (module.kernel_size[dim] - 1) * dilation + 1
+        x = x.unfold(2 + dim, extent, module.stride[dim])[..., ::dilation]
+    return x
+
+
+def _zero_padding(module: nn.Conv2d) -> list[int]:
+    """Return left, right, top, bottom, as ``F.pad`` wants them."""
+    padding = module.padding
+    if not isinstance(padding, str):
+        return [padding[1], padding[1], padding[0], padding[0]]
+    if padding == "valid":
+        return [0, 0, 0, 0]
+    totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
 
 
 def factor_of(columns: Tensor) -> Tensor:
@@ -132,10 +226,6 @@ class Gram(NamedTuple):
         """Number of columns."""
         return self.columns.shape[2]
 
-    def factor(self) -> Tensor:
-        """Multiply it out."""
-        return factor_of(self.columns)
-
 
 BatchFactor = Tensor | Gram
 """The factor of one mini-batch, [groups, d, d], or what it is made of."""
@@ -143,7 +233,7 @@ BatchFactor = Tensor | Gram
 
 def multiplied(batch: BatchFactor) -> Tensor:
     """Return the factor itself."""
-    return batch.factor() if isinstance(batch, Gram) else batch
+    return factor_of(batch.columns) if isinstance(batch, Gram) else batch
 
 
 def is_finite(batch: BatchFactor) -> Tensor:
@@ -183,6 +273,11 @@ def _block_order(size: int, device: torch.device) -> Tensor:
     rows, columns = torch.triu_indices(size, size)
     order[rows, columns] = order[columns, rows] = torch.arange(len(rows))
     return order.flatten().to(device)
+
+
+def triangle_numel(groups: int, dim: int) -> int:
+    """Return the numbers in the packed triangles of [groups, dim, dim]."""
+    return groups * dim * (dim + 1) // 2
 
 
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
@@ -274,229 +369,3 @@ def split_gradient(shape: LayerShape, matrix: Tensor, weight_out: Tensor, bias_o
     assert bias_out is not None
     weight_out.copy_(matrix[..., :-1].reshape(weight_out.shape))
     bias_out.copy_(matrix[..., -1].reshape(bias_out.shape))
-
-
-class Solver(Protocol):
-    """What turns a layer's gradient into its K-FAC step, made of its two factors."""
-
-    @property
-    def strained(self) -> int:
-        """How many times a factor (of one group) had to be damped further than asked; 0 after `from_tensors`."""
-
-    @classmethod
-    def compute(cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool) -> "Solver | None":
-        """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
-
-        Args:
-            a_factor: A, [groups, a, a], symmetric; only its lower triangle may be read. Left as it is.
-            g_factor: G, [groups, g, g].
-            damping: γ > 0.
-            pi: divide the damping between the factors by their size.
-
-        On failure: ``ValueError`` for damping that is not a positive number. No factor raises: one that cannot be
-        solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
-        """
-
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Return V for the gradients [groups, g, a], in the factors' dtype (at least float32); not in place."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has to hold; the tensors themselves, not copies."""
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Solver":
-        """Make again what `tensors` described."""
-
-
-@dataclass(frozen=True)
-class DampedInverse:
-    """V = (G + √γ/π I)⁻¹ ∇ (A + √γ π I)⁻¹ by Cholesky.
-
-    π = √((tr A / a) / (tr G / g)) per group, 1 where a trace is zero (Martens and Grosse, section 6.3), or 1.
-    See `Solver` for the methods.
-    """
-
-    a_inverse: Tensor
-    g_inverse: Tensor
-    strained: int = 0
-
-    @classmethod
-    def compute(
-        cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool
-    ) -> "DampedInverse | None":
-        """Invert both factors, damped."""
-        factors = _usable(a_factor, g_factor, damping)
-        if factors is None:
-            return None
-        a, g = factors
-        balance = _balance(a, g) if pi else a.new_ones(a.shape[0], dtype=torch.float64)
-        root = math.sqrt(damping)
-        (a_inverse,), a_strained = _solved(a, root * balance, _inverse, _diagonal_inverse)
-        (g_inverse,), g_strained = _solved(g, root / balance, _inverse, _diagonal_inverse)
-        return cls(a_inverse, g_inverse, a_strained + g_strained)
-
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Multiply by both inverses."""
-        return self.g_inverse @ (matrix.to(self.a_inverse.dtype) @ self.a_inverse)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return both inverses."""
-        return {"a_inverse": self.a_inverse, "g_inverse": self.g_inverse}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "DampedInverse":
-        """Take both inverses."""
-        return cls(tensors["a_inverse"], tensors["g_inverse"])
-
-
-@dataclass(frozen=True)
-class Eigenbasis:
-    """V = Q_G [(Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + γ)] Q_Aᵀ, with negative eigenvalues taken for zero.
-
-    Damps the whole Fisher block exactly (George et al., arXiv 1806.03884), so there is nothing to divide between
-    the factors: ``pi`` has no effect. See `Solver` for the methods.
-    """
-
-    a_values: Tensor
-    a_vectors: Tensor
-    g_values: Tensor
-    g_vectors: Tensor
-    damping: Tensor
-    strained: int = 0
-
-    @classmethod
-    def compute(cls, a_factor: Tensor, g_factor: Tensor, damping: float, *, pi: bool) -> "Eigenbasis | None":
-        """Decompose both factors."""
-        factors = _usable(a_factor, g_factor, damping)
-        if factors is None:
-            return None
-        a, g = factors
-        none = a.new_zeros(a.shape[0], dtype=torch.float64)
-        (a_values, a_vectors), a_strained = _solved(a, none, _eigen, _diagonal_eigen)
-        (g_values, g_vectors), g_strained = _solved(g, none, _eigen, _diagonal_eigen)
-        gamma = a.new_full((), max(damping, torch.finfo(a.dtype).tiny))
-        return cls(a_values, a_vectors, g_values, g_vectors, gamma, a_strained + g_strained)
-
-    def precondition(self, matrix: Tensor) -> Tensor:
-        """Divide by the damped eigenvalues in the basis where the Fisher block is diagonal."""
-        rotated = self.g_vectors.mT @ (matrix.to(self.a_vectors.dtype) @ self.a_vectors)
-        rotated /= self.g_values.unsqueeze(-1) * self.a_values.unsqueeze(-2) + self.damping
-        return self.g_vectors @ (rotated @ self.a_vectors.mT)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return eigenvalues, eigenvectors and the damping."""
-        return {name: getattr(self, name) for name in self._NAMES}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Eigenbasis":
-        """Take eigenvalues, eigenvectors and the damping."""
-        a_values, a_vectors, g_values, g_vectors, damping = (tensors[name] for name in cls._NAMES)
-        return cls(a_values, a_vectors, g_values, g_vectors, damping)
-
-    _NAMES = ("a_values", "a_vectors", "g_values", "g_vectors", "damping")
-
-
-SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
-
-
-def _usable(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor] | None:
-    """Return both factors in the dtype to compute in, None if one is not finite."""
-    if not 0 < damping < math.inf:
-        raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
-    a, g = at_least_float32(a_factor), at_least_float32(g_factor)
-    finite = torch.isfinite(a).all() & torch.isfinite(g).all()
-    return (a, g) if finite else None
-
-
-def _mean_diagonal(factor: Tensor) -> Tensor:
-    # float64: the trace of a large, finite factor may not fit into its own dtype.
-    return factor.diagonal(dim1=-2, dim2=-1).double().mean(-1)
-
-
-def _balance(a: Tensor, g: Tensor) -> Tensor:
-    """Return π of each group, [groups]."""
-    of_a, of_g = _mean_diagonal(a), _mean_diagonal(g)
-    pi = (of_a / of_g).sqrt().clamp(*_PI_RANGE)
-    return torch.where((of_a > 0) & (of_g > 0), pi, 1.0)
-
-
-Solved = tuple[Tensor, ...]
-
-
-def _solved(
-    factor: Tensor,
-    damping: Tensor,
-    attempt: Callable[[Tensor], Solved],
-    fall_back: Callable[[Tensor], Solved],
-) -> tuple[Solved, int]:
-    """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
-
-    Args:
-        factor: [groups, d, d], finite.
-        damping: [groups].
-        attempt: returns tensors [groups, ...]; not finite for a group without solution.
-        fall_back: the same for the diagonals alone; always finite.
-
-    Returns: what these returned, and how many times a group was damped further or fell back.
-    """
-    solved, strained = attempt(_plus_identity(factor, damping)), 0
-    failed = _failed(solved)
-    # Below this, damping is lost in the rounding of the factor.
-    rounding = torch.finfo(factor.dtype).eps * _mean_diagonal(factor).clamp(
-        min=torch.finfo(factor.dtype).tiny
-    )
-    for retry in range(_RETRIES + 1):
-        if not bool(failed.any()):
-            break
-        strained += int(failed.sum())
-        damping = torch.where(failed, torch.maximum(10 * damping, rounding), damping)
-        stronger = _plus_identity(factor[failed], damping[failed])
-        again = attempt(stronger) if retry < _RETRIES else fall_back(stronger)
-        for whole, part in zip(solved, again, strict=True):
-            whole[failed] = part
-        failed = _failed(solved)
-    return solved, strained
-
-
-def _failed(solved: Solved) -> Tensor:
-    return ~torch.stack([part.flatten(1).isfinite().all(1) for part in solved]).all(0)
-
-
-def _plus_identity(factor: Tensor, amount: Tensor) -> Tensor:
-    damped = factor.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(amount.to(factor.dtype).unsqueeze(-1))
-    return damped
-
-
-def _inverse(factor: Tensor) -> Solved:
-    triangle, info = torch.linalg.cholesky_ex(factor)
-    # Half a triangle, or one with a zero on its diagonal, would make the inversion of all groups raise.
-    triangle[(info != 0) | (triangle.diagonal(dim1=-2, dim2=-1) == 0).any(-1)] = math.nan
-    return (torch.cholesky_inverse(triangle),)
-
-
-def _diagonal_inverse(factor: Tensor) -> Solved:
-    return (torch.diag_embed(1 / _positive_diagonal(factor)),)
-
-
-def _eigen(factor: Tensor) -> Solved:
-    try:
-        values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:
-        # One group is enough to fail all: find out which.
-        if factor.shape[0] > 1:
-            each = [_eigen(group) for group in factor.split(1)]
-            return tuple([torch.cat(parts) for parts in zip(*each, strict=True)])
-        return factor.new_full(factor.shape[:-1], math.nan), factor.new_full(factor.shape, math.nan)
-    return values.clamp_(min=0), vectors
-
-
-def _diagonal_eigen(factor: Tensor) -> Solved:
-    basis = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    return _positive_diagonal(factor), basis.expand_as(factor)
-
-
-def _positive_diagonal(factor: Tensor) -> Tensor:
-    # Neither this nor its inverse overflows.
-    limits = torch.finfo(factor.dtype)
-    return factor.diagonal(dim1=-2, dim2=-1).clamp(limits.tiny * 4, limits.max / 4)

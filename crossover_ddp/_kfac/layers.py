@@ -6,11 +6,77 @@ from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
-
-from .columns import LayerShape, layer_shape
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 TOO_LARGE: Final = "above max_factor_dim"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What of a layer decides the size of its factors.
+
+    Args:
+        groups: layers side by side; above 1 only for grouped convolutions.
+        a_dim: input features per group, and the column of ones if there is a bias.
+        g_dim: outputs per group.
+        has_bias: whether there is a bias that is trained.
+        transposed: whether the weight is [inputs, outputs].
+    """
+
+    groups: int
+    a_dim: int
+    g_dim: int
+    has_bias: bool
+    transposed: bool = False
+
+
+def layer_shape(module: nn.Module) -> LayerShape | None:
+    """Describe an ``nn.Linear`` or ``nn.Conv2d`` whose weight is trained; None for every other module.
+
+    ``Conv1D`` of the package transformers, as in GPT-2, is a Linear layer whose weight is transposed. Subclasses count
+    as long as they compute what the class computes. None also for a lazy, quantized, pruned or parametrized one (its
+    weight is not what the optimizer updates), and for the projection in ``nn.MultiheadAttention``, whose weight is
+    read without calling the module.
+    """
+    if not _computes_as_known(module) or not _trained(module, "weight"):
+        return None
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if not weight.is_floating_point():
+        return None
+    has_bias = _trained(module, "bias")
+    if not isinstance(module, nn.Linear | nn.Conv2d):
+        return LayerShape(1, weight.shape[0] + has_bias, weight.shape[1], has_bias, transposed=True)
+    groups = module.groups if isinstance(module, nn.Conv2d) else 1
+    return LayerShape(groups, weight[0].numel() + has_bias, weight.shape[0] // groups, has_bias)
+
+
+def _computes_as_known(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    known = _known_class(module)
+    if known is None or parametrize.is_parametrized(module):
+        return False
+    names = {"forward", "_conv_forward"}
+    return not names & vars(module).keys() and all(
+        getattr(type(module), name, None) is getattr(known, name, None) for name in names
+    )
+
+
+def _known_class(module: nn.Module) -> type[nn.Module] | None:
+    for known in type(module).__mro__:
+        if known in (nn.Linear, nn.Conv2d):
+            return known
+        # Not imported here: whoever has such a module has done so.
+        if known.__name__ == "Conv1D" and known.__module__ == "transformers.pytorch_utils":
+            return known
+    return None
+
+
+def _trained(module: nn.Module, name: str) -> bool:
+    # Exactly a Parameter: subclasses of it are lazy, quantized or sharded.
+    parameter = getattr(module, name, None)
+    return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,12 @@
-"""A bucket by owner: the layers that it completes, and what else of it passes through."""
+"""A bucket by owner: the layers that it completes, and what else of it passes through.
 
-from collections.abc import Callable, Sequence
+[Note: a layer's way] A layer goes to its owner, which preconditions it: `Whole`. Or, if all ranks have its solver, each
+rank preconditions some rows of it: `Rows`, see [Note: spread layers] in `spread`. Both do the same in turn: `pack` on
+the hook's thread, `work` between the halves, `bring_back` wherever the bucket's way ends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +17,169 @@ from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.packing import Item, packing
 
-from .bucket_layer import BucketLayer, Rows, Whole
+from .curvature import Curvature
+from .factors import gradient_matrix, split_gradient
+from .layers import LayerShape
 from .preconditioner import Preconditioner
 from .settings import HyperNow
-from .spread import SpreadSolver, spread_numel
+from .spread import SpreadSolver, rows_of, sides, spread_numel
+
+
+@dataclass(eq=False, kw_only=True)
+class BucketLayer:
+    """A layer whose gradients DDP's buckets have brought.
+
+    Args:
+        index: of the layer.
+        shape: of the layer.
+        weight, bias: gradients in DDP's buckets.
+        lr, bias_lr: of its weight and its bias.
+        whole: to be opened when it is written, if an earlier bucket has a part of it.
+
+    Attributes:
+        items: what travels: by owner, how many elements.
+        spans: where; set before anything is packed.
+    """
+
+    index: int
+    shape: LayerShape
+    weight: Tensor
+    bias: Tensor | None
+    lr: float
+    bias_lr: float
+    whole: Gate | None
+
+    def __post_init__(self) -> None:
+        self.items: Sequence[tuple[int, int]] = ()
+        self.spans: Sequence[Span] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class Whole(BucketLayer):
+    """A layer that goes to its owner.
+
+    Args:
+        owner: a rank.
+        curvature: of the layer, if this rank owns it.
+        sends_solver: whether its owner sends its solver to all ranks in this step.
+    """
+
+    owner: int
+    curvature: Curvature | None
+    sends_solver: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.items = [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
+
+    def pack(self, flat: Tensor) -> None:
+        """Write the gradients."""
+        (span,) = self.spans
+        middle = span.start + self.weight.numel()
+        self._weight = flat[span.start : middle].view(self.weight.shape)
+        self._bias = None if self.bias is None else flat[middle : span.stop].view(self.bias.shape)
+        self._weight.copy_(self.weight)
+        if self._bias is not None and self.bias is not None:
+            self._bias.copy_(self.bias)
+
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell whether this rank, the owner, makes a solver now, if there are factors."""
+        # Not to send plain gradients for a whole period where the first factors were not finite.
+        return self.curvature is not None and (now.inverts or self.curvature.solver is None)
+
+    def work(self, now: HyperNow) -> Tensor | None:
+        """Precondition the mean, if this rank is the owner; return the layer's term of the KL clip's sum, if any."""
+        curvature = self.curvature
+        if curvature is None:
+            return None
+        if now.inverts or curvature.lacks_solver:
+            curvature.invert(now.damping)
+        matrix = gradient_matrix(self.shape, self._weight, self._bias)
+        preconditioned = matrix
+        if curvature.solver is not None:
+            # With a bias it is a copy already, see [Note: copies before products] in `factors`.
+            preconditioned = curvature.solver.precondition(matrix if self.shape.has_bias else matrix.clone())
+        term = None
+        if now.kl_clip is not None:  # now, since the direction is written over the gradient
+            term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
+        if curvature.solver is not None:
+            split_gradient(self.shape, preconditioned, self._weight, self._bias)
+        return term
+
+    def bring_back(self, scale: Tensor | None) -> None:
+        """Write the direction, times ``scale``, to DDP's bucket; None for 1."""
+        for source, target in ((self._weight, self.weight), (self._bias, self.bias)):
+            if source is None or target is None:
+                continue
+            if scale is None:
+                target.copy_(source)
+            else:
+                torch.mul(source, scale, out=target)
+
+    def _kl_term(self, terms: Tensor) -> Tensor:
+        """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
+        if self.bias is None or self.bias_lr == self.lr:
+            return terms.sum(dtype=torch.float64) * self.lr**2
+        weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
+        return weight * self.lr**2 + bias * self.bias_lr**2
+
+
+@dataclass(eq=False, kw_only=True)
+class Rows(BucketLayer):
+    """A layer of which each rank preconditions some rows; see `Whole`.
+
+    Args:
+        solver: that all ranks have.
+        rank, size: of this process.
+        bits: by layer, where those of its direction are noted, see [Note: equal bits] in `journeys`.
+    """
+
+    solver: SpreadSolver
+    rank: int
+    size: int
+    bits: dict[int, Tensor]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rows, self._width = rows_of(self.shape, self.size), sides(self.shape)[1]
+        self.items = [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
+
+    def pack(self, flat: Tensor) -> None:
+        """Write each rank's rows of T ∇."""
+        self._parts = [flat[span.start : span.stop].view(-1, self._width) for span in self.spans]
+        matrix = gradient_matrix(self.shape, self.weight, self.bias)[0]
+        for rows, part in zip(self._rows, self._parts, strict=True):
+            self.solver.before(matrix, rows, part)
+
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell that all ranks have it."""
+        return False
+
+    def work(self, now: HyperNow) -> Tensor | None:
+        """Precondition this rank's rows; return their term of the KL clip's sum, if any."""
+        own = self._parts[self.rank]
+        # See [Note: copies before products] in `factors`.
+        turned = own.to(self.solver.right.dtype, copy=True)
+        made = turned @ self.solver.right
+        own.copy_(made)
+        if now.kl_clip is None:
+            return None
+        return (made * turned).sum(dtype=torch.float64) * self.lr**2
+
+    def bring_back(self, scale: Tensor | None) -> None:
+        """Make the direction of all ranks' rows, times ``scale``, and write it to DDP's bucket; None for 1."""
+        direction = self.solver.after(self._parts)
+        if scale is not None:
+            direction *= scale
+        self.bits[self.index] = _bits_of(direction)
+        split_gradient(self.shape, direction.unsqueeze(0), self.weight, self.bias)
+
+
+def _bits_of(direction: Tensor) -> Tensor:
+    """Return the sum of a direction's bits as whole numbers; 0 where it is not finite: no NaN is like another."""
+    flat = direction if direction.is_contiguous() else direction.mT
+    bits = flat.view(torch.int64 if flat.itemsize == 8 else torch.int32).sum(dtype=torch.int64)
+    return bits * flat.isfinite().all()
 
 
 class Packed:
@@ -29,9 +194,8 @@ class Packed:
         buffer: of the bucket, flat.
         contents: of the bucket.
         passing: spans of ``buffer`` that pass through.
-        take: lends memory, by size.
-        give: takes it back.
-        bits: by layer, where those of a spread layer's direction are noted; see [Note: equal bits] in `journeys`.
+        number: of the bucket.
+        free: by number of a bucket, memory that has travelled for it before.
         elsewhere: opened when the layers are written of which the bucket has a part, and a later one the rest.
 
     Attributes:
@@ -41,60 +205,58 @@ class Packed:
     def __init__(
         self,
         owned: Preconditioner,
-        layers: Sequence[BucketLayer],
+        layers: Sequence[Whole | Rows],
         buffer: Tensor,
         contents: Sequence[Content],
         passing: tuple[Span, ...],
         *,
-        take: Callable[[int], Tensor],
-        give: Callable[[Tensor], None],
-        bits: dict[int, Tensor],
+        number: int,
+        free: dict[int, Tensor],
         elsewhere: Sequence[Gate],
     ) -> None:
-        self.layers = [
-            Whole(each, owned) if each.spread is None else Rows(each, each.spread, owned, bits)
-            for each in layers
-        ]
-        items = tuple([Item(owner, n, n) for layer in self.layers for owner, n in layer.items])
+        items = tuple([Item(owner, n, n) for layer in layers for owner, n in layer.items])
         made = packing(owned.setup.world_size, items, passing)
-        self.layout, self.passing = made.there.lengths, made.passing
-        self.flat, self._give = take(made.there.numel), give
+        self.layers, self.layout, self.passing = layers, made.there.lengths, made.passing
         self._owned, self._buffer, self._contents = owned, buffer, contents
-        new = [each for each in layers if each.sends_solver]
-        self._new = sorted(new, key=lambda layer: owned.owners[layer.index])
+        self._number, self._free = number, free
         self.elsewhere, self.factors = elsewhere, owned.traffic.arrived
+        flat, like = free.pop(number, None), (made.there.numel, buffer.dtype, buffer.device)
+        if flat is None or (flat.numel(), flat.dtype, flat.device) != like:
+            flat = buffer.new_empty(made.there.numel)
+        self.flat = flat
         places = iter(made.items)
-        for layer in self.layers:
-            layer.spans = [next(places).there for _ in layer.items]
-            layer.pack(self.flat)
+        with self._exact():
+            for layer in layers:
+                layer.spans = [next(places).there for _ in layer.items]
+                layer.pack(flat)
         for span, place in self.passing:
-            _part(self.flat, place.there).copy_(_part(buffer, span))
+            _part(flat, place.there).copy_(_part(buffer, span))
 
     async def share_solvers(self, link: Link) -> None:
         """Copy solvers of spread layers that are new in this step from their owners to all."""
-        owned, numels = self._owned, [spread_numel(layer.shape) for layer in self._new]
-        if not numels:
+        new = [layer for layer in self.layers if isinstance(layer, Whole) and layer.sends_solver]
+        if not new:
             return
+        new.sort(key=lambda layer: layer.owner)
+        numels = [spread_numel(layer.shape) for layer in new]
         counts = [0] * link.size
-        for layer, numel in zip(self._new, numels, strict=True):
-            counts[owned.owners[layer.index]] += numel
+        for layer, numel in zip(new, numels, strict=True):
+            counts[layer.owner] += numel
         flat = self.flat.new_empty(sum(counts))
-        places = list(zip(self._new, flat.split(numels), strict=True))
+        places = list(zip(new, flat.split(numels), strict=True))
         for layer, place in places:
-            if layer.index in owned.curvatures:
-                owned.spread.send(owned.curvatures[layer.index].spread(), place)
+            if layer.curvature is not None:
+                own = layer.curvature.spread()
+                place.zero_() if own is None else own.pack(place)
         await link.all_gather(flat, counts)
         for layer, place in places:
-            curvature = owned.curvatures.get(layer.index)
+            curvature = layer.curvature
             solver = SpreadSolver.unpack(place, layer.shape) if curvature is None else curvature.spread()
-            owned.spread.keep(layer.index, solver)
+            self._owned.keep(layer.index, solver)
 
     def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
         """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""
-        index, local = layer.layer.index, layer.layer.local
         with self._exact():
-            if local is not None:
-                self._owned.curvatures[index].add(*local, now.decay)
             return layer.work(now)
 
     def unload(self, scale: Tensor | None) -> None:
@@ -102,6 +264,8 @@ class Packed:
         with self._exact():
             for layer in self.layers:
                 layer.bring_back(scale)
+                if layer.whole is not None:
+                    layer.whole.open()
         for span, place in self.passing:
             _part(self._buffer, span).copy_(_part(self.flat, place.there))
 
@@ -111,14 +275,14 @@ class Packed:
 
     def done(self) -> None:
         """Give the memory back."""
-        self._give(self.flat)
+        self._free[self._number] = self.flat
 
     def runs(self) -> list[Run]:
         """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""
         found = []
         for each in self.layers:
             (span,), ((owner, _),) = each.spans, each.items
-            weight = self._owned.setup.layers[each.layer.index].weight
+            weight = self._owned.setup.layers[each.index].weight
             found.append(Run(weight, 0, owner, Span(span.start, span.start + weight.numel())))
         for span, place in self.passing:
             for parameter, _, own in self._contents:

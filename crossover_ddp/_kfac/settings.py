@@ -1,4 +1,4 @@
-"""K-FAC's arguments: hyper-parameters that may change with the step, and what is refused."""
+"""K-FAC's arguments: hyper-parameters that may change with the step, what is refused, what the ranks agree upon."""
 
 import logging
 import warnings
@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from crossover_ddp._engine.agreement import compare, told_by_all
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .columns import WeightSharing
-from .layers import TOO_LARGE, Layer
+from .factors import WeightSharing
+from .layers import TOO_LARGE, Layer, unwrapped
+from .placement import LayerCost, expected_buckets, spreads
+from .spread import rounding
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_BUCKET_BYTES: Final = 25 * 1024 * 1024
+_FIRST_BUCKET_BYTES: Final = 1024 * 1024
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "solver": ("inverse", "eigen"),
     "weight_sharing": get_args(WeightSharing),
@@ -129,6 +135,77 @@ def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
         )
 
 
+def layer_costs(
+    model: nn.Module, layers: Sequence[Layer], world_size: int, inverse_steps: int | None
+) -> list[LayerCost]:
+    """Return the costs of all layers, the buckets in which they are expected, and which of them had best be spread.
+
+    A layer may be spread that has more than half of a bucket: of a full one, not of the one it comes in, so that a
+    resumed run, whose first buckets are others, rounds as before.
+
+    Args:
+        model: wrapped by DDP or not; then DDP's default size of buckets is expected.
+        layers: of the model.
+        world_size: number of ranks.
+        inverse_steps: steps that a solver serves, those of the first step if that changes; None: nothing is spread.
+    """
+    cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
+    by_default = getattr(model, "bucket_bytes_cap_default", True)
+    first = min(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BUCKET_BYTES)) if by_default else cap
+    trained = [each for each in unwrapped(model).parameters() if each.requires_grad]
+    numbers = expected_buckets([each.nbytes for each in trained], cap, first)
+    bucket_of = {id(each): number for each, number in zip(trained, numbers, strict=True)}
+    full = min(cap, sum(each.nbytes for each in trained))
+    found = []
+    for layer in layers:
+        gradient_bytes = sum(each.nbytes for each in layer.parameters().values())
+        groups, a_dim, g_dim = layer.shape.groups, layer.shape.a_dim, layer.shape.g_dim
+        bucket = bucket_of[id(layer.weight)]
+        cost = LayerCost(layer.name, groups, a_dim, g_dim, gradient_bytes, bucket)
+        spread = (
+            2 * cost.gradient_bytes > full
+            and inverse_steps is not None
+            # 16-bit numbers are too coarse for a gradient that is multiplied on its way.
+            and layer.weight.itemsize >= 4
+            and spreads(cost, world_size, inverse_steps)
+        )
+        found.append(cost._replace(spread=spread))
+    return found
+
+
+def agree(
+    costs: list[LayerCost],
+    layers: Sequence[Layer],
+    group: dist.ProcessGroup,
+    arguments: Mapping[str, object],
+) -> list[LayerCost]:
+    """Return the costs of layers, the same on all ranks; raise on all ranks if layers or arguments differ.
+
+    No layer is spread if the ranks would round its last product differently.
+
+    Args:
+        costs: of this rank's layers.
+        layers: in the same order.
+        group: the ranks.
+        arguments: of this rank's state, by name.
+
+    Collective.
+    """
+    device = layers[0].weight.device if layers else torch.device("cpu")
+    spread = [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread]
+    rounded = rounding(spread, device)
+    names = [each.name for each in costs]
+    compare(group, {**arguments, "layers": names, **{f"layer {each.name!r}": each for each in costs}})
+    if len(set(told_by_all(group, rounded))) > 1:
+        if group.rank() == 0:
+            logger.warning(
+                "layers that dominate their bucket go to one rank as a whole, which costs time: the ranks round "
+                "products differently; give all the same processor, torch and number of threads"
+            )
+        return [each._replace(spread=False) for each in costs]
+    return costs
+
+
 def warn_of_large(passing: Mapping[str, str]) -> None:
     """Name the parameters whose layers are too large, in one warning."""
     large = [name for name, reason in passing.items() if TOO_LARGE in reason]
@@ -239,13 +316,4 @@ def check_new(*, deferred: bool, codec: object, planned: bool) -> None:
         raise UnsupportedConfigurationError(
             f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
             "KFACState(model, optimizer) for it"
-        )
-
-
-def check_on_its_own(*, deferred: bool) -> None:
-    """Refuse to plan factors of a state that is part of a ``DecoupledState``."""
-    if deferred:
-        raise UnsupportedConfigurationError(
-            "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where gradients "
-            "travel during forward; leave the plan out: factors leave with the buckets, or behind them"
         )

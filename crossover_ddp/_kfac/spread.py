@@ -17,7 +17,7 @@ apart, so layers are spread only if all ranks round a trial alike, see `rounding
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from crossover_ddp._ddp.layout import Layout, Span
 
-from .columns import LayerShape, triangle_numel
-from .factors import DampedInverse, pack_triangle, unpack_triangle
+from .factors import pack_triangle, triangle_numel, unpack_triangle
+from .layers import LayerShape
 
 
 def sides(shape: LayerShape) -> tuple[int, int]:
@@ -63,9 +63,11 @@ class SpreadSolver:
     right: Tensor
 
     @classmethod
-    def of(cls, solver: DampedInverse, shape: LayerShape, root: Tensor | None = None) -> "SpreadSolver":
-        """Make it of the owner's solver; ``root`` if it is known from a checkpoint."""
-        pair = solver.g_inverse[0], solver.a_inverse[0]
+    def of(
+        cls, a_inverse: Tensor, g_inverse: Tensor, shape: LayerShape, root: Tensor | None = None
+    ) -> "SpreadSolver":
+        """Make it of the owner's inverses; ``root`` if it is known from a checkpoint."""
+        pair = g_inverse[0], a_inverse[0]
         small, large = pair[::-1] if _transposed(shape) else pair
         return cls(shape, _root(small) if root is None else root, large)
 
@@ -104,48 +106,6 @@ class SpreadSolver:
     def nbytes(self) -> int:
         """Memory."""
         return self.root.nbytes + self.right.nbytes
-
-
-class SpreadLayers:
-    """The solvers of spread layers, which all ranks have; the same on all ranks.
-
-    Args:
-        chosen: the layers that are spread.
-
-    Attributes:
-        solvers: by layer; none before the first, and after factors that were no numbers.
-    """
-
-    def __init__(self, chosen: Collection[int]) -> None:
-        self.chosen = frozenset(chosen)
-        self.solvers: dict[int, SpreadSolver] = {}
-
-    def of(self, index: int, *, renewed: bool) -> tuple[SpreadSolver | None, bool]:
-        """Return the solver by which a layer is spread in this step, and whether its owner sends it to all.
-
-        Args:
-            index: the layer.
-            renewed: whether solvers are made in this step.
-        """
-        if index not in self.chosen:
-            return None, False
-        solver = None if renewed else self.solvers.get(index)
-        return solver, solver is None
-
-    @staticmethod
-    def send(solver: SpreadSolver | None, out: Tensor) -> None:
-        """Write the owner's solver to ``out``; zeros where it has none."""
-        if solver is None:
-            out.zero_()
-        else:
-            solver.pack(out)
-
-    def keep(self, index: int, solver: SpreadSolver | None) -> None:
-        """Keep the solver that all ranks have now."""
-        if solver is None:
-            self.solvers.pop(index, None)
-        else:
-            self.solvers[index] = solver
 
 
 def rounding(shapes: Sequence[LayerShape], device: torch.device) -> str:

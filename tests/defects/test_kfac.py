@@ -296,7 +296,6 @@ class BesideItsModule(nn.Module):
 
 
 @pytest.mark.defect("kfac-S9")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="kfac-S9")
 @pytest.mark.usefixtures("process_group")
 def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """A gradient of which K-FAC has seen a part only is told, or refused, or passes through as it is."""

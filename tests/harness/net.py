@@ -12,15 +12,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
-_OF_KFAC: Final = (
-    "bucket_layer",
-    "factor_messages",
-    "factor_traffic",
-    "journeys",
-    "packed",
-    "preconditioner",
-    "steps",
-)
+_OF_KFAC: Final = ("factor_traffic", "journeys", "packed", "preconditioner")
 ENGINE: Final = (
     *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_owners.directions"),
     *(f"_kfac.{module}" for module in _OF_KFAC),

@@ -17,7 +17,7 @@ FILES = {
 }
 INSIDE = {
     "an import": f"import {OUR_ENGINE}.exchange",
-    "an import of some of it": "from crossover_ddp._kfac import steps",
+    "an import of some of it": "from crossover_ddp._kfac import journeys",
     "by a helper": "from tests.unit.helper import f",
     "by a neighbour": "from .helper import f",
     "by a script": 'run("worker.py")',

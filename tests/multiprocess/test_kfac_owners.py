@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis
+from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis
 from tests.harness import run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, mlp
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from crossover_ddp import kfac_hooks
-from crossover_ddp._kfac import costs as kfac_costs
+from crossover_ddp._kfac import settings as kfac_settings
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess.kfac_oracle import Oracle, Settings, step_for_all
@@ -80,7 +80,7 @@ def train_otherwise(rank: int, world_size: int, options: dict[str, Any]) -> list
         # With local factors the owner decides whose they are.
         patch.setattr(kfac_hooks, "place", lambda layers, *_: [0] * len(layers))
         spread = training_of(rank, WIDE["wide"], **options)
-        patch.setattr(kfac_costs, "spreads", lambda *costs: False)
+        patch.setattr(kfac_settings, "spreads", lambda *costs: False)
         whole = training_of(rank, WIDE["wide"], **options)
     for _ in range(STEPS):
         spread.step()
@@ -121,7 +121,7 @@ def test_a_layer_whose_first_factors_were_no_numbers_is_spread_once_it_has_a_sol
 
 def train_on_ranks_that_round_differently(rank: int, world_size: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kfac_costs, "rounding", lambda shapes, device: f"of rank {rank}")
+        patch.setattr(kfac_settings, "rounding", lambda shapes, device: f"of rank {rank}")
         training = training_of(rank, WIDE["tall"])
     for _ in range(2):
         training.step()

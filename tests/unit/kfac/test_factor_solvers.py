@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crossover_ddp._kfac.factors import DampedInverse, Eigenbasis, Solver
+from crossover_ddp._kfac.curvature import DampedInverse, Eigenbasis, Solver
 
 SOLVERS: tuple[type[Solver], ...] = (DampedInverse, Eigenbasis)
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.factor_sums import ColumnRoom
 from crossover_ddp._kfac.factors import Gram, multiplied
 from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
@@ -226,10 +225,10 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
 @pytest.mark.parametrize("before", [attack, given_up])
 def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
     layers, _ = find_layers(model := net(2))
-    rooms = [
-        ColumnRoom(most, most) for most in (54, 107, 6)
-    ]  # of the second layer one too few for both calls
-    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model, rooms=rooms))
+    run = Recorded(model, layers, FactorCapture(layers, sharing="expand", model=model))
+    # Of the second layer one too few for both calls.
+    run.capture._rooms = [(most, most) for most in (54, 107, 6)]
+    run.capture.begin_step()
     before(model, batch(seed=1))
     loss_of(model(batch())).backward()
     taken = {name: each for name, each in run.taken().items() if each is not None}
@@ -265,7 +264,9 @@ def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
         hidden = cell(hidden).tanh()
     kept = [call.make_a() for call in run.capture._sums[0].open]  # type: ignore[misc]
     assert len(kept) == 5
-    held = [call.make_a.args[0].columns for call in run.capture._sums[0].open if hasattr(call.make_a, "args")]  # type: ignore[union-attr]
+    held = [
+        call.make_a.__self__.source for call in run.capture._sums[0].open if hasattr(call.make_a, "__self__")
+    ]  # type: ignore[union-attr]
     assert len(held) == 4
     assert all(columns.numel() == x.numel() for columns in held)
     hidden.sum().backward()

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from crossover_ddp._kfac import factors as factors_module
-from crossover_ddp._kfac.columns import LayerShape, WeightSharing, layer_shape
 from crossover_ddp._kfac.factors import (
+    WeightSharing,
     gradient_matrix,
-    input_factor,
-    output_factor,
+    input_columns,
+    output_columns,
     pack_triangle,
     split_gradient,
     unpack_triangle,
     update_running,
 )
+from crossover_ddp._kfac.layers import LayerShape, layer_shape
 
 # An even kernel with "same" is the one case of unequal sides; torch warns of what that costs.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -228,8 +229,8 @@ def test_factors_are_the_sums_of_their_definition(
     reference = reference_of(CASES[name])
     module = reference.module
     shape = shape_of(module)
-    a = input_factor(module, shape, reference.input.to(dtype).requires_grad_(), sharing)
-    g = output_factor(module, shape, reference.raw.to(dtype), sharing)
+    a = input_columns(module, shape, reference.input.to(dtype).requires_grad_(), sharing).factor()
+    g = output_columns(module, shape, reference.raw.to(dtype), sharing).factor()
     assert a.shape == (shape.groups, shape.a_dim, shape.a_dim)
     assert g.shape == (shape.groups, shape.g_dim, shape.g_dim)
     for got, expected in zip((a, g), reference.factors(sharing), strict=True):
@@ -247,10 +248,10 @@ def test_unfolding_in_parts_and_multiplying_in_strips_gives_the_same(
 ) -> None:
     reference = reference_of(CASES[name])
     shape = shape_of(reference.module)
-    whole = input_factor(reference.module, shape, reference.input, "expand")
+    whole = input_columns(reference.module, shape, reference.input, "expand").factor()
     monkeypatch.setattr(factors_module, "_CHUNK_NUMEL", 200)
     monkeypatch.setattr(factors_module, "_GRAM_STRIP", 4)
-    parts = input_factor(reference.module, shape, reference.input, "expand")
+    parts = input_columns(reference.module, shape, reference.input, "expand").factor()
     torch.testing.assert_close(parts, whole)
     assert torch.equal(parts, parts.mT)
 
@@ -262,12 +263,12 @@ def test_factors_of_half_precision_are_float32_also_under_autocast(name: str, dt
     shape = shape_of(reference.module)
     x, raw = reference.input.to(dtype), reference.raw.to(dtype)
     plain = (
-        input_factor(reference.module, shape, x.float(), "expand"),
-        output_factor(reference.module, shape, raw.float(), "expand"),
+        input_columns(reference.module, shape, x.float(), "expand").factor(),
+        output_columns(reference.module, shape, raw.float(), "expand").factor(),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        a = input_factor(reference.module, shape, x, "expand")
-        g = output_factor(reference.module, shape, raw, "expand")
+        a = input_columns(reference.module, shape, x, "expand").factor()
+        g = output_columns(reference.module, shape, raw, "expand").factor()
     assert a.dtype == g.dtype == torch.float32
     assert torch.equal(a, plain[0])
     assert torch.equal(g, plain[1])
@@ -286,8 +287,8 @@ def test_an_empty_batch_gives_finite_factors(
     module: nn.Module, input: tuple[int, ...], output: tuple[int, ...], sharing: WeightSharing
 ) -> None:
     shape = shape_of(module)
-    a = input_factor(module, shape, torch.zeros(input), sharing)
-    g = output_factor(module, shape, torch.zeros(output), sharing)
+    a = input_columns(module, shape, torch.zeros(input), sharing).factor()
+    g = output_columns(module, shape, torch.zeros(output), sharing).factor()
     assert a.isfinite().all()
     assert not g.any()
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from crossover_ddp._kfac.columns import LayerShape
-from crossover_ddp._kfac.layers import find_layers
+from crossover_ddp._kfac.layers import LayerShape, find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.kfac.test_kfac_state import Training
 

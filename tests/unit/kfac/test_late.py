@@ -36,7 +36,7 @@ def test_equal_sizes_make_equal_groups() -> None:
 def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
     with single_process_group():
         traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
-        traffic.hold([traffic._due(0, "ga")], groups=1, decay=0.9)
+        traffic.hold([[traffic._factor(0, "g"), traffic._factor(0, "a")]], groups=1, decay=0.9)
         with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
             traffic.leave()
         traffic.leave()  # as in each later step

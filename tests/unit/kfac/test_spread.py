@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._kfac.columns import LayerShape
-from crossover_ddp._kfac.factors import DampedInverse
+from crossover_ddp._kfac.curvature import DampedInverse
+from crossover_ddp._kfac.layers import LayerShape
 from crossover_ddp._kfac.spread import (
-    SpreadLayers,
     SpreadSolver,
     rounding,
     rows_of,
@@ -49,7 +48,7 @@ shapes = st.builds(LayerShape, st.just(1), st.integers(1, 90), st.integers(1, 90
 def test_rows_of_all_ranks_make_the_owners_direction(shape: LayerShape, world_size: int, seed: int) -> None:
     solver, gradient = made(shape, seed)
     expected = solver.precondition(gradient)[0]
-    spread = SpreadSolver.of(solver, shape)
+    spread = SpreadSolver.of(solver.a_inverse, solver.g_inverse, shape)
     made_rows, clip = [], 0.0
     for rows in rows_of(shape, world_size):
         turned = turned_rows(spread, gradient[0], rows)
@@ -66,7 +65,7 @@ def test_rows_of_all_ranks_make_the_owners_direction(shape: LayerShape, world_si
 @settings(max_examples=15, deadline=None)
 def test_what_the_owner_sends_is_what_all_have(shape: LayerShape, seed: int) -> None:
     solver, _ = made(shape, seed)
-    spread = SpreadSolver.of(solver, shape)
+    spread = SpreadSolver.of(solver.a_inverse, solver.g_inverse, shape)
     packed = torch.full((spread_numel(shape),), float("nan"), dtype=torch.float64)
     spread.pack(packed)
     again = SpreadSolver.unpack(packed, shape)
@@ -83,7 +82,7 @@ def test_an_inverse_that_rounding_left_without_a_root_has_the_nearest() -> None:
     values[:3] = torch.tensor([-1e-12, 0.0, 1e-13])
     broken = (vectors * values) @ vectors.mT
     assert int(torch.linalg.cholesky_ex(broken).info) != 0
-    root = SpreadSolver.of(DampedInverse(solver.a_inverse, broken.unsqueeze(0)), shape).root
+    root = SpreadSolver.of(solver.a_inverse, broken.unsqueeze(0), shape).root
     torch.testing.assert_close(root.mT @ root, broken, rtol=0, atol=1e-10 * float(values.max()))
 
 
@@ -91,16 +90,6 @@ def test_rows_cover_the_smaller_side() -> None:
     shape = LayerShape(1, 1121, 155, has_bias=True)
     assert sides(shape) == (155, 1121)
     assert [rows.numel for rows in rows_of(shape, 4)] == [38, 38, 38, 41]
-
-
-def test_layers_are_spread_from_the_step_on_that_follows_their_solver() -> None:
-    shape = LayerShape(1, 5, 4, has_bias=False)
-    layers = SpreadLayers([0])
-    assert [layers.of(index, renewed=False) for index in range(2)] == [(None, True), (None, False)]
-    solver = layers.solvers[0] = SpreadSolver.of(made(shape, 0)[0], shape)
-    assert layers.of(0, renewed=False) == (solver, False)
-    assert layers.of(0, renewed=True) == (None, True)
-    assert layers.of(1, renewed=True) == (None, False)
 
 
 def test_roundings_are_told_apart() -> None:
