@@ -24,7 +24,7 @@ WAYS = {
     "averaged": 22,
     "muon": 21,
     "owned": 34,
-    "kfac": 32,
+    "kfac": 26,
 }
 
 
