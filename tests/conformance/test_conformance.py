@@ -1,16 +1,19 @@
 """Plain DDP and every hook walk the same path, on identical seeds, in all cases and with 1 to 4 ranks.
 
-One launch per backend, world size and hook runs all its cases; each test then looks up its own finding. All hooks run
-with two ranks, with others one hook of each kind, and of cases with and without views one. Other backends than gloo run
+One launch per backend, world size and hook runs all its cases; each test then looks up its own finding. What several
+hooks are compared with is trained once. All hooks run with two ranks; alone one of each kind, and of cases with and
+without views one; with more ranks the cases whose layout or order depends on their number. Other backends than gloo run
 a few cases. Unless CROSSOVER_CAMPAIGN is set, which runs everything with everything.
 """
 
 import hashlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,10 +45,29 @@ OF_EACH_KIND = {
     3: ("decoupled", "identity_codec", "kfac_of_nothing", "muon_of_nothing", "owners"),
     4: ("split",),
 }
+# With more ranks than two: where parts, owners, inputs or decisions differ from rank to rank.
+DIFFERS_BY_RANK = (
+    *SHORT,
+    "one_bucket_viewed",
+    "several_dtypes",
+    "fewer_elements_than_ranks",
+    "joined_ranks",
+    "joined_ranks_with_buffers",
+    "two_models_on_one_group",
+    "non_finite_on_one_rank",
+    "refused_bucket",
+    "clipping",
+    "messages_of_the_users",
+    "model_not_found_on_one_rank",
+)
 # What a state's own norm or another order of buckets makes of the last bits.
 ROUNDED = {"clipping": ("decoupled", "owners")}
 # Finding of one case with one hook: what differs from its reference, and a digest of the results.
 Finding = tuple[str, str]
+# Results as they are sent from process to process: dtype, shape, bytes.
+Packed = dict[str, tuple[torch.dtype, torch.Size, Any]]
+# A hook, or an order of additions and the optimizers.
+Reference = str | tuple[str | None, Callable[[nn.Module, float], list[torch.optim.Optimizer]]]
 
 
 def hooks(backend: str, world_size: int) -> dict[str, Row]:
@@ -63,6 +85,8 @@ def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
         return names
     if backend != "gloo" or (row.is_like_others and world_size == 2):
         return [name for name in names if name in SHORT]
+    if world_size > 2:
+        return [name for name in names if name in DIFFERS_BY_RANK]
     pairs = {name: f"{name}_viewed" for name in CASES if f"{name}_viewed" in CASES}
     repeated: set[str] = set()
     if row.options:  # these are views, whatever the case asks for
@@ -73,19 +97,47 @@ def cases_of(backend: str, hook: str, world_size: int) -> list[str]:
     return [name for name in names if name not in repeated]
 
 
-def findings_of_rank(rank: int, world_size: int, backend: str, hook: str) -> dict[str, Finding]:
+def findings_of_rank(
+    rank: int, world_size: int, backend: str, hook: str, references: list[dict[str, Packed]]
+) -> dict[str, Finding]:
     row, found = HOOKS[hook], {}
     with BACKENDS[backend].around():
         for case in cases_of(backend, hook, world_size):
             rounded = is_rounded(hook, row, case, world_size, BACKENDS[backend])
             tolerance = row.tolerance if rounded else 0.0
-            expected = run_case(case, rank, world_size, reference_of(row, world_size, BACKENDS[backend]))
             try:
                 got = run_case(case, rank, world_size, row)
-                found[case] = differences(got, expected, tolerance), digest(got)
+                found[case] = differences(got, unpack(references[rank][case]), tolerance), digest(got)
             except Exception:
                 found[case] = traceback.format_exc(), ""
     return found
+
+
+def references_of_rank(
+    rank: int, world_size: int, backend: str, reference: Reference, names: list[str]
+) -> dict[str, Packed]:
+    row = ORDERED[reference] if isinstance(reference, tuple) else HOOKS[reference]
+    with BACKENDS[backend].around():
+        return {case: pack(run_case(case, rank, world_size, row)) for case in names}
+
+
+def pack(results: Results) -> Packed:
+    """Take out what is cheap to send to other processes; a tensor is not."""
+    return {name: (each.dtype, each.shape, bytes_of(each)) for name, each in results.items()}
+
+
+def unpack(packed: Packed) -> Results:
+    return {
+        name: torch.from_numpy(array).view(dtype).view(shape)
+        for name, (dtype, shape, array) in packed.items()
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    array: np.ndarray[Any, np.dtype[np.uint8]] = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    )
+    return array
 
 
 def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend) -> bool:
@@ -96,11 +148,9 @@ def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend
     return world_size > 2 and (row.order is None or not backend.adds_in_order)
 
 
-def reference_of(row: Row, world_size: int, backend: Backend) -> Row:
+def reference_of(row: Row, world_size: int, backend: Backend) -> Reference:
     """Return what a row walks with: another hook, plain DDP, or plain DDP that adds in the owners' order."""
-    if row.like is not None:
-        return HOOKS[row.like]
-    return ORDERED[row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers]
+    return row.like or (row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers)
 
 
 ORDERED = {
@@ -169,14 +219,28 @@ def digest(results: Results) -> str:
         # Each rank has its own buffers during forward; DDP makes them equal before the next one.
         if not name.startswith("forward") and not name.endswith(".mine"):
             state.update(name.encode())
-            state.update(results[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            state.update(bytes_of(results[name]).tobytes())
     return state.hexdigest()
+
+
+@cache
+def references(backend: str, world_size: int, reference: Reference) -> list[dict[str, Packed]]:
+    """Train once what several hooks are compared with, in all cases of any of them."""
+    wanted = {
+        case: None
+        for hook, row in hooks(backend, world_size).items()
+        if reference_of(row, world_size, BACKENDS[backend]) == reference
+        for case in cases_of(backend, hook, world_size)
+    }
+    return BACKENDS[backend].run(references_of_rank, world_size, backend, reference, list(wanted))
 
 
 @cache
 def findings(backend: str, world_size: int, hook: str) -> list[dict[str, Finding]] | RankError:
     try:
-        return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook)
+        reference = reference_of(HOOKS[hook], world_size, BACKENDS[backend])
+        walked = references(backend, world_size, reference)
+        return BACKENDS[backend].run(findings_of_rank, world_size, backend, hook, walked)
     except RankError as error:  # it is that of all cells, and not to be waited for again
         return error
 
