@@ -18,8 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from crossover_ddp._compression.choice import CodecChoice, PerPair
 from crossover_ddp._compression.codec import Codec, Encoded
-from crossover_ddp._compression.coded_link import around
-from crossover_ddp._compression.compression import Compression, state_of
+from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.half import Half
 from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
@@ -185,8 +184,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        compression = state._compression
-        way = None if compression is None else around(compression, bucket, group)
+        way = around(state._compression, bucket, group)
         exchange = Exchange.of(group)
         with exchange.comparing(bucket, state, state.compare_replicas):
             return exchange.carry(bucket, split, turn=state.mutex, state=state, around=way).future

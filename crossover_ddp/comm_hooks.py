@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.choice import CodecChoice
-from crossover_ddp._compression.coded_link import around
-from crossover_ddp._compression.compression import Compression, state_of
+from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
@@ -237,7 +236,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         compression, turn = state.compression, _turn_of(state, bucket)
-        way = None if compression is None else around(compression, bucket, group)
+        way = around(compression, bucket, group)
         exchange = Exchange.of(group)
         with exchange.comparing(bucket, state, state.compare_replicas):
             return exchange.carry(bucket, split, turn=turn, state=state, around=way).future

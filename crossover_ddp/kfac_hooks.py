@@ -23,8 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
-from crossover_ddp._compression.coded_link import around
-from crossover_ddp._compression.compression import Compression
+from crossover_ddp._compression.compression import Compression, around
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.buckets import Bucket
@@ -407,7 +406,7 @@ class KFACState(Pausable):
             return self._steps.way(packed, taken, link)
 
         self.enter(bucket)
-        coded = None if self._compression is None else around(self._compression, bucket, group, pack)
+        coded = around(self._compression, bucket, group, pack)
         try:
             taken = Exchange.of(group).carry(bucket, way, turn=turn, state=state, around=coded)
         except Exception:

@@ -6,6 +6,7 @@ float32, so all ranks that decode the same bytes have the same numbers.
 """
 
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 TILE_NUMEL = 1 << 17
 """Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
+_HOST = torch.device("cpu")
 _HEAD_BYTES = 16
 
 
@@ -68,6 +70,33 @@ def all_finite(values: torch.Tensor) -> bool | torch.Tensor:
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cut all tensors alike, into so many rows, for a core; a device takes all at once."""
     return zip(*[each.split(rows) if each.device.type == "cpu" else [each] for each in tensors], strict=True)
+
+
+class Scratch(threading.local):
+    """Floats for a moment: each thread has its own of the host's, which grow as needed.
+
+    The kernel maps a fresh tensor of megabytes page by page, which takes longer than to write it. A thread may use what
+    it took until it takes again.
+    """
+
+    def __init__(self) -> None:
+        self._floats = torch.empty(0)
+
+    def take(self, numel: int, device: torch.device = _HOST) -> torch.Tensor:
+        """Return ``numel`` float32 that hold anything."""
+        if device.type != "cpu":
+            return torch.empty(numel, device=device)  # torch keeps a device's memory itself
+        if self._floats.numel() < numel:
+            self._floats = torch.empty(numel)
+        return self._floats[:numel]
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return as many float32 as there are ``values``, in their shape."""
+        return self.take(values.numel(), values.device).view(values.shape)
+
+
+scratch = Scratch()
+"""Of the size of a tile; no caller sees it."""
 
 
 # --- codecs as former versions took them ---------------------------------------------------------------------------

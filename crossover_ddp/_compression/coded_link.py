@@ -1,14 +1,333 @@
-"""A codec as a link around a link, so that every journey can travel coded without knowing it."""
+"""A codec as a link around a link, so that every journey can travel coded without knowing it.
 
-from collections.abc import Callable
+[Note: residuals] A rank keeps what its messages to owners do not hold, in units of its gradient; an owner what its
+message to all does not hold, in units of the mean, or of what it makes of the mean. After each step, for each element:
+what all ranks apply = mean of gradients + mean of what ranks had kept + what the owner had kept − the same of what is
+kept now. An owner does not send to itself: its own addend enters the sum exact.
 
-import torch.distributed as dist
+[Note: without a look] By a backend's own collectives, all of this is launched by the hook's thread, in the program's
+order, while the device is still at earlier work. So nothing here reads a value on the host: messages have one size, and
+what is not finite, or not in use, shows in tensors.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
 from torch import Tensor
 
+from crossover_ddp._ddp.contents import Run
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
-from .bucket import CodedBucket
-from .compression import Compression, Packed
+from .choice import Codecs
+from .codec import Codec, PieceWriter, Scratch
+from .half import Whole
+from .parts import Part, padded
+
+_WHOLE: Final = Codecs(Whole(), Whole())
+_ALIGNED: Final = 16
+# Shares of NCCL's collectives that begin elsewhere are slow.
+_ALIGNED_BY_COLLECTIVES: Final = 128
+# Elements of a run, on average, from which one operation for each costs less than another pass over memory.
+_LARGE: Final = 1 << 16
+
+
+class Sent(NamedTuple):
+    """The bytes of messages, and how many each rank has of them."""
+
+    tensor: Tensor
+    layout: Layout
+
+
+class _Message:
+    """Exact values in float32, then the codec's bytes."""
+
+    def __init__(self, exact_numel: int, codec: Codec, numel: int, memory: Tensor) -> None:
+        head = padded(4 * exact_numel, _ALIGNED)
+        self.codec = codec
+        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
+        self.writer = codec if isinstance(codec, PieceWriter) else None
+        self.exact = memory[: 4 * exact_numel].view(torch.float32)
+        self.coded = memory[head : head + codec.nbytes(numel)]
+
+
+class CodedBucket:
+    """The messages of one bucket, step after step, and what they leave behind, see [Note: residuals].
+
+    Args:
+        codecs: for both halves.
+        parameters: of the bucket.
+        parts: what is coded, by owner; exact parts may be others in each step.
+        rank: of this process.
+        device: of the gradients.
+        has_work: owners send something else than the mean.
+        leaves_unused: a parameter whose gradients are all zero may have none.
+        by_collectives: messages travel by a backend's own collectives.
+        scratch: memory for a moment, of all buckets.
+    """
+
+    def __init__(
+        self,
+        codecs: Codecs,
+        parameters: Sequence[Tensor],
+        parts: Sequence[Part],
+        rank: int,
+        device: torch.device,
+        *,
+        has_work: bool = False,
+        leaves_unused: bool = False,
+        by_collectives: bool = False,
+        scratch: Scratch | None = None,
+    ) -> None:
+        self.parameters, self.parts = list(parameters), parts
+        self.rank, self.has_work = rank, has_work
+        self._codecs, self._leaves_unused, self._by_collectives = codecs, leaves_unused, by_collectives
+        self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
+        self._slots = [part.slots(self._multiple) for part in parts]
+        numels = [padded(slots[-1].stop, self._multiple) if slots else 0 for slots in self._slots]
+        self._kept = [torch.zeros(numel, device=device) for numel in numels]
+        self._addend = torch.empty(numels[rank], device=device)
+        # CUDA multiplies by the reciprocal of a number of the host: other bits than the CPU's for three ranks or more.
+        self._divisor = torch.full((), float(len(parts)), device=device)
+        self._scratch = Scratch() if scratch is None else scratch
+        # Zeros at first, not empty: what padding holds should not be what the process had there before.
+        self._memory = [torch.zeros(0, dtype=torch.uint8, device=device)] * 3
+        self._laid_out: tuple[list[Sequence[Span]], bool] = [], False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the residuals."""
+        return sum(kept.nbytes for kept in self._kept)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether any residual is not zero."""
+        return any(bool(kept.any()) for kept in self._kept)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in a step, in both halves."""
+        lengths = self.gather.layout
+        return len(self.outgoing.tensor) + sum(lengths) - lengths[(self.rank + 1) % len(lengths)]
+
+    def is_of(self, parameters: Sequence[Tensor], parts: Sequence[Part] | None = None) -> bool:
+        """Tell whether it has the same parameters, and coded runs of the same lengths."""
+        slots = self._slots if parts is None else [part.slots(self._multiple) for part in parts]
+        return [*map(id, self.parameters)] == [*map(id, parameters)] and slots == self._slots
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each coded parameter with its whole residual, flat, in units of this rank's gradient.
+
+        An owner's residual is part of a mean; so many times as there are ranks, it is part of this rank's gradient.
+        Where owners send something else than the mean, theirs is left out.
+        """
+        whole: dict[int, list[tuple[Run, Tensor]]] = {}
+        for owner, part in enumerate(self.parts):
+            factor = 1 if owner != self.rank else 0 if self.has_work else len(self.parts)
+            for run, piece in zip(part.coded, self._views(self._kept[owner], owner), strict=True):
+                whole.setdefault(id(run.parameter), []).append((run, piece * factor))
+        for found in whole.values():
+            residual = found[0][1].new_zeros(max(run.begin + len(piece) for run, piece in found))
+            for run, piece in found:
+                residual[run.begin : run.begin + len(piece)] = piece
+            yield found[0][0].parameter, residual
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all residuals."""
+        for kept in self._kept:
+            kept.mul_(factor)
+
+    # --- messages --------------------------------------------------------------------------------------------
+
+    def encode(self, flat: Tensor, parts: Sequence[Part], *, whole: bool = False) -> None:
+        """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
+
+        Args:
+            flat: messages to owners are made of it, and owners' messages fill it.
+            parts: of it, by owner.
+            whole: all messages of this step, in both halves, hold all that is kept, in float32.
+        """
+        self._flat, self.parts = flat, parts
+        self._lay_out(whole=whole)
+        for owner, message in self._sent.items():
+            pieces = _coded_places(flat, parts[owner])
+            values = self._scratch.take(len(self._kept[owner]), flat.device)
+            self._collect(pieces, owner, values, self._kept[owner])
+            self._encode(values, owner, message, self._unused(pieces))
+            _copy(_split(message.exact, parts[owner]), _places(flat, parts[owner].exact))
+        self._collect_own(self._exact_addend)
+
+    def _lay_out(self, *, whole: bool) -> None:
+        """Give each message its place; the same as in the last step, if exact parts are."""
+        wanted = [part.exact for part in self.parts], whole
+        if wanted == self._laid_out:
+            return
+        self._laid_out = wanted
+        codecs, rank = _WHOLE if whole else self._codecs, self.rank
+        # Not made in each step: a device's other stream may still read the last one's.
+        self._exact_addend = self._addend.new_empty(self.parts[rank].exact_numel)
+        between = {peer: codecs.between(rank, peer) for peer in range(len(self.parts)) if peer != rank}
+        self.outgoing, self._sent = self._messages(
+            0, {peer: (peer, codec) for peer, codec in between.items()}
+        )
+        self.incoming, self._received = self._messages(
+            1, {peer: (rank, codec) for peer, codec in between.items()}
+        )
+        self.gather, self._returned = self._messages(
+            2, {owner: (owner, codecs.pull) for owner in range(len(self.parts))}
+        )
+
+    def _messages(self, place: int, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
+        """Return memory for messages, and these by peer.
+
+        Args:
+            place: of the memory that is used again; the large messages of a whole step have memory of their own.
+            made: by peer, whose part the message is about, and what encodes it.
+        """
+        aligned = _ALIGNED_BY_COLLECTIVES if self._by_collectives else _ALIGNED
+        sizes, memory = [0] * len(self.parts), self._memory[place]
+        for peer, (owner, codec) in made.items():
+            head = padded(4 * self.parts[owner].exact_numel, _ALIGNED)
+            sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
+        if self._by_collectives and len(made) == len(sizes):  # one all-gather has equal parts
+            sizes = [max(sizes)] * len(sizes)
+        _, is_whole = self._laid_out
+        if is_whole or len(memory) < sum(sizes):
+            memory = memory.new_zeros(sum(sizes))
+        if not is_whole:
+            self._memory[place] = memory
+        sent = Sent(memory[: sum(sizes)], sizes)
+        places = parts(*sent)
+        return sent, {
+            peer: _Message(self.parts[owner].exact_numel, codec, len(self._kept[owner]), places[peer])
+            for peer, (owner, codec) in made.items()
+        }
+
+    def add(self) -> None:
+        """Add what came: for the owner's work, or for the message to all, which is written."""
+        part, rank = self.parts[self.rank], self.rank
+        values, exact = self._mean()
+        if self.has_work:
+            _copy(_coded_places(self._flat, part), self._views(values, rank))
+            _copy(_places(self._flat, part.exact), _split(exact, part))
+        else:
+            self._returned[rank].exact.copy_(exact)
+            self._encode_own(values)
+
+    def write(self) -> None:
+        """Write the message to all of what the owner has made of the mean."""
+        self._collect_own(self._returned[self.rank].exact)
+        self._encode_own(self._addend)
+
+    def _encode_own(self, values: Tensor) -> None:
+        """Write the message to all, and decode it into the bucket: all ranks have the same, the owner, too."""
+        unused = self._unused(self._views(values, self.rank))
+        self._encode(values.add_(self._kept[self.rank]), self.rank, self._returned[self.rank], unused)
+        self._unload(self.rank)
+
+    def _mean(self) -> tuple[Tensor, Tensor]:
+        """Return the mean over the ranks of what is coded, and of what is exact."""
+        # Two addends may change places, so the first two ranks add to their own.
+        is_begun = self.rank <= 1
+        own = self._addend
+        values = own if is_begun else self._scratch.take(len(own), own.device).zero_()
+        exact = torch.zeros_like(self._exact_addend)
+        for rank in range(len(self.parts)):
+            if rank != self.rank:
+                message = self._received[rank]
+                exact.add_(message.exact)
+                if len(values):
+                    message.codec.add_decoded(message.coded, values)
+                continue
+            exact.add_(self._exact_addend)
+            if not is_begun:
+                values.add_(own)
+        return values.div_(self._divisor), exact.div_(self._divisor)
+
+    def unload(self) -> None:
+        """Decode the other owners' messages into the bucket."""
+        for owner in range(len(self.parts)):
+            if owner != self.rank:
+                self._unload(owner)
+
+    def _unload(self, owner: int) -> None:
+        part, flat, message = self.parts[owner], self._flat, self._returned[owner]
+        _copy(_places(flat, part.exact), _split(message.exact, part))
+        pieces, numel = _coded_places(flat, part), len(self._kept[owner])
+        if not pieces:
+            return
+        if message.writer is not None and numel >= _LARGE * len(pieces) and flat.dtype == torch.float32:
+            message.writer.write_decoded(message.coded, pieces, [slot.start for slot in self._slots[owner]])
+            return
+        values = self._scratch.take(numel, flat.device)
+        if message.writer is not None:
+            message.writer.write_decoded(message.coded, [values], [0])
+        else:
+            message.codec.add_decoded(message.coded, values.zero_())
+        _copy(pieces, self._views(values, owner))
+
+    # --- values of one owner's part, padded --------------------------------------------------------------------
+
+    def _views(self, values: Tensor, owner: int) -> list[Tensor]:
+        return _places(values, self._slots[owner])
+
+    def _collect(self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None) -> None:
+        """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
+        for slot in self._slots[owner]:
+            if slot.stop % self._multiple:
+                out[slot.stop : padded(slot.stop, self._multiple)].zero_()
+        if kept is None:
+            _copy(self._views(out, owner), pieces)
+            return
+        for piece, residual, place in zip(
+            pieces, self._views(kept, owner), self._views(out, owner), strict=True
+        ):
+            torch.add(piece, residual, out=place)
+
+    def _collect_own(self, exact: Tensor) -> None:
+        """Keep what this rank owns aside, and write what travels exact of it to ``exact``."""
+        part = self.parts[self.rank]
+        self._collect(_coded_places(self._flat, part), self.rank, self._addend)
+        _copy(_split(exact, part), _places(self._flat, part.exact))
+
+    def _unused(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each gradient whether it is all zero, if that matters."""
+        return [each.any().logical_not() for each in gradients] if self._leaves_unused else []
+
+    def _encode(self, values: Tensor, owner: int, message: _Message, unused: Sequence[Tensor]) -> None:
+        """Encode gradients plus residuals; those of ``unused`` stay where they are.
+
+        A parameter that is used nowhere keeps its gradient of None, so what travelled for it would be lost.
+        """
+        kept = self._kept[owner]
+        if not len(values):
+            return
+        before = kept.clone() if unused else kept
+        for piece, is_unused in zip(self._views(values, owner), unused, strict=False):
+            piece.masked_fill_(is_unused, 0)
+        message.codec.encode(values, message.coded, kept)
+        views = self._views(kept, owner), self._views(before, owner)
+        for piece, old, is_unused in zip(*views, unused, strict=False):
+            torch.where(is_unused, old, piece, out=piece)
+
+
+def _places(values: Tensor, spans: Sequence[Span]) -> list[Tensor]:
+    return [values[start:stop] for start, stop in spans]
+
+
+def _coded_places(flat: Tensor, part: Part) -> list[Tensor]:
+    return _places(flat, [run.span for run in part.coded])
+
+
+def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(list(to), list(of))
+
+
+def _split(exact: Tensor, part: Part) -> list[Tensor]:
+    return [*exact.split_with_sizes([stop - start for start, stop in part.exact])] if part.exact else []
 
 
 class CodedLink(LinkAround):
@@ -28,8 +347,8 @@ class CodedLink(LinkAround):
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
-        coded, out, into = self._coded, self._coded.outgoing, self._coded.incoming
-        await self.all_to_all(out.tensor, out.layout.lengths, into.tensor, into.layout.lengths)
+        coded = self._coded
+        await self.all_to_all(*coded.outgoing, *coded.incoming)
         await self.compute()
         coded.add()
         return parts(flat, layout)[self.rank]
@@ -38,35 +357,12 @@ class CodedLink(LinkAround):
         """See `Link`."""
         if self._coded.has_work:
             self._coded.write()
-        gather = self._coded.gather
-        await super().all_gather(gather.tensor, gather.layout.lengths)
+        await super().all_gather(*self._coded.gather)
         self._coded.unload()
 
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
         """See `Coded` in ``_engine/spans.py``."""
-        exact, back = flat.numel() * flat.itemsize * (self.size - 1) // self.size, self._coded.gather.layout
+        exact, coded = flat.numel() * flat.itemsize * (self.size - 1) // self.size, self._coded
         if kind == "reduce_scatter":
-            return self._coded.outgoing.layout.numel, exact
-        return (self.size - 1) * back.part(self.rank).numel, exact
-
-
-def around(
-    compression: Compression,
-    bucket: dist.GradBucket,
-    group: dist.ProcessGroup,
-    pack: Callable[[], Packed] | None = None,
-) -> Callable[[Link], Link]:
-    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
-
-    Args:
-        compression: of the model.
-        bucket: DDP's.
-        group: the ranks.
-        pack: returns what travels in the bucket's place.
-    """
-
-    def coded(link: Link) -> Link:
-        messages = compression.messages(bucket, group, None if pack is None else pack())
-        return link if messages is None else CodedLink(link, messages)
-
-    return coded
+            return len(coded.outgoing.tensor), exact
+        return (self.size - 1) * coded.gather.layout[self.rank], exact

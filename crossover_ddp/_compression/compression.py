@@ -10,37 +10,28 @@ these parameters to its next gradients, those of an owner as often as there are 
 that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._ddp.contents import Run, contents_of
-from crossover_ddp._ddp.layout import Layout, Span
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.exchange import Around, Exchange
+from crossover_ddp._engine.links import Link
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .bucket import Buffers, CodedBucket
 from .choice import CodecChoice, check_size, codecs_of
-from .codec import Former
-from .cut import OwnedSpan, Part, cut
-from .scratch import Scratch
+from .codec import Former, Scratch
+from .coded_link import CodedBucket, CodedLink
+from .parts import Part, parts_of, runs_of
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
-
-class _Journey(NamedTuple):
-    """What travels for one bucket, and of which parameters it is made."""
-
-    buffers: Buffers
-    parameters: Sequence[torch.Tensor]
-    exact_bytes: int
+Scale = float | torch.Tensor
 
 
 class Packed(Protocol):
@@ -77,20 +68,18 @@ class Compression:
         has_work: bool = False,
     ) -> None:
         self.codecs = codecs_of(codec)
-        self._loss_scale = loss_scale if callable(loss_scale) else functools.partial(float, loss_scale)
-        self._state, self._has_work = state, has_work
-        self._scale: float | None = None
+        self._loss_scale, self._state, self._has_work = loss_scale, state, has_work
+        self._scale: Scale | None = None
         self._buckets: dict[int, CodedBucket] = {}
         self._scratch = Scratch()
         self._checked: set[tuple[torch.dtype, torch.device]] = set()
-        # See [Note: residuals aside].
+        # See [Note: residuals aside]; what was loaded goes there when the model's names are known.
         self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
         self._model, self._leaves_unused = OnlyModel(), not has_work
         self._exact_left = self._first_steps = 2 if has_work else 1
         self._is_draining, self._is_new_step = False, True
-        self._sent_bytes = self._exact_bytes = 0
-        self.steps = 0
+        self._sent_bytes = self._exact_bytes = self.steps = 0
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
@@ -104,7 +93,8 @@ class Compression:
             self._checked.add((flat.dtype, flat.device))
         model = None if self._has_work else self._model.enter(bucket, self._state)
         if model is not None:
-            self._begin_model(model)
+            self._forget()
+            self._leaves_unused = model.find_unused_parameters
         if self._is_new_step:
             self._begin_step()
         is_exact, is_draining = self._exact_left > 0, self._is_draining
@@ -113,19 +103,28 @@ class Compression:
             self.steps += 1
             self._exact_left, self._is_draining = max(0, self._exact_left - 1), False
         known = self._buckets.get(bucket.index())
-        journey = _journey_of(bucket, flat, group, known) if packed is None else _journey_with(packed)
-        buffers, parameters = journey.buffers, journey.parameters
-        if known is None or not known.is_of(parameters, buffers.parts):
+        parts: Sequence[Part]
+        if packed is not None:
+            runs = packed.runs()
+            parts = parts_of(packed.layout, runs)
+            parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
+        else:
+            parameters = bucket.parameters()
+            is_known = known is not None and known.is_of(parameters)
+            parts = known.parts if known is not None and is_known else _cut(bucket, flat, group.size())
+            # With a version counter of its own: decoded values are no change that somebody has made.
+            flat = flat.data
+        if known is None or not known.is_of(parameters, parts):
             self._put_aside(parameters)
             known = None
-        self._add_aside(journey)
+        self._add_aside(flat, parts)
         if is_exact:
             return None
         if known is None:
             known = self._buckets[bucket.index()] = CodedBucket(
                 self.codecs,
                 parameters,
-                buffers.parts,
+                parts,
                 group.rank(),
                 flat.device,
                 has_work=self._has_work,
@@ -133,17 +132,16 @@ class Compression:
                 by_collectives=not Exchange.of(group).sends_messages(flat.device),
                 scratch=self._scratch,
             )
-        known.encode(buffers, whole=is_draining)
+        known.encode(flat, parts, whole=is_draining)
         if not is_draining:
             self._sent_bytes += known.sent_bytes
-            self._exact_bytes += journey.exact_bytes * (group.size() - 1) // group.size()
+            self._exact_bytes += 2 * flat.nbytes * (group.size() - 1) // group.size()
         return known
 
     def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Refuse what does not work."""
         check_size(self.codecs.push, group.size())
-        on_ring = Exchange.of(group).sends_messages(flat.device)
-        on_host = on_ring and flat.device.type == "cpu"
+        on_host = flat.device.type == "cpu" and Exchange.of(group).sends_messages(flat.device)
         if self._has_work and not (on_host and flat.dtype == torch.float32):
             raise UnsupportedConfigurationError(
                 "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
@@ -160,75 +158,54 @@ class Compression:
                 "of a codec are float32; pass codec=None"
             )
 
-    def _begin_model(self, model: DistributedDataParallel) -> None:
+    def _begin_step(self) -> None:
+        """Let residuals follow the loss's scale, and what was loaded go to its parameters."""
+        scale, former = _now(self._loss_scale), self._scale
+        # Of a device's scale the host does not look whether it has changed.
+        if former is not None and (isinstance(scale, torch.Tensor) or scale != former):
+            for each in self._buckets.values():
+                each.scale(scale / former)
+            for residual in (*self._aside.values(), *self._loaded.values()):
+                residual.mul_(
+                    (scale / former) if isinstance(scale, float) else (scale / former).to(residual.device)
+                )
+        self._scale = scale
+        known = {name: parameter for parameter, name in self._model.names.items() if name}
+        if self._loaded and known:
+            by_plain = {_plain(name): parameter for name, parameter in known.items()}
+            found = {name: known.get(name, by_plain.get(_plain(name))) for name in self._loaded}
+            if unknown := [name for name, parameter in found.items() if parameter is None]:
+                raise UnsupportedConfigurationError(
+                    f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the "
+                    "state dict of the same model"
+                )
+            self._aside.update({parameter: self._loaded[name] for name, parameter in found.items()})
+            self._loaded = {}
+
+    def _forget(self) -> None:
         self._buckets.clear()
         self._aside.clear()
         self._exact_left = self._first_steps
-        self._leaves_unused = model.find_unused_parameters
-
-    def _begin_step(self) -> None:
-        scale = float(self._loss_scale())
-        if self._scale is not None and scale != self._scale:
-            for each in self._buckets.values():
-                each.scale(scale / self._scale)
-            for residual in (*self._aside.values(), *self._loaded.values()):
-                residual.mul_(scale / self._scale)
-        self._scale = scale
-        if self._loaded:
-            self._loaded = self._renamed(self._loaded)
-
-    def _renamed(self, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return loaded residuals by this model's names, which may be those of another wrapping."""
-        known = {name for name in self._model.names.values() if name}
-        by_plain = {_plain(name): name for name in known}
-        unknown = [name for name in loaded if name not in known and _plain(name) not in by_plain]
-        if known and unknown:
-            raise UnsupportedConfigurationError(
-                f"expected residuals of this model's parameters, got some of {', '.join(unknown[:3])}; load the state "
-                "dict of the same model"
-            )
-        return {
-            name if name in known else by_plain.get(_plain(name), name): each for name, each in loaded.items()
-        }
 
     def _put_aside(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take apart all buckets that have one of ``parameters``."""
         wanted = set(map(id, parameters))
         for index, each in list(self._buckets.items()):
             if not wanted.isdisjoint(map(id, each.parameters)):
-                for parameter, residual in each.kept():
-                    self._aside[parameter] = residual
+                self._aside.update(dict(each.kept()))
                 del self._buckets[index]
 
-    def _add_aside(self, journey: _Journey) -> None:
+    def _add_aside(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
         """Add to the gradients what is kept of them outside of any bucket."""
-        if not self._aside and not self._loaded:
-            return
-        flat = journey.buffers.flat
-        for number, parameter in enumerate(journey.parameters):
-            residual = self._taken(parameter)
-            if residual is None:
-                continue
-            segments = [
-                each
-                for part in journey.buffers.parts
-                for each in (*part.coded, *part.exact)
-                if each.parameter == number
-            ]
-            pieces = [flat[each.span.start : each.span.stop] for each in segments]
+        for parameter, residual in list(self._aside.items()):
+            runs = [run for part in parts for run in part.coded if run.parameter is parameter]
+            pieces = [flat[run.span.start : run.span.stop] for run in runs]
             if self._leaves_unused and not any([bool(piece.any()) for piece in pieces]):
-                self._aside[parameter] = residual  # DDP may leave its gradient None
-                continue
-            for piece, each in zip(pieces, segments, strict=True):
-                piece.add_(residual[each.begin : each.begin + each.span.numel].to(piece.device))
-
-    def _taken(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what is kept for a parameter outside of any bucket, and keep it no longer."""
-        found: torch.Tensor | None = self._aside.pop(parameter, None)
-        loaded = self._loaded.pop(self._model.names.get(parameter, ""), None)
-        if loaded is None or found is None:
-            return loaded if found is None else found
-        return found.add_(loaded.to(found.device))
+                continue  # DDP may leave its gradient None
+            for run, piece in zip(runs, pieces, strict=True):
+                piece.add_(residual[run.begin : run.begin + len(piece)].to(piece.device))
+            if runs:
+                del self._aside[parameter]
 
     # --- between steps ---------------------------------------------------------------------------------------
 
@@ -254,16 +231,14 @@ class Compression:
 
     def load(self, residuals: Mapping[str, torch.Tensor], scale: float | None) -> None:
         """Begin with ``residuals`` in place of what there is; the next step travels exact."""
-        self._buckets.clear()
-        self._aside.clear()
+        self._forget()
         self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
         self._scale = scale
-        self._exact_left = self._first_steps
 
     @property
     def scale(self) -> float | None:
         """The loss's scale that residuals belong to; None before the first step."""
-        return self._scale
+        return None if self._scale is None else float(self._scale)
 
     def stats(self) -> dict[str, float]:
         """Return what was sent since the beginning, and the memory of residuals."""
@@ -275,6 +250,30 @@ class Compression:
         }
 
 
+def around(
+    compression: Compression | None,
+    bucket: dist.GradBucket,
+    group: dist.ProcessGroup,
+    pack: Callable[[], Packed] | None = None,
+) -> Around | None:
+    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then. None without a codec.
+
+    Args:
+        compression: of the model.
+        bucket: DDP's.
+        group: the ranks.
+        pack: returns what travels in the bucket's place.
+    """
+    if compression is None:
+        return None
+
+    def coded(link: Link) -> Link:
+        messages = compression.messages(bucket, group, None if pack is None else pack())
+        return link if messages is None else CodedLink(link, messages)
+
+    return coded
+
+
 def state_of(compression: Compression | None) -> dict[str, Any]:
     """Return what a state dict holds; nothing without a codec."""
     if compression is None:
@@ -282,50 +281,26 @@ def state_of(compression: Compression | None) -> dict[str, Any]:
     return {"residuals": compression.residuals(), "loss_scale": compression.scale}
 
 
+def _now(loss_scale: float | Callable[[], float]) -> Scale:
+    """Return the loss's scale of this moment; a GradScaler's on a device as it lies there.
+
+    ``GradScaler.get_scale`` itself makes the host wait for all that the device has yet to do.
+    """
+    scaler = getattr(loss_scale, "__self__", None)
+    if isinstance(scaler, torch.amp.GradScaler):
+        kept = getattr(scaler, "_scale", None)
+        if isinstance(kept, torch.Tensor) and kept.device.type != "cpu":
+            return kept.clone()  # it is changed in place
+    return float(loss_scale() if callable(loss_scale) else loss_scale)
+
+
 def _plain(name: str) -> str:
     """Return a parameter's name without what DDP and torch.compile put in."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
 
 
-def _journey_of(
-    bucket: dist.GradBucket, flat: torch.Tensor, group: dist.ProcessGroup, known: CodedBucket | None
-) -> _Journey:
-    """Return what travels for a bucket whose mean is wanted; cut as it was before, if it is ``known``."""
-    parameters = bucket.parameters()
-    if known is not None and known.is_of(parameters):
-        parts = known.parts
-    else:
-        numels = [content.span.numel for content in contents_of(bucket, flat)]
-        parts = cut(numels, [each.dim() for each in parameters], Layout.equal(flat.numel(), group.size()))
-    # With a version counter of its own: decoded values are no change that somebody has made.
-    own = flat.data
-    return _Journey(Buffers(own, parts), parameters, 2 * flat.nbytes)
-
-
-def _journey_with(packed: Packed) -> _Journey:
-    """Return what travels in a bucket's place."""
-    runs = packed.runs()
-    parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
-    parts = parts_of(Layout.of_lengths(packed.layout), runs)
-    return _Journey(Buffers(packed.flat, parts), parameters, 2 * packed.flat.nbytes)
-
-
-def parts_of(layout: Layout, runs: Sequence[Run]) -> tuple[Part, ...]:
-    """Cut a buffer by owner into ``runs``, which are coded, and the rest, which travels exact."""
-    numbers: dict[int, int] = {}
-    for run in runs:
-        numbers.setdefault(id(run.parameter), len(numbers))
-    parts = []
-    for owner in range(layout.parts):
-        whole, exact = layout.part(owner), []
-        spans = [run.span for run in runs if run.owner == owner]
-        coded = [
-            OwnedSpan(numbers[id(run.parameter)], run.span, run.begin) for run in runs if run.owner == owner
-        ]
-        start = whole.start
-        for span in [*spans, Span(whole.stop, whole.stop)]:
-            if start < span.start:
-                exact.append(OwnedSpan(-1, Span(start, span.start), 0))
-            start = span.stop
-        parts.append(Part(tuple(coded), tuple(exact)))
-    return tuple(parts)
+def _cut(bucket: dist.GradBucket, flat: torch.Tensor, ranks: int) -> list[Part]:
+    """Cut a bucket whose mean is wanted into equal parts; the last owner has what is left over."""
+    share = flat.numel() // ranks
+    layout = [share] * (ranks - 1) + [flat.numel() - share * (ranks - 1)]
+    return parts_of(layout, runs_of(contents_of(bucket, flat), layout))

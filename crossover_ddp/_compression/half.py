@@ -6,12 +6,9 @@ from typing import Final
 
 import torch
 
-from .codec import TILE_NUMEL, all_finite, tiles
-from .scratch import Scratch
+from .codec import TILE_NUMEL, all_finite, scratch, tiles
 
 _DTYPES: Final = (torch.float16, torch.bfloat16)
-# Of the size of a tile; no caller sees it. See [Note: used again].
-_scratch: Final = Scratch()
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def _encode(
         message.fill_(torch.nan)
         return
     for piece, sent, kept in tiles(TILE_NUMEL, values, message, residual):
-        cut = piece if limit is None else torch.clamp(piece, -limit, limit, out=_scratch.like(piece))
+        cut = piece if limit is None else torch.clamp(piece, -limit, limit, out=scratch.like(piece))
         sent.copy_(cut)
         if finite is True:
             torch.sub(piece, sent, out=kept)

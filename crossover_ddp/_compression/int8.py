@@ -7,15 +7,12 @@ from typing import Final
 
 import torch
 
-from .codec import TILE_NUMEL, all_finite, tiles
-from .scratch import Scratch
+from .codec import TILE_NUMEL, all_finite, scratch, tiles
 
 _LARGEST: Final = 127
 # Of a float32 scale; then the product with a code has at most 23 bits and is exact.
 _DROPPED_BITS: Final = 8
 _SMALLEST_SCALE: Final = 1e-36
-# Of the size of a tile; no caller sees it. See [Note: used again].
-_scratch: Final = Scratch()
 
 
 def _rounded_down(scale: float) -> float:
@@ -76,7 +73,7 @@ class Int8:
         if finite is not True:
             scales.masked_fill_(finite.logical_not(), torch.nan)
         for row, code, kept, factor, scale in tiles(self._tile_rows, rows, codes, left, inverse, scales):
-            rounded = torch.mul(row, factor, out=_scratch.like(row)).round_()
+            rounded = torch.mul(row, factor, out=scratch.like(row)).round_()
             if finite is True:
                 code.copy_(rounded)
                 torch.addcmul(row, rounded, scale, value=-1, out=kept)
@@ -88,7 +85,7 @@ class Int8:
         """Add codes times scales; see `Codec.add_decoded`."""
         scales, codes = self._views(message)
         for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
-            row.addcmul_(_scratch.like(row).copy_(code), scale)
+            row.addcmul_(scratch.like(row).copy_(code), scale)
 
     def write_decoded(
         self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]

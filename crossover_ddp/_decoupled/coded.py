@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crossover_ddp._compression.coded_link import around
-from crossover_ddp._compression.compression import Compression, state_of
+from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_from
 from crossover_ddp._engine.exchange import Around
 from crossover_ddp._tuning.model import decoupled_step_s
@@ -39,7 +38,7 @@ class Coding:
 
     def around(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Around | None:
         """Return what makes the link that ``bucket`` travels on; see `Exchange.carry`."""
-        return None if self.compression is None else around(self.compression, bucket, group)
+        return around(self.compression, bucket, group)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included."""

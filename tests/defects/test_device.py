@@ -138,7 +138,7 @@ def scaled(rank: int, world_size: int, is_told: bool) -> str:
 
 
 @pytest.mark.defect("codecs-S14")
-@pytest.mark.parametrize("is_told", [False, pytest.param(True, marks=known("codecs-S14"))])
+@pytest.mark.parametrize("is_told", [False, True])
 def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(is_told: bool) -> None:
     assert run_ranks(scaled, 2, args=[is_told], backend="nccl") == ["", ""]
 

@@ -7,7 +7,6 @@ through NCCL needs two.
 import pytest
 import torch
 
-from crossover_ddp._compression.bucket import Buffers
 from crossover_ddp.codecs import Codec
 from tests.harness import run_ranks
 from tests.multiprocess.test_compression_native import train
@@ -37,7 +36,7 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for bucket, flat in zip(ranks.buckets, flats, strict=True):
-            bucket.encode(Buffers(flat, ranks.parts))
+            bucket.encode(flat, ranks.parts)
             bucket.add()
             bucket.unload()
     finally:

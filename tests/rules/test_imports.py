@@ -48,7 +48,6 @@ EXCEPTIONS = {
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
     "_averaging.schedule",
-    "_compression.cut",
     "_ddp.layout",
     "_kfac.placement",
     "_owners.assignment",

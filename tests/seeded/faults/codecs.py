@@ -10,7 +10,7 @@ _KFAC = "tests/multiprocess/test_kfac_codec.py"
 CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "what an owner's message does not hold is lost",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "values.add_(self._kept[self.rank])",
         "values",
         (
@@ -21,7 +21,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "owners add the last rank first",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "for rank in range(len(self.parts)):",
         "for rank in reversed(range(len(self.parts))):",
         (
@@ -32,7 +32,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the residual of a parameter that is not used now is lost",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "torch.where(is_unused, old, piece, out=piece)",
         "piece.masked_fill_(is_unused, 0)",
         (
@@ -43,7 +43,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an owner keeps its mean where others decode its message",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "        self._unload(self.rank)\n",
         "",
         (
@@ -54,7 +54,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "what travels exact beside a codec is summed, not averaged",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "exact.div_(self._divisor)",
         "exact",
         (
@@ -65,7 +65,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "what stood between segments is encoded with the next",
-        "crossover_ddp/_compression/bucket.py",
+        "crossover_ddp/_compression/coded_link.py",
         "out[slot.stop : padded(slot.stop, self._multiple)].zero_()",
         "pass",
         (
@@ -76,8 +76,8 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "owners send the mean, not what they have made of it",
-        "crossover_ddp/_compression/bucket.py",
-        "        self._collect(_places(buffers.flat, part.coded), rank, self._addend)\n",
+        "crossover_ddp/_compression/coded_link.py",
+        "        self._collect_own(self._returned[self.rank].exact)\n",
         "",
         (
             _KFAC,
@@ -87,8 +87,8 @@ CODECS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an owner's residual counts once, not as often as there are ranks",
-        "crossover_ddp/_compression/bucket.py",
-        "(0 if self.has_work else len(self.parts))",
+        "crossover_ddp/_compression/coded_link.py",
+        "0 if self.has_work else len(self.parts)",
         "1",
         (
             "tests/multiprocess/test_compression_pairs.py",
@@ -135,15 +135,15 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "a gradient of zeros keeps its residual in a drained step",
         "crossover_ddp/_compression/compression.py",
-        "        self._leaves_unused = model.find_unused_parameters\n",
+        "            self._leaves_unused = model.find_unused_parameters\n",
         "",
         ("tests/defects/test_codecs.py", "-k", "drained"),
     ),
     Fault(
         "loaded residuals of unknown names wait for ever",
         "crossover_ddp/_compression/compression.py",
-        "        if known and unknown:",
-        "        if not known and unknown:",
+        "if unknown := [",
+        "if not known and [",
         ("tests/defects/test_codecs.py", "-k", "loaded and another"),
     ),
     Fault(

@@ -1,16 +1,18 @@
 """The messages of one bucket without processes: the ranks are objects that pass each other's bytes on."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
 
-from crossover_ddp._compression.bucket import Buffers, CodedBucket
 from crossover_ddp._compression.choice import CodecChoice, codecs_of
-from crossover_ddp._compression.cut import cut
-from crossover_ddp._compression.scratch import Scratch
-from crossover_ddp._ddp.contents import Sharded
-from crossover_ddp._ddp.layout import Layout
+from crossover_ddp._compression.codec import Scratch
+from crossover_ddp._compression.coded_link import CodedBucket, Sent
+from crossover_ddp._compression.parts import parts_of, runs_of
+from crossover_ddp._ddp.contents import Content
+from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.links import parts
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 
 # A large matrix, a bias, and matrices whose last blocks are short.
@@ -36,9 +38,16 @@ class Ranks:
         by_collectives: bool = False,
         leaves_unused: bool = False,
     ) -> None:
-        numel = sum(NUMELS)
-        self.parts = cut(NUMELS, DIMENSIONS, Layout.equal(numel, world_size))
-        parameters = [torch.empty(each, device="meta") for each in NUMELS]
+        share = sum(NUMELS) // world_size
+        layout = [share] * (world_size - 1) + [sum(NUMELS) - share * (world_size - 1)]
+        parameters = [
+            torch.empty([numel] + [1] * (dims - 1), device="meta")
+            for numel, dims in zip(NUMELS, DIMENSIONS, strict=True)
+        ]
+        stops = list(accumulate(NUMELS))
+        spans = [Span(stop - numel, stop) for numel, stop in zip(NUMELS, stops, strict=True)]
+        contents = [Content(each, each, span) for each, span in zip(parameters, spans, strict=True)]
+        self.parts = parts_of(layout, runs_of(contents, layout))
         scratch = Scratch()
         self.buckets = [
             CodedBucket(
@@ -57,14 +66,14 @@ class Ranks:
     def step(self, gradients: Sequence[torch.Tensor], *, whole: bool = False) -> None:
         """Replace each rank's gradient by the mean."""
         for bucket, flat in zip(self.buckets, gradients, strict=True):
-            bucket.encode(Buffers(flat, self.parts), whole=whole)
+            bucket.encode(flat, self.parts, whole=whole)
         for rank, bucket in enumerate(self.buckets):
             for source, other in enumerate(self.buckets):
-                bucket.incoming.part(source).copy_(other.outgoing.part(rank))
+                parts(*bucket.incoming)[source].copy_(parts(*other.outgoing)[rank])
             bucket.add()
         for bucket in self.buckets:
             for owner, other in enumerate(self.buckets):
-                bucket.gather.part(owner).copy_(other.gather.part(owner))
+                parts(*bucket.gather)[owner].copy_(parts(*other.gather)[owner])
             bucket.unload()
 
     def kept(self) -> list[torch.Tensor]:
@@ -76,7 +85,7 @@ class Ranks:
             found.append(torch.cat([kept.get(id(parameter), zeros) for parameter, zeros in empty]))
         return found
 
-    def messages(self) -> list[Sharded]:
+    def messages(self) -> list[Sent]:
         return [each for bucket in self.buckets for each in (bucket.outgoing, bucket.incoming, bucket.gather)]
 
 
@@ -119,8 +128,8 @@ def test_collectives_get_parts_where_they_are_fast() -> None:
     ranks = Ranks((Int8(), Half()), 3, by_collectives=True)
     ranks.step(gradients(3, 0))
     for each in ranks.messages():
-        assert all(length % 128 == 0 for length in each.layout.lengths)
-    assert all(bucket.gather.layout.is_equal for bucket in ranks.buckets)
+        assert all(length % 128 == 0 for length in each.layout)
+    assert all(len(set(bucket.gather.layout)) == 1 for bucket in ranks.buckets)
 
 
 def check_bits(codecs: tuple[Codec, Codec], world_size: int, device: torch.device) -> None:

@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from crossover_ddp._compression.bucket import Buffers, CodedBucket
 from crossover_ddp._compression.choice import codecs_of
-from crossover_ddp._compression.coded_link import CodedLink
+from crossover_ddp._compression.coded_link import CodedBucket, CodedLink
 from crossover_ddp._compression.half import Whole
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 from tests.harness.world import World
@@ -22,8 +21,8 @@ def travel(ranks: Ranks, flats: list[torch.Tensor], *, whole: bool = False) -> N
 
     async def journey(rank: int) -> None:
         coded, flat = ranks.buckets[rank], flats[rank]
-        layout = [sum(each.span.numel for each in (*part.coded, *part.exact)) for part in ranks.parts]
-        coded.encode(Buffers(flat, ranks.parts), whole=whole)
+        layout = [sum(run.span.numel for run in part.coded) + part.exact_numel for part in ranks.parts]
+        coded.encode(flat, ranks.parts, whole=whole)
         link = CodedLink(world.link(rank), coded)
         own = await link.reduce_scatter(flat, layout)
         await link.compute()
@@ -53,7 +52,7 @@ def test_the_bits_are_those_of_messages(codec: Codec, world_size: int) -> None:
 def test_what_owners_make_of_the_mean_comes_back(codec: Codec) -> None:
     """Twice the mean, rounded by two codecs; what is missing comes with a step in which messages hold all."""
     ranks = Ranks(codec, 3)
-    parameters = [torch.empty(each, device="meta") for each in NUMELS]
+    parameters = ranks.buckets[0].parameters
     ranks.buckets = [
         CodedBucket(codecs_of(codec), parameters, ranks.parts, rank, CPU, has_work=True) for rank in range(3)
     ]
