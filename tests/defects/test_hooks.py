@@ -86,8 +86,7 @@ def hooked(name: str, model: Any, network: nn.Module, optimizer: Any) -> Iterato
 
 @pytest.mark.defect("strangers-17")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "whole"), [("split", True), *((name, False) for name in HOOKS)])
 def test_the_python_reducer_is_refused_in_compiled_autograd(name: str, whole: bool) -> None:
     """A user who compiles forward and backward with the python reducer is told, and never trains each rank alone."""
     compiled = pytest.importorskip("torch._dynamo.compiled_autograd")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import fake_cuda
+from tests.harness.campaign import IN_CAMPAIGN
 
 HERE = Path(__file__).parent
 REAL = "run tests/gpu/run_all.sh on a machine with an NVIDIA GPU"
@@ -25,6 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if found < count:
                 reason = f"needs {count} GPUs, found {found}; run it on a machine with more"
                 item.add_marker(pytest.mark.skip(reason=reason))
+        elif "elsewhere" in needs and not IN_CAMPAIGN:
+            reason = f"the fake device runs this in {needs['elsewhere']}, and here in the campaign; {REAL}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         elif "real" in needs:
             reason = f"the fake device has {needs['real']}; {REAL}"
             item.add_marker(pytest.mark.skip(reason=reason))

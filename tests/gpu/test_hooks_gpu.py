@@ -31,6 +31,8 @@ from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 
 pytestmark = pytest.mark.gpu
+# Cells of cuda_gloo and cuda_nccl.
+IN_CONFORMANCE = pytest.mark.gpu(elsewhere="tests/conformance")
 
 TIMEOUT_S = 150.0
 # cuBLAS is deterministic only with a workspace of fixed size, which it reads from here once per process.
@@ -196,6 +198,9 @@ def run(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> list[Outco
     return outcomes
 
 
+once = functools.cache(run)
+
+
 def same(some: list[Outcome], others: list[Outcome]) -> bool:
     return [one[:2] for one in some] == [one[:2] for one in others]
 
@@ -217,6 +222,7 @@ def check(plan: Plan, *, against: str = "none", world_size: int = 2, backend: st
     return found
 
 
+@IN_CONFORMANCE
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("hook", ["rsag", "crossover"])
 def test_losses_over_gloo_equal_plain_ddp(hook: str, views: bool) -> None:
@@ -228,15 +234,18 @@ def test_losses_with_mixed_precision_equal_plain_ddp(amp: str) -> None:
     check(Plan("crossover", amp=amp, steps=3))
 
 
+@IN_CONFORMANCE
 @pytest.mark.parametrize("hook", ["crossover", "decoupled"])
 def test_losses_with_accumulation_equal_plain_ddp(hook: str) -> None:
     check(Plan(hook, accumulate=3))
 
 
+@IN_CONFORMANCE
 def test_losses_of_decoupled_training_over_gloo_equal_plain_ddp() -> None:
     check(Plan("decoupled"))
 
 
+@IN_CONFORMANCE
 @pytest.mark.gpu(count=2)
 def test_losses_of_decoupled_training_over_nccl_equal_plain_ddp() -> None:
     check(Plan("decoupled"), backend="nccl")
@@ -274,6 +283,7 @@ def test_clipping_on_a_gpu_is_torchs() -> None:
         assert got == pytest.approx(expected, rel=3e-5)  # torch's norm sums in float32
 
 
+@IN_CONFORMANCE
 def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
     check(Plan("crossover fp16"), against="fp16")
 
@@ -284,16 +294,12 @@ def test_losses_with_one_rank_on_nccl_equal_plain_ddp(hook: str, force_native: b
     check(Plan(hook, force_native=force_native), world_size=1, backend="nccl")
 
 
+@IN_CONFORMANCE
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("hook", ["rsag", "crossover"])
 def test_losses_over_nccl_equal_plain_ddp(hook: str, views: bool) -> None:
     check(Plan(hook, views=views), backend="nccl")
-
-
-def test_a_wrong_mean_would_be_seen() -> None:
-    """The comparison can fail: another seed's losses differ."""
-    assert not same(run(Plan("rsag")), run(Plan("rsag", seed=1)))
 
 
 # --- siblings ------------------------------------------------------------------------------------------------
@@ -360,11 +366,11 @@ def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
 def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
     bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
-    for plain, hooked in zip(run(Plan()), run(Plan(hook)), strict=True):
+    for plain, hooked in zip(once(Plan()), once(Plan(hook)), strict=True):
         assert hooked.peak_bytes <= plain.peak_bytes + bucket_bytes
 
 
 def test_device_memory_does_not_grow_with_steps() -> None:
-    short, long = (run(Plan("crossover", steps=steps)) for steps in (5, 25))
+    short, long = (once(Plan("crossover", steps=steps)) for steps in (8, 24))
     for few, many in zip(short, long, strict=True):
         assert many.peak_bytes <= few.peak_bytes + 2**20

@@ -1,5 +1,6 @@
 """What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
 
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -39,16 +40,23 @@ def test_what_is_late_changes_nothing(way: str, backend: str) -> None:
     """What is read, overwritten or freed before its copy or kernel shows as other numbers here."""
     late = run_ranks(on_device, 2, args=(way,), backend=backend, environment=LATE[backend])
     reference = "plain" if way in ("split", "crossover", "decoupled") else way
-    punctual = run_ranks(on_device, 2, args=(reference,), backend=backend)
-    for (got, _), (expected, _) in zip(late, punctual, strict=True):
+    for (got, _), (expected, _) in zip(late, punctual(reference, backend), strict=True):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_thread_makes_a_context_on_another_ranks_device(way: str) -> None:
+@functools.cache
+def punctual(way: str, backend: str) -> list[tuple[torch.Tensor, list[bool]]]:
+    return run_ranks(on_device, 2, args=(way,), backend=backend)
+
+
+def contexts_of_each(rank: int, world_size: int) -> dict[str, list[bool]]:
+    return {way: on_device(rank, world_size, way)[1] for way in WAYS}
+
+
+def test_no_thread_makes_a_context_on_another_ranks_device() -> None:
     close_pools()  # whose processes have had other devices
-    _, (_, contexts) = run_ranks(on_device, 2, args=(way,), backend="nccl")
-    assert contexts == [False, True]
+    _, contexts = run_ranks(contexts_of_each, 2, backend="nccl")
+    assert contexts == {way: [False, True] for way in WAYS}
 
 
 def consolidated(rank: int, world_size: int, way: str) -> set[str]:
