@@ -2,11 +2,11 @@
 
 [Note: grants through the store]
 Every job has such a store, and all its ranks reach it, whatever the backend of the gradients is and whatever the
-host's name resolves to. The lead rank writes a grant without waiting, under one key for each other rank. Each of these
-has a thread that asks for the next grant before it exists; the store answers when it does. So a grant costs one
-message to the store and one from it, while the last bucket is still being gathered; it needs no place in the
-order of the job's collectives. Other stores than torch's ``TCPStore`` poll, or keep every key for ever. With
-these, rank 0 opens a ``TCPStore`` beside the group's store.
+host's name resolves to. The lead rank writes a grant without waiting, under one key for all. Each other rank
+has a thread that asks for a grant as soon as the rank wants a turn; the store answers when it is there. So a grant
+travels while the last bucket is still being gathered, and needs no place in the order of the job's collectives. The
+first of the other ranks removes grants of long ago. Other stores than torch's ``TCPStore`` poll, or keep every key for
+ever. With these, rank 0 opens a ``TCPStore`` beside the group's store.
 
 [Note: one life of a store]
 A store may outlive the group: after ``destroy_process_group``, or when torchrun starts ranks again, the next life finds
@@ -25,6 +25,7 @@ import contextlib
 import datetime
 import json
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -41,10 +42,8 @@ from crossover_ddp.errors import TurnError
 from .group_timeout import group_timeout_s
 from .rules import Grant, decode, encode
 
-_LOOK_EVERY = 256  # turns
-_UNREAD_LIMIT = 1024  # a rank that is so many turns behind has left, or will not catch up
+_KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
 _END_TIMEOUT_S = 1.0
-_LISTENING = datetime.timedelta(days=20)  # `close` ends it, or the end of the store's connection
 _ALL, _NOT_ALL = "all", "not all"
 _END = "end"
 _MEETING = "crossover-turns-meeting"
@@ -77,7 +76,8 @@ class TurnChannel:
         self._pid = os.getpid()
         self._gathered = 0
         self._sent = 0
-        self._listening = [rank for rank in range(self.size) if rank != self.rank]
+        self.lead = 0
+        """The rank that sends grants; set before any is sent or received."""
         self._listener: _Listener | None = None
         self._store: dist.Store | None = None
         if self.size == 1:
@@ -181,27 +181,20 @@ class TurnChannel:
         """Lead rank: send ``grant`` to all others without waiting for them."""
         self._send(self._connected(), " ".join(map(str, encode(grant))))
 
-    def _send(self, store: Any, text: str) -> None:  # Any: torch's stubs lack multi_set
-        if self._sent % _LOOK_EVERY == 0 and self._sent > _UNREAD_LIMIT:
-            self._drop_ranks_behind(store)
-        keys = [_grant_key(rank, self._sent) for rank in self._listening]
-        if keys:
-            store.multi_set(keys, [text] * len(keys))
+    def _send(self, store: dist.Store, text: str) -> None:
+        store.set(_grant_key(self._sent), text)
         self._sent += 1
-
-    def _drop_ranks_behind(self, store: Any) -> None:
-        """Send no more to ranks that do not read what was sent, or the store would grow for ever."""
-        for rank in list(self._listening):
-            if store.check([_grant_key(rank, self._sent - _UNREAD_LIMIT)]):
-                store.set(_grant_key(rank, self._sent), _END)
-                self._listening.remove(rank)
 
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
-        store = self._connected()
-        listener = _Listener(store.clone(), self.rank, on_grant)
-        self._listener = listener
-        listener.start()
+        store = self._connected().clone()
+        store.set_timeout(datetime.timedelta(seconds=self._grant_timeout_s))
+        self._listener = _Listener(store, self.rank == (0 if self.lead else 1), on_grant)
+
+    def ask(self) -> None:
+        """Other ranks: let the next grant come; once for each `receive`, before it. Never blocks."""
+        assert self._listener is not None
+        self._listener.asks.put(True)
 
     @property
     def arrived(self) -> bool:
@@ -232,32 +225,33 @@ class TurnChannel:
             with contextlib.suppress(RuntimeError):
                 self._send(store, _END)
         if listener is not None:
-            listener.stop(store)
+            listener.stop()
 
 
 class _Listener:
-    """A thread that always asks for the next grant, so that the grant has arrived when it is needed."""
+    """A thread that asks for grants one after the other, so that they have arrived when they are needed.
 
-    def __init__(self, store: dist.Store, rank: int, on_grant: Callable[[], None]) -> None:
-        store.set_timeout(_LISTENING)
-        self._asking = store
-        self._rank = rank
-        self._on_grant = on_grant
+    Args:
+        store: a connection of its own, which waits for a grant as long as its timeout is.
+        removes: whether it removes grants of long ago.
+        on_grant: called on the thread when a grant has arrived.
+    """
+
+    def __init__(self, store: dist.Store, removes: bool, on_grant: Callable[[], None]) -> None:
+        self.asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._store, self._removes, self._on_grant = store, removes, on_grant
         self._changed = threading.Condition()
         self._grants: collections.deque[Grant] = collections.deque()
         self._ended: str | None = None
         self._received = 0
         self._thread = threading.Thread(target=self._listen, name="crossover-turns", daemon=True)
+        self._thread.start()
 
     @property
     def arrived(self) -> bool:
         """Whether `take` would return a grant at once."""
         with self._changed:
             return bool(self._grants)
-
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
 
     def take(self, timeout_s: float) -> Grant:
         """Return the next grant, within ``timeout_s`` seconds."""
@@ -274,12 +268,10 @@ class _Listener:
                 raise TurnError(self._ended)
             return self._grants.popleft()
 
-    def stop(self, telling: dist.Store) -> None:
-        """End the thread; ``telling`` is a connection that the thread does not block."""
+    def stop(self) -> None:
+        """End the thread, which waits for nothing but a grant that the lead rank is about to send, or its last word."""
         self.end("the channel of turns was closed")
-        with contextlib.suppress(RuntimeError):
-            for number in (self._received, self._received + 1):  # one of them is what the thread waits for
-                telling.set(_grant_key(self._rank, number), _END)
+        self.asks.put(False)
         if self._thread is not threading.current_thread():
             self._thread.join(_END_TIMEOUT_S)
 
@@ -291,27 +283,27 @@ class _Listener:
 
     def _listen(self) -> None:
         try:
-            while self._ended is None:
+            while self.asks.get() and self._ended is None:
                 self._receive_one()
         except Exception as error:  # the store's process has ended, mostly with the job; `take` raises it
             self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
 
     def _receive_one(self) -> None:
-        key = _grant_key(self._rank, self._received)
-        text = self._asking.get(key).decode()
-        self._asking.delete_key(key)
+        text = self._store.get(_grant_key(self._received)).decode()
         if text == _END:
-            self.end("the job's lead rank takes no more turns, or this rank was too many turns behind")
+            self.end("the job's lead rank takes no more turns")
             return
         with self._changed:
             self._received += 1
             self._grants.append(decode([*map(int, text.split())]))
             self._changed.notify_all()
         self._on_grant()
+        if self._removes and self._received > _KEPT:
+            self._store.delete_key(_grant_key(self._received - _KEPT - 1))
 
 
-def _grant_key(rank: int, number: int) -> str:
-    return f"grant/{rank}/{number}"
+def _grant_key(number: int) -> str:
+    return f"grant/{number}"
 
 
 def _innermost(store: dist.Store) -> dist.Store:

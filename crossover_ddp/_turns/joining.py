@@ -66,113 +66,6 @@ class Membership(NamedTuple):
     """None for a job of one process."""
 
 
-class _Attempt:
-    """What one rank has taken so far; `undo` gives it back if another rank fails."""
-
-    def __init__(self, name: str, lease_s: float, channel: "TurnChannel | None") -> None:
-        self._name = name
-        self._lease_s = lease_s
-        self._channel = channel
-        self._segment: TurnSegment | None = None
-        self._order: DeviceOrder | None = None
-        self._place: tuple[int, str, str] | None = None
-
-    def run(self, wanted: "torch.device | str | int | None") -> Membership:
-        """Join on all ranks, or raise `NotJoinedError` on all ranks."""
-        name, machine, problem = "", 0, ""
-        try:
-            device, name = _resolve_device(wanted)
-            self._claim(name)
-            machine = self._reserve(device, name)
-        except Exception as error:  # all ranks learn of it: either all take turns or none
-            problem = _described(error)
-        everyone = self._agree((machine, secrets.randbits(62) | 1, problem), problem_at=2)
-        machines = [found for found, _, _ in everyone]
-        lead = machines.index(min(machines))  # see [Note: leads]
-        job = int(everyone[lead][1])
-        problem = ""
-        try:
-            self._join(job, machines[lead], len(machines))
-        except Exception as error:
-            problem = _described(error)
-        self._agree((problem,), problem_at=0)  # every slot is there before the first turn is drawn
-        assert self._segment is not None and self._order is not None
-        self._look_for_other_leads(machines[lead])
-        return Membership(job, name, self._rank == lead, self._segment, self._order, self._channel)
-
-    def _claim(self, device: str) -> None:
-        """Take the process's one place in the group on the device: two would wait for each other, a lease each time."""
-        place = (os.getpid(), self._name, device)
-        with _claiming:
-            if place in _places:
-                raise TurnError(
-                    f"expected one GPUMutex of a process for group {self._name!r} on {device}, got a second one; give "
-                    "the first one to all states (mutex=…; a hook's own is state.mutex), or close() it before"
-                )
-            _places.add(place)
-        self._place = place
-
-    @property
-    def _rank(self) -> int:
-        return self._channel.rank if self._channel is not None else 0
-
-    def _agree(self, answer: tuple[Any, ...], *, problem_at: int) -> list[Any]:
-        """Return all ranks' answers; if some have a problem, raise the first rank's problem on all ranks."""
-        everyone = self._channel.gather(answer) if self._channel is not None else [answer]
-        for rank, each in enumerate(everyone):
-            if each[problem_at]:
-                kind, _, what = str(each[problem_at]).partition(": ")
-                reason = _ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
-                raise NotJoinedError(reason, agreed=True)
-        return everyone
-
-    def _reserve(self, device: "torch.device", name: str) -> int:
-        """Take a slot that siblings do not see yet; return the machine's number."""
-        from .device_order import DeviceOrder
-
-        segment = self._segment = TurnSegment(self._name, name)
-        segment.reserve()
-        self._order = DeviceOrder(device)
-        return segment.machine
-
-    def _join(self, job: int, lead: int, world_size: int) -> None:
-        assert self._segment is not None and self._order is not None
-        self._segment.join(
-            job=job,
-            lead=lead,
-            rank=self._rank,
-            world_size=world_size,
-            lease_s=self._lease_s,
-            event=self._order.handle,
-        )
-
-    def _look_for_other_leads(self, lead: int) -> None:
-        assert self._segment is not None
-        others = [slot for slot in self._segment.slots().values() if slot.lead != lead]
-        if others:
-            logger.warning(
-                "on %s this job and another one (process %d) are in no common order, since they share some machines "
-                "only, and not the one that orders their turns: both compute at the same time; give both the same "
-                "machines and /dev/shm, or name different groups with %s",
-                self._segment.device,
-                others[0].pid,
-                environment.GROUP,
-            )
-
-    def undo(self) -> None:
-        """Give back what was taken, whatever else fails."""
-        if self._place is not None:
-            _places.discard(self._place)
-        with contextlib.suppress(Exception):
-            if self._order is not None:
-                self._order.close()
-        with contextlib.suppress(Exception):
-            if self._segment is not None:
-                self._segment.leave()
-        if self._channel is not None:
-            self._channel.close()
-
-
 def join(
     name: str,
     device: "torch.device | str | int | None",
@@ -192,19 +85,99 @@ def join(
 
     On failure: `NotJoinedError`; nothing is held then. **Collective.**
     """
+    taken = contextlib.ExitStack()
     try:
         channel = _channel(process_group, timeout_s)
+        if channel is not None:
+            taken.callback(channel.close)
+        return _join(name, device, lease_s, channel, taken)
     except Exception as error:
+        taken.close()
+        if isinstance(error, NotJoinedError):
+            raise
         raise NotJoinedError(error, agreed=False) from error
-    attempt = _Attempt(name, lease_s, channel)
+
+
+def _join(
+    name: str,
+    wanted: "torch.device | str | int | None",
+    lease_s: float,
+    channel: "TurnChannel | None",
+    taken: contextlib.ExitStack,
+) -> Membership:
+    """Join on all ranks, or raise `NotJoinedError` on all ranks; note in ``taken`` how to give back what was taken."""
+    rank = channel.rank if channel is not None else 0
+    machine, problem = 0, ""
     try:
-        return attempt.run(device)
-    except NotJoinedError:
-        attempt.undo()
-        raise
+        device, device_name = _resolve_device(wanted)
+        _claim(name, device_name, taken)
+        segment = TurnSegment(name, device_name)
+        taken.callback(segment.leave)
+        segment.reserve()
+        order = _order(device)
+        taken.callback(order.close)
+        machine = segment.machine
+    except Exception as error:  # all ranks learn of it: either all take turns or none
+        problem = _described(error)
+    everyone = _agree(channel, (machine, secrets.randbits(62) | 1, problem))
+    machines = [found for found, _, _ in everyone]
+    lead = machines.index(min(machines))  # see [Note: leads]
+    job = int(everyone[lead][1])
+    if channel is not None:
+        channel.lead = lead
+    try:
+        size = len(machines)
+        segment.join(
+            job=job, lead=machines[lead], rank=rank, world_size=size, lease_s=lease_s, event=order.handle
+        )
     except Exception as error:
-        attempt.undo()
-        raise NotJoinedError(error, agreed=False) from error
+        problem = _described(error)
+    _agree(channel, (problem,))  # every slot is there before the first turn is drawn
+    _look_for_other_leads(segment, machines[lead])
+    return Membership(job, device_name, rank == lead, segment, order, channel)
+
+
+def _claim(name: str, device: str, taken: contextlib.ExitStack) -> None:
+    """Take the process's one place in the group on the device: two would wait for each other, a lease each time."""
+    place = (os.getpid(), name, device)
+    with _claiming:
+        if place in _places:
+            raise TurnError(
+                f"expected one GPUMutex of a process for group {name!r} on {device}, got a second one; give "
+                "the first one to all states (mutex=…; a hook's own is state.mutex), or close() it before"
+            )
+        _places.add(place)
+    taken.callback(_places.discard, place)
+
+
+def _order(device: "torch.device") -> "DeviceOrder":
+    from .device_order import DeviceOrder
+
+    return DeviceOrder(device)
+
+
+def _agree(channel: "TurnChannel | None", answer: tuple[Any, ...]) -> list[Any]:
+    """Return all ranks' answers, each of which ends with its problem; raise the first problem on all ranks."""
+    everyone = channel.gather(answer) if channel is not None else [answer]
+    for rank, (*_, problem) in enumerate(everyone):
+        if problem:
+            kind, _, what = str(problem).partition(": ")
+            reason = _ERRORS.get(kind, SegmentError)(f"rank {rank} cannot take turns: {what}")
+            raise NotJoinedError(reason, agreed=True)
+    return everyone
+
+
+def _look_for_other_leads(segment: TurnSegment, lead: int) -> None:
+    others = [slot for slot in segment.slots().values() if slot.lead != lead]
+    if others:
+        logger.warning(
+            "on %s this job and another one (process %d) are in no common order, since they share some machines "
+            "only, and not the one that orders their turns: both compute at the same time; give both the same "
+            "machines and /dev/shm, or name different groups with %s",
+            segment.device,
+            others[0].pid,
+            environment.GROUP,
+        )
 
 
 def leave(membership: Membership) -> None:

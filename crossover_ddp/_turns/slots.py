@@ -70,14 +70,11 @@ def read_slots(fd: int, path: str) -> dict[int, Slot]:
             "version of crossover_ddp; remove it while no job runs"
         )
     states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
-    if not {*states} <= {FREE, JOINED}:
+    used = [index for index, state in enumerate(states) if state]
+    if any(states[index] != JOINED for index in used):
         words = "it is of another version of crossover_ddp, or no file of turns; remove it while no job runs"
         raise SegmentError(f"expected slots of this version, got others at {path}: {words}")
-    return {
-        index: Slot.from_buffer_copy(raw, index * SLOT_BYTES)
-        for index, state in enumerate(states)
-        if state == JOINED
-    }
+    return {index: Slot.from_buffer_copy(raw, index * SLOT_BYTES) for index in used}
 
 
 # --- locks of slots, which belong to the open file and end with it ------------------------------------------------

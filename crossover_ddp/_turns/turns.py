@@ -323,10 +323,11 @@ class Turns:
             self._draw()
 
     def _draw(self) -> None:
-        """Append, read, look, in this order: the model finds overlaps in others."""
-        if not self.membership.is_lead:
-            return
+        """Append, read, look, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
         segment, channel = self.membership.segment, self.membership.channel
+        if not self.membership.is_lead and channel is not None:
+            channel.ask()
+            return
         turn = segment.draw_turn()
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
         grant = self._log.grant(turn, self.membership.job, segment.members(everywhere=True))

@@ -33,6 +33,7 @@ def _grants(rank: int, world_size: int, count: int) -> tuple[list[float], list[i
             times_s.append(time.monotonic() - begin_s)
             turns.append(turn)
         else:
+            channel.ask()
             grant = channel.receive()
             times_s.append((time.monotonic_ns() - grant.after[0][1]) / 1e9)
             turns.append(grant.turn)

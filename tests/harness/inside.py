@@ -17,6 +17,7 @@ from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import gloo, links
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
 
 TRIAL: Final = (WARM_UP, BLOCK, END)
@@ -122,6 +123,13 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
 def shared_memory_at(base: str) -> Iterator[None]:
     """Let this process find its siblings' memory in another directory, as in a container."""
     with mock.patch.object(TurnSegment.__init__, "__kwdefaults__", {"base": base}):
+        yield
+
+
+@contextlib.contextmanager
+def grants_kept(count: int) -> Iterator[None]:
+    """Let this process keep so many turns' numbers in its job's store before it removes the oldest."""
+    with mock.patch.object(channel, "_KEPT", count):
         yield
 
 

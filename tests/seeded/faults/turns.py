@@ -78,8 +78,8 @@ TURNS: Final[tuple[Fault, ...]] = (
     Fault(
         "a process may be its own sibling",
         "crossover_ddp/_turns/joining.py",
-        "            if place in _places:\n",
-        "            if False:\n",
+        "        if place in _places:\n",
+        "        if False:\n",
         (_DEFECTS, "-k", "two_mutexes"),
     ),
     Fault(
