@@ -308,7 +308,7 @@ def test_ranks_that_cannot_join_all_raise() -> None:
     os.truncate(segment.path, 100)
     messages = run_ranks(_join_where_it_fails, 2, args=(group,), timeout_s=TIMEOUT_S)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 0 cannot take turns: expected a segment of")
+    assert messages[0].startswith("rank 0 cannot take turns: expected slots of")
     assert segment.path in messages[0]
     assert files_of(group) == [Path(segment.path)], "what others have put there stays, the rest goes"
     os.unlink(segment.path)
