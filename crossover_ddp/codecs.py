@@ -28,8 +28,9 @@ from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Pausable, check_state, guarded
 from crossover_ddp._engine.split import split
+from crossover_ddp._system import environment
 
-from .gpu_mutex import GPUMutex, turns_disabled
+from .gpu_mutex import GPUMutex
 
 __all__ = [
     "Codec",
@@ -180,8 +181,9 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
         group = resolve_group(cast(dist.ProcessGroup, state.process_group))
-        state.agreement.make(group, lambda: {"codec": state.codec})
-        if turns_disabled():
+        if not state.agreement.made:
+            state.agreement.make(group, lambda: {"codec": state.codec})
+        if environment.is_set(environment.DISABLE):
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         way = around(state._compression, bucket, group)

@@ -49,7 +49,7 @@ class OuterPart:
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean of the own part by the next z, see [Note: outer steps around the mean]."""
         own = mean[: len(self.anchor)]
-        if not all_finite([own]):
+        if own.device.type == "cpu" and not all_finite([own]):
             return  # every rank will see it, and refuse it
         values = own.to(self.anchor.dtype)
         gradient = self.anchor - values
@@ -160,7 +160,7 @@ class LateMeans(Rule):
     def _leave(self, fragments: Sequence[int]) -> None:
         for fragment in fragments:
             self._flights[fragment] = [
-                self._send(piece) for piece in self._slices[fragment] if piece.span.numel
+                self._send(piece) for piece in self._slices[fragment] if sum(piece.layout)
             ]
             self._exchanges += 1
             flying = [flight for flights in self._flights.values() for flight in flights]
@@ -178,9 +178,11 @@ class LateMeans(Rule):
         for fragment in fragments:
             for (block, span, _, _), values, sent, trip in self._flights.get(fragment, ()):
                 self.replica.wait(trip, without_turn=sent is None)
-                own = block.pieces(span) if sent is None else [sent]
-                self.replica.check_finite(values, own, self._steps)
-                (block.unpack if sent is None else block.add)(span, values)
+                if sent is None:
+                    self.replica.check_finite(values, block.pieces(span), self._steps)
+                    block.unpack(span, values)
+                else:
+                    block.add(span, self.replica.finite_or_zero(values, sent, self._steps))
             if not leave:
                 self._flights.pop(fragment, None)
 

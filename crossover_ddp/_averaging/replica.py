@@ -2,8 +2,9 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ class Replica:
         self.blocks, self.group, self._turn = blocks, group, turn
         self.exchange = Exchange.of(group)
         self.waited_s = 0.0
+        self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
 
     def begin_mean(
         self, values: torch.Tensor, *, owner_step: OwnPart | None = None, sent: torch.Tensor | None = None
@@ -106,9 +108,30 @@ class Replica:
             own: what this rank has sent.
             steps: how many were done.
         """
-        if all_finite([values]):
-            return
-        guilty = "see the other ranks" if all_finite(own) else "this rank's are among them"
+        if not all_finite([values]):
+            self._refuse(steps, is_guilty=not all_finite(own))
+
+    def finite_or_zero(self, values: torch.Tensor, sent: torch.Tensor, steps: int) -> torch.Tensor:
+        """Return what may be added of a late mean; see `check_finite`.
+
+        On a device the host does not wait for it: what is not finite becomes zeros, and is refused at a later step.
+        """
+        if values.device.type == "cpu":
+            self.check_finite(values, [sent], steps)
+            return values
+        while self._unread and self._unread[0][0] < steps:
+            at, event, told = self._unread.popleft()
+            event.synchronize()
+            if not told[0]:
+                self._refuse(at, is_guilty=not told[1])
+        fine = torch.stack([torch.stack(torch.aminmax(each)).isfinite().all() for each in (values, sent)])
+        told = torch.empty(2, dtype=torch.bool, pin_memory=True)
+        told.copy_(fine, non_blocking=True)
+        self._unread.append((steps, torch.cuda.current_stream(values.device).record_event(), told))
+        return torch.where(fine[0], values, 0)
+
+    def _refuse(self, steps: int, *, is_guilty: bool) -> NoReturn:
+        guilty = "this rank's are among them" if is_guilty else "see the other ranks"
         raise UnsupportedConfigurationError(
             f"expected finite parameters on all ranks, got infinities or NaN in the mean after step {steps} "
             f"({guilty}; this is rank {self.exchange.rank}); no rank has taken the mean over. Lower the learning rate, "

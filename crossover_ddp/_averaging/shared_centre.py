@@ -4,16 +4,15 @@
 is torn. Two additions to one element at the very same moment may lose one of them; ranks begin at different places, so
 that this is rare (measured in docs/averaging.md). After EA-wild (HPC Asia 2020) and Hogwild (arXiv 1106.5730).
 
-[Note: no name stays] The file belongs to this user alone, in the directory of the turns' segments, with their rules.
-Its name is gone as soon as all ranks have opened it: whatever happens to them later, nothing is left behind. A host is
-a machine and a network name space on it, which the nodes of an emulated cluster do not share.
+[Note: no name] The memory is a file without a name, which the host's first rank makes and the others open through that
+process: whatever happens to them later, nothing is left behind, and no other user can open it. A host is a machine and
+a network name space on it, which the nodes of an emulated cluster do not share.
 """
 
 import contextlib
 import hashlib
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -21,7 +20,6 @@ import torch
 
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._system.machine import machine
-from crossover_ddp._system.shared_memory import SHARED_MEMORY, check_owned, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError
 
 _ALIGNMENT: Final = 64
@@ -103,49 +101,50 @@ def share(exchange: Exchange, start: Sequence[torch.Tensor]) -> tuple[SharedCent
     On failure: ``SegmentError`` on all ranks, if it fails on one of them.
     """
     key = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:6], "little")
-    table = exchange.gather_numbers([key, secrets.randbits(48)], torch.device("cpu"))
-    leaders = [rank for rank, (of_rank, _) in enumerate(table) if _first(table, of_rank) == rank]
-    leader = _first(table, key)
-    mates = [rank for rank, (of_rank, _) in enumerate(table) if of_rank == key]
-    name = f"centre-{int(table[leader][1]):012x}"
-    attempt = _Attempted(exchange)
-    with contextlib.ExitStack() as undo:
-        if exchange.rank == leader:
-            attempt.run(lambda: _make(name, start, undo))
-        attempt.agree()
-        if exchange.rank != leader:
-            attempt.run(lambda: _open(name, os.O_RDWR, start))
-        attempt.agree()
-    assert attempt.centre is not None
-    return attempt.centre, Hosts(leaders, mates)
+    hosts = [int(of_rank) for (of_rank,) in exchange.gather_numbers([key], torch.device("cpu"))]
+    leaders = [rank for rank, of_rank in enumerate(hosts) if hosts.index(of_rank) == rank]
+    leader, size_bytes = hosts.index(key), max(_ALIGNMENT, sum(map(_room, start)))
+    found: list[SharedCentre] = []
+    with contextlib.ExitStack() as files:
+
+        def make() -> list[float]:
+            fd = os.memfd_create("crossover-centre")
+            files.callback(os.close, fd)
+            os.posix_fallocate(fd, 0, size_bytes)  # too little memory shows here, not in a later write
+            return [os.getpid(), fd, os.fstat(fd).st_ino]
+
+        def open_it() -> list[float]:
+            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            files.callback(os.close, fd)
+            if os.fstat(fd).st_ino != inode:
+                raise OSError(f"process {process} is another one in the leader's container")
+            found.append(SharedCentre(mmap.mmap(fd, size_bytes), start))
+            if exchange.rank == leader:
+                for vector, values in zip(found[0].vectors, start, strict=True):
+                    vector.copy_(values)
+            return [0.0] * 3
+
+        made = _on_all_ranks(exchange, make if exchange.rank == leader else lambda: [0.0] * 3)
+        process, number, inode = made[leader]
+        _on_all_ranks(exchange, open_it)
+    return found[0], Hosts(leaders, [rank for rank, of_rank in enumerate(hosts) if of_rank == key])
 
 
-class _Attempted:
-    """Either all ranks have their centre, or all raise."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._error: Exception | None = None
-        self.centre: SharedCentre | None = None
-
-    def run(self, action: Callable[[], SharedCentre]) -> None:
-        try:
-            self.centre = action()
-        except Exception as error:  # all ranks learn of it
-            self._error = error
-
-    def agree(self) -> None:
-        table = self._exchange.gather_numbers([float(self._error is not None)], torch.device("cpu"))
-        failed = [rank for rank, (problem,) in enumerate(table) if problem]
-        if failed:
-            raise SegmentError(
-                f"expected a shared centre on every host, got none on ranks {failed}: "
-                f"{self._error or 'see there'}; use mode='async'"
-            ) from self._error
-
-
-def _first(table: Sequence[Sequence[float]], key: float) -> int:
-    return next(rank for rank, numbers in enumerate(table) if numbers[0] == key)
+def _on_all_ranks(exchange: Exchange, act: Callable[[], Sequence[float]]) -> list[list[int]]:
+    """Return what ``act`` returns on each rank, three numbers; raise on all if it raises on one. **Collective**."""
+    error, numbers = None, [0.0] * 3
+    try:
+        numbers = list(act())
+    except OSError as caught:  # all ranks learn of it
+        error = caught
+    table = exchange.gather_numbers([float(error is not None), *numbers], torch.device("cpu"))
+    failed = [rank for rank, (problem, *_) in enumerate(table) if problem]
+    if failed:
+        raise SegmentError(
+            f"expected a shared centre on every host, got none on ranks {failed}: {error or 'see there'}; use "
+            "mode='async'"
+        ) from error
+    return [[int(each) for each in row[1:]] for row in table]
 
 
 def _host() -> str:
@@ -157,37 +156,3 @@ def _host() -> str:
 
 def _room(size: torch.Tensor) -> int:
     return -(-size.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _make(name: str, start: Sequence[torch.Tensor], undo: contextlib.ExitStack) -> SharedCentre:
-    directory = segment_directory(SHARED_MEMORY)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
-    undo.callback(_remove, directory, name)
-    centre = _open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, start)
-    for vector, values in zip(centre.vectors, start, strict=True):
-        vector.copy_(values)
-    return centre
-
-
-def _open(name: str, flags: int, sizes: Sequence[torch.Tensor]) -> SharedCentre:
-    size_bytes = max(_ALIGNMENT, sum(map(_room, sizes)))
-    directory = open_directory(SHARED_MEMORY)
-    try:
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    finally:
-        os.close(directory)
-    try:
-        check_owned(fd, name)
-        if flags & os.O_CREAT:
-            os.posix_fallocate(fd, 0, size_bytes)  # a full file system shows here, not in a later write
-        return SharedCentre(mmap.mmap(fd, size_bytes), sizes)
-    finally:
-        os.close(fd)
-
-
-def _remove(directory: str, name: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(os.path.join(directory, name))
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)  # only if nobody else has anything in it

@@ -86,6 +86,10 @@ class CodedBucket:
         self._codecs, self._leaves_unused, self._by_collectives = codecs, leaves_unused, by_collectives
         self._multiple = math.lcm(*(codec.multiple for codec in codecs.all()))
         self._slots = [part.slots(self._multiple) for part in parts]
+        gaps = [
+            [Span(slot.stop, padded(slot.stop, self._multiple)) for slot in slots] for slots in self._slots
+        ]
+        self._gaps = [[gap for gap in each if gap.start < gap.stop] for each in gaps]
         numels = [padded(slots[-1].stop, self._multiple) if slots else 0 for slots in self._slots]
         self._kept = [torch.zeros(numel, device=device) for numel in numels]
         self._addend = torch.empty(numels[rank], device=device)
@@ -275,9 +279,8 @@ class CodedBucket:
 
     def _collect(self, pieces: Sequence[Tensor], owner: int, out: Tensor, kept: Tensor | None = None) -> None:
         """Write ``pieces``, and what is ``kept`` of them, to ``out``, and zeros between them."""
-        for slot in self._slots[owner]:
-            if slot.stop % self._multiple:
-                out[slot.stop : padded(slot.stop, self._multiple)].zero_()
+        for start, stop in self._gaps[owner]:
+            out[start:stop].zero_()
         if kept is None:
             _copy(self._views(out, owner), pieces)
             return

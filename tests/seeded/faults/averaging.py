@@ -81,8 +81,8 @@ AVERAGING: Final[tuple[Fault, ...]] = (
     Fault(
         "the rank with infinities is not told of its own",
         "crossover_ddp/_averaging/replica.py",
-        "if all_finite(own) else",
-        "if own else",
+        "is_guilty=not all_finite(own)",
+        "is_guilty=False",
         ("tests/defects/test_averaging.py", "-k", "rank_with_infinities"),
     ),
     Fault(
