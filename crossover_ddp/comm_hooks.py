@@ -24,12 +24,10 @@ from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.agreement import Agreement
-from crossover_ddp._engine.buckets import after_backward
+from crossover_ddp._engine.buckets import after_backward, split
 from crossover_ddp._engine.endings import on_destruction
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Pausable, check_state, guarded
-from crossover_ddp._engine.split import split
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
@@ -93,9 +91,7 @@ def reduce_scatter_all_gather_hook(
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         exchange = Exchange.of(resolve_group(process_group))
-        with exchange.comparing(
-            bucket, process_group, environment.is_set(environment.COMPARE_REPLICAS, default="1")
-        ):
+        with exchange.comparing(bucket, process_group, None):
             return exchange.carry(bucket, split, state=process_group).future
 
     return guarded(bucket, answer)

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression, around
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Pausable, check_state, guarded
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._kfac.factors import WeightSharing

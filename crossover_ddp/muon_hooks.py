@@ -8,7 +8,6 @@ of float32 gradients. ``muon.step()`` stays torch's own. Muon: Keller Jordan, ht
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,9 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.agreement import Agreement
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Pausable, check_state, guarded
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.directions import Directions, check_optimizer, power_of_two
 from crossover_ddp._owners.muon import check_torch, newton_schulz_flop
@@ -117,7 +115,7 @@ class MuonState(Pausable):
             {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)},
             group.rank(),
             group.size(),
-            loss_scale=loss_scale if callable(loss_scale) else functools.partial(float, loss_scale),
+            loss_scale=loss_scale if callable(loss_scale) else lambda: loss_scale,
             state=self,
         )
         logger.info("%s", self)
@@ -213,8 +211,16 @@ class MuonState(Pausable):
         """Start the exchange of ``bucket``; for `muon_hook`. Raises what makes it impossible."""
         directions = cast(Directions, self._directions)
         try:
-            way = functools.partial(directions.way, bucket)
-            return Exchange.of(group).carry(bucket, way, turn=self.mutex, state=self).future
+            return (
+                Exchange.of(group)
+                .carry(
+                    bucket,
+                    lambda taken, link: directions.way(bucket, taken, link),
+                    turn=self.mutex,
+                    state=self,
+                )
+                .future
+            )
         finally:
             if bucket.is_last():
                 directions.end()

@@ -12,8 +12,8 @@ import torch
 
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.gloo import tree_sum
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, Link, parts
-from crossover_ddp._engine.trips import Trip
 
 from .replica import all_finite, gather
 

@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout
-from crossover_ddp._engine.trips import Trip
 
 from .flat import FlatBlock, wide
 from .replica import Replica, Rule, all_finite, gather

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, Link
-from crossover_ddp._engine.trips import Trip
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -35,12 +35,11 @@ from crossover_ddp._ddp.checks import (
     resolve_group,
     wants_buffers_broadcast,
 )
-from crossover_ddp._ddp.own_hook import OwnHook
-from crossover_ddp._engine.agreement import Agreement, compare
+from crossover_ddp._ddp.compiled import OwnHook
+from crossover_ddp._engine.buckets import split
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Pausable, check_state, guarded
-from crossover_ddp._engine.places import GradientFuture
-from crossover_ddp._engine.split import split
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, compare, guarded
+from crossover_ddp._engine.links import GradientFuture
 from crossover_ddp._engine.turns import check_turn
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import measure_link

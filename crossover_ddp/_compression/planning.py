@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.step_records import StepRecord
 from crossover_ddp._tuning.link_probe import measure_link
 from crossover_ddp._tuning.model import (
     EXACT,

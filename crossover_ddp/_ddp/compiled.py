@@ -85,3 +85,18 @@ def _has_other_forward(module: nn.Module) -> bool:
 def _is_of_a_cuda_graph(forward: Any) -> bool:
     """Whether ``torch.cuda.make_graphed_callables`` has made it: a replay asks no module of the graph for anything."""
     return getattr(forward, "__module__", None) == "torch.cuda.graphs"
+
+
+class OwnHook:
+    """A hook of a module, for this module only: a copy gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call it, if there is anything to call."""
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return OwnHook, ()

@@ -1,6 +1,6 @@
 """How a flat buffer is cut into consecutive parts, one per rank. Pure: no tensors, no processes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -17,15 +17,6 @@ class Span(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
-
-    def chunks(self, chunk_numel: int) -> Iterator["Span"]:
-        """Cut into consecutive spans of ``chunk_numel``; the last one may be shorter."""
-        if chunk_numel < 1:
-            raise ValueError(
-                f"expected chunk_numel >= 1, got chunk_numel={chunk_numel}; pass a positive size"
-            )
-        for start in range(self.start, self.stop, chunk_numel):
-            yield Span(start, min(start + chunk_numel, self.stop))
 
 
 @dataclass(frozen=True)
@@ -48,18 +39,13 @@ class Layout:
                 )
 
     @classmethod
-    def equal(cls, numel: int, parts: int, *, multiple: int = 1) -> "Layout":
-        """Give every part ``numel // parts`` elements, rounded down to a ``multiple``, and the rest to the last part.
-
-        The main region then is exactly what an equal-size, in-place ``reduce_scatter_tensor`` wants.
-        """
+    def equal(cls, numel: int, parts: int) -> "Layout":
+        """Give every part ``numel // parts`` elements, and the rest to the last part, too."""
         if parts < 1:
             raise ValueError(f"expected parts >= 1, got parts={parts}; pass the world size")
         if numel < 0:
             raise ValueError(f"expected numel >= 0, got numel={numel}; pass the buffer's size")
-        if multiple < 1:
-            raise ValueError(f"expected multiple >= 1, got multiple={multiple}; pass a number of elements")
-        return _equal(numel, parts, multiple)
+        return _equal(numel, parts)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> "Layout":
@@ -76,31 +62,16 @@ class Layout:
         """Number of elements of the whole buffer."""
         return sum(self.lengths)
 
-    @property
-    def main_numel(self) -> int:
-        """Size of the region that starts at 0 and is cut equally, or 0 if this layout is not an equal one."""
-        return self.lengths[0] * self.parts if self.is_equal else 0
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all parts are equal but the last one, which may be longer."""
-        first, *between, last = (*self.lengths[:1], *self.lengths)
-        return all(length == first for length in between) and last >= first
-
     def part(self, rank: int) -> Span:
         """Return the span that ``rank`` owns."""
         if not 0 <= rank < self.parts:
             raise ValueError(f"expected 0 <= rank < {self.parts}, got rank={rank}; pass a rank of the group")
         return _spans(self.lengths)[rank]
 
-    def tail(self) -> Span:
-        """Return what the last part has behind the main region of an equal layout."""
-        return Span(self.main_numel, self.numel)
-
 
 @lru_cache(maxsize=256)
-def _equal(numel: int, parts: int, multiple: int) -> Layout:
-    share = numel // parts // multiple * multiple
+def _equal(numel: int, parts: int) -> Layout:
+    share = numel // parts
     return Layout((*(share,) * (parts - 1), numel - share * (parts - 1)))
 
 

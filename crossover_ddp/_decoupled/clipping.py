@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .shares import Share
+from .pending import Share
 
 _PIECE_NUMEL: Final = 1 << 18
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from crossover_ddp._ddp.compiled import compiled_call, compiled_modules, uncompiled
-from crossover_ddp._ddp.own_hook import OwnHook
+from crossover_ddp._ddp.compiled import OwnHook, compiled_call, compiled_modules, uncompiled
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None

@@ -16,22 +16,22 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
+from crossover_ddp._compression.compression import Compression, around, state_of
+from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
+from crossover_ddp._compression.planning import plan_from as plan_codec_from
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
-from crossover_ddp._engine.agreement import Agreement
-from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Pausable, check_state, guarded
+from crossover_ddp._engine.exchange import Around, Exchange
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._owners.interception import check_not_intercepted
 from crossover_ddp._owners.partial_optimizer import check_separable
-from crossover_ddp._tuning.model import BucketPlan
+from crossover_ddp._tuning.model import BucketPlan, decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
-from .coded import CANDIDATES, AnyCodec, CodecPlan, Coding
 from .deferrable import Deferrable, check_deferrable, check_group
 from .owned_training import OwnedTraining
-from .planning import plan_from
-from .preconditioned_training import PreconditionedTraining
+from .planning import plan_from, workload_of
 from .training import DecoupledTraining
 
 logger = logging.getLogger(__name__)
@@ -127,22 +127,34 @@ class DecoupledState(Pausable):
         self.agreement = Agreement()
         self._kfac = kfac
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
+        self._compression = None if codec is None else Compression(codec, loss_scale, self)
+        self._is_disabled = turns_disabled()
         self._training: DecoupledTraining
-        if owners is None or turns_disabled():
-            coding = Coding(codec, loss_scale, self)
-            if kfac is None or turns_disabled():
-                self._training = DecoupledTraining(optimizers, mutex, coding, always=defer == "always")
-            else:
-                check_group(kfac, resolve_group(process_group))
-                self._training = PreconditionedTraining(optimizers, mutex, coding, kfac, self)
-        else:
+        if owners is not None and not self._is_disabled:
             self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
+        else:
+            if self._is_disabled:
+                kfac = None
+            if kfac is not None:
+                check_group(kfac, resolve_group(process_group))
+                kfac.defer(self, self.flush)
+            self._training = DecoupledTraining(
+                optimizers,
+                mutex,
+                around=None if self._compression is None else self._around,
+                kfac=kfac,
+                always=kfac is not None or defer == "always",
+            )
 
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
 
     def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         with Exchange.of(group).comparing(bucket, self, self.compare_replicas):
             return self._training.take(self, group, bucket)
+
+    def _around(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Around | None:
+        """Return what makes the link that ``bucket`` travels on, with a codec; see `Exchange.carry`."""
+        return around(self._compression, bucket, group)
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -231,7 +243,7 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if isinstance(self._training, (OwnedTraining, PreconditionedTraining)):
+        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:
             raise UnsupportedConfigurationError(
                 "expected a state without owners or kfac to plan for, got owners that do more between the halves than "
                 "the plan's model knows; choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
@@ -243,7 +255,8 @@ class DecoupledState(Pausable):
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
-        self._training.coding.drain()
+        if self._compression is not None:
+            self._compression.drain()
 
     def stats(self) -> dict[str, Any]:
         """Tell what is deferred: "deferred", buckets whose updates are still to come; "steps_deferred". Not collective.
@@ -252,11 +265,12 @@ class DecoupledState(Pausable):
         made. With a codec also "codec", what `CompressedState.stats` returns.
         """
         updates = self._training.updates
-        return {"deferred": updates.pending, "steps_deferred": updates.steps, **self._training.coding.stats()}
+        coded = {} if self._compression is None else {"codec": self._compression.stats()}
+        return {"deferred": updates.pending, "steps_deferred": updates.steps, **coded}
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
-        if isinstance(self._training, PreconditionedTraining):
+        if self._training.kfac is not None:
             raise UnsupportedConfigurationError(
                 "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
             )
@@ -267,7 +281,10 @@ class DecoupledState(Pausable):
             )
         self.flush()
         group = resolve_group(self.process_group)
-        return self._training.coding.plan(self._training.updates.times, group, candidates)
+        workload = workload_of(self._training.updates.times)
+        return plan_codec_from(
+            workload, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
+        )
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring what owners keep into the optimizers' state, where it stays until the next step.
@@ -301,7 +318,8 @@ class DecoupledState(Pausable):
         this rank's residuals, under "codec": different on each rank; after `drain` and a step there are none.
         """
         self.flush()
-        return {"forward_order": self._training.forward_order(), **self._training.coding.state_dict()}
+        coded = {} if self._compression is None else {"codec": state_of(self._compression)}
+        return {"forward_order": self._training.forward_order(), **coded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned: the residuals of a codec."""
@@ -311,7 +329,8 @@ class DecoupledState(Pausable):
                 f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
                 "pass what state_dict() returned"
             )
-        self._training.coding.load_state_dict(state)
+        if self._compression is not None and "codec" in state:
+            self._compression.load(state["codec"]["residuals"], state["codec"]["loss_scale"])
 
     def close(self) -> None:
         """Finish what is under way and let the optimizer and the model go; later steps are those of the split hook.
@@ -378,7 +397,7 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         )
         group = resolve_group(cast(dist.ProcessGroup, state.process_group))
         state.agreement.make(group, state._said)
-        if turns_disabled():
+        if state._is_disabled:
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         return state.take(group, bucket)

@@ -1,6 +1,16 @@
 """What happens to a model and its optimizer between two forwards when they are trained decoupled.
 
 The hook hands in buckets, the optimizer its steps, forward asks for parameters; see `DecoupledState`.
+
+[Note: coded and deferred] What decoupled training gathers late are mean gradients, not parameters: each rank applies
+them with its own optimizer. So the way back is coded as under any other hook: the owner encodes the mean with its
+residual, and all ranks, the owner too, decode the same bytes. Replicas stay equal to the last bit, and no parameter is
+ever rounded. A bucket's messages stay where they were, so no message of a step is written before the step before it is
+decoded; forward sees to that anyway, since it waits for all of its parameters.
+
+[Note: K-FAC decoupled] Owners precondition as soon as a bucket is reduced. What forward needs first is gathered first.
+But nothing may be applied before the KL clip is known, which scales every direction by one number made of all layers:
+each bucket's journey waits for it. So the training is that of `kfac_hook`, to the last bit. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
@@ -10,11 +20,12 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,25 +36,21 @@ from crossover_ddp._ddp.checks import (
     model_of,
     names_of,
 )
-from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
+from crossover_ddp._ddp.compiled import OwnHook, called_by_compiled_code, uncompiled
 from crossover_ddp._ddp.module_buffers import BufferCopy
-from crossover_ddp._ddp.own_hook import OwnHook
-from crossover_ddp._engine.buckets import Bucket, BucketWay, after_backward
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import Bucket, after_backward, split
+from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.links import Link
-from crossover_ddp._engine.split import split
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._owners.interception import guard_groups, intercept
 from crossover_ddp._owners.partial_optimizer import PartialOptimizer
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .clipping import check_finite, clip_whole, gradient_norm
-from .coded import Coding
+from .deferrable import Deferrable
 from .guards import Guards
-from .round import Round, parameters_of
-from .shares import CHANGED, Share, views_of
+from .pending import CHANGED, Round, Share, Updates, parameters_of, views_of
 from .trial import Trial
-from .updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +62,14 @@ async def deferred(bucket: Bucket, link: Link) -> None:
         await link.all_gather(bucket.flat, bucket.layout)
 
 
-def handed_back(way: BucketWay) -> BucketWay:
-    """Make a way on which backward does not wait for the bucket."""
-
-    def made(bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-        bucket.hand_back()
-        return way(bucket, link)
-
-    return made
-
-
 class DecoupledTraining:
     """One model and its optimizer, with what is under way between them.
 
     Args:
         optimizers: the user's; one but with owners.
         turn: taken before forward, if there is one.
-        coding: how buckets become messages.
+        around: makes what a bucket's codec puts around its link, see [Note: coded and deferred]; None: no codec.
+        kfac: the state that preconditions gradients, if there is one, see [Note: K-FAC decoupled].
         always: defer every step, without trying whether that is worth it.
         updates: other ones than those of `PartialOptimizer`.
     """
@@ -80,13 +78,14 @@ class DecoupledTraining:
         self,
         optimizers: Sequence[Optimizer],
         turn: Turn | None,
-        coding: Coding,
         *,
+        around: Callable[[dist.GradBucket, dist.ProcessGroup], Around | None] | None = None,
+        kfac: Deferrable | None = None,
         always: bool = False,
         updates: Updates | None = None,
     ) -> None:
         self.optimizers = optimizers
-        self.coding = coding
+        self.kfac, self._around = kfac, around
         self.model: Callable[[], DistributedDataParallel | None] = _no_model
         self.exchange: Exchange | None = None
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
@@ -124,6 +123,9 @@ class DecoupledTraining:
         round_, norm_type = self.updates.round, float(norm_type)
         round_.collect(self.optimizers, self._known)
         parameters = parameters_of(self.optimizers)
+        if self.kfac is not None:  # no rank has its own part before the KL clip is known
+            self.updates.make_round_whole()
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         norm = gradient_norm(round_.shares, norm_type, group, parameters[0].device)
         if norm is None:
             self.updates.make_round_whole()
@@ -161,7 +163,9 @@ class DecoupledTraining:
         """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
         self.exchange = Exchange.of(process_group)
         if self._closed:
-            return self._average(bucket, process_group, state).future
+            return self._carry(bucket, process_group, state, None, hands_back=False).future
+        if self.kfac is not None:
+            self.kfac.enter(bucket)  # before anybody waits for the backward pass before
         round_, times = self.updates.round, self.updates.times
         if round_.begins_with(bucket):
             for share in round_.shares:
@@ -169,12 +173,18 @@ class DecoupledTraining:
             round_.begin()
             # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
             self.updates.update_all()
-        parameters = self._checked_parameters(bucket, state)
+        try:
+            parameters = self._checked_parameters(bucket, state)
+        except Exception:
+            if self.kfac is not None:
+                self.kfac.refuse(bucket)
+            raise
         if bucket.is_last():
             self._has_turn = self._turn is None
         if self.trial is not None and not self.trial.defers:
             # The exchange gives the turn away, and takes the next one before backward ends.
-            taken, self._has_turn = self._average(bucket, process_group, state, self._turn, late=True), True
+            taken = self._carry(bucket, process_group, state, self._turn, hands_back=False)
+            self._has_turn = True
         else:
             share = self._defer(bucket, parameters, process_group, state)
             taken = share.bucket
@@ -194,33 +204,40 @@ class DecoupledTraining:
         process_group: dist.ProcessGroup,
         state: object,
     ) -> Share:
-        around = self.coding.around(bucket, process_group)
-        taken = Exchange.of(process_group).carry(
-            bucket, handed_back(deferred), turn=self._turn, state=state, around=around
-        )
-        views = _views(self.model(), taken.flat, parameters)
+        taken = self._carry(bucket, process_group, state, self._turn, hands_back=True)
+        views = views_of(taken.flat, parameters) if copies_gradients(self.model()) else None
         return Share(taken, parameters, bucket.buffer(), len(self.updates.round.shares), views)
 
-    def _average(
+    def _carry(
         self,
         bucket: dist.GradBucket,
-        process_group: dist.ProcessGroup,
+        group: dist.ProcessGroup,
         state: object,
-        turn: Turn | None = None,
+        turn: Turn | None,
         *,
-        late: bool = False,
+        hands_back: bool,
     ) -> Bucket:
-        """Average a bucket that backward waits for; ``late``: the model's buffers are as late as in other steps."""
-        around = self.coding.around(bucket, process_group)
-        return Exchange.of(process_group).carry(
-            bucket, split, turn=turn, state=state, around=around, late_buffers=late
+        """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
+        if self.kfac is not None:
+            return self.kfac.exchange(group, bucket, state=state, turn=turn, hands_back=hands_back)
+        around = None if self._around is None else self._around(bucket, group)
+        return Exchange.of(group).carry(
+            bucket,
+            deferred if hands_back else split,
+            turn=turn,
+            state=state,
+            around=around,
+            hands_back=hands_back,
+            late_buffers=not self._closed,  # in all steps alike
         )
 
     def _end_trial_step(self, bucket: dist.GradBucket) -> None:
         if self.trial is not None and self.updates.round.is_settled and self.exchange is not None:
             device = bucket.buffer().device
-            agree = functools.partial(self.exchange.gather_numbers, device=device)
-            self.trial.backward_ended(agree, functools.partial(_settle, device))
+            exchange = self.exchange
+            self.trial.backward_ended(
+                lambda numbers: exchange.gather_numbers(numbers, device), lambda: _settle(device)
+            )
 
     def break_round(self) -> None:
         """Note that a bucket was refused; for `decoupled_hook`. ``step()`` is refused until the next backward."""
@@ -371,13 +388,6 @@ def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataPara
         )
     check_forward(model, "parameters are updated in it")
     return model
-
-
-def _views(
-    model: DistributedDataParallel | None, buffer: torch.Tensor, parameters: list[torch.Tensor]
-) -> dict[int, torch.Tensor] | None:
-    """Return where the means of gradients come that are no views of their bucket; None for views."""
-    return views_of(buffer, parameters) if copies_gradients(model) else None
 
 
 def copies_gradients(model: DistributedDataParallel | None) -> bool:

@@ -8,10 +8,12 @@ another one. Where nothing will look for the error (outside of a backward pass, 
 does carry the exception.
 """
 
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 from torch.autograd import Variable
@@ -20,12 +22,12 @@ from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError
 
-from .journeys import Gate
-from .links import Layout, Link
-from .places import GradientFuture, Place
-from .trips import Milestone, Trip
+from .journeys import Gate, Milestone, Trip
+from .links import GradientFuture, Layout, Link, Place
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
+
+_STEPS_KEPT: Final = 16
 
 
 class Backward:
@@ -200,6 +202,11 @@ class Bucket(Trip):
                 self.future.set_exception(error)  # type: ignore[arg-type]
 
 
+async def split(bucket: Bucket, link: Link) -> None:
+    """Average over the ranks; nothing happens between the halves."""
+    await link.all_reduce(bucket.flat, bucket.layout)
+
+
 def after_backward(callback: Callable[[], None]) -> bool:
     """Have ``callback`` called when DDP is through with this backward pass; False outside of one.
 
@@ -223,3 +230,41 @@ def _queue(callback: Callable[[], None]) -> bool:
 
 def _nothing() -> None:
     return None
+
+
+class StepRecord(NamedTuple):
+    """One step that backward waited for; seconds since the exchange before it was done.
+
+    ``buckets``: bytes, and when the bucket's hook was called.
+    """
+
+    buckets: tuple[tuple[int, float], ...]
+
+
+class StepRecords:
+    """The last steps, which all had the same buckets. Filled on the thread that ends a step."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
+
+    def add(self, buckets: list[tuple[int, float]], begin_s: float | None) -> None:
+        """Note a step of ``buckets`` (bytes, moment of the hook); ``begin_s`` None: unknown, it does not count."""
+        if begin_s is None or not buckets:
+            return
+        record = StepRecord(tuple([(size_bytes, ready_s - begin_s) for size_bytes, ready_s in buckets]))
+        if self._steps and sizes_of(self._steps[-1]) != sizes_of(record):
+            self._steps.clear()
+        self._steps.append(record)
+
+    def last(self) -> list[StepRecord]:
+        """Return the recorded steps."""
+        return [*self._steps]
+
+    def compute_s(self) -> float | None:
+        """Return the median seconds from an exchange's end to the next step's last bucket; None without a record."""
+        return statistics.median(each.buckets[-1][1] for each in self._steps) if self._steps else None
+
+
+def sizes_of(record: StepRecord) -> list[int]:
+    """Return the bytes of a step's buckets."""
+    return [size_bytes for size_bytes, _ in record.buckets]

@@ -19,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import model_of, named_parameters_of
+from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
-from .agreement import told_by_all
 from .buckets import after_backward
+from .hook import told_by_all
+from .journeys import Trip
 from .links import Link
-from .trips import Trip
 
 _EVERY: Final = 1000
 _NAMED: Final = 3
@@ -44,10 +45,10 @@ class _Sent(NamedTuple):
 class _Model:
     """A model's steps, and the digests that nobody has looked at.
 
-    ``ddp``: finds it; None before it was looked for.
+    ``due``: the next step in which there is something to do. ``ddp``: finds it; None before it was looked for.
     """
 
-    steps = 0
+    steps, due = 0, 1
     sent: _Sent | None = None
     ddp: Callable[[], DistributedDataParallel | None] | None = None
 
@@ -62,7 +63,7 @@ class Digests:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
+        self.models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
 
     def step(
         self,
@@ -71,9 +72,9 @@ class Digests:
         state: object,
         begin: Begin,
         *,
-        wanted: bool,
+        wanted: bool | None,
     ) -> None:
-        """Count a step, whose last bucket this is; look at digests, and send some.
+        """Look at digests, and send some, in a step that is due, whose last bucket this is.
 
         A difference is raised by ``backward()``, on all ranks.
 
@@ -82,7 +83,7 @@ class Digests:
             group: whose ranks compare.
             state: that the hook was registered with; see `model_of`.
             begin: see `Exchange.begin`.
-            wanted: whether parameters must be the same on all ranks.
+            wanted: whether parameters must be the same on all ranks; None: as the environment says.
 
         **Collective**: all ranks hand out the same buckets.
         """
@@ -97,16 +98,21 @@ class Digests:
             if model.ddp is None:
                 found = model_of(bucket, state=state)
                 model.ddp = _nobody if found is None else weakref.ref(found)
+            if wanted is None:
+                wanted = environment.is_set(environment.COMPARE_REPLICAS, default="1")
             parameters = _compared(model.ddp()) if wanted else {}
             model.sent = self._send(model.steps, parameters, bucket.buffer().device, begin)
+            model.due = model.steps + 1
+        else:
+            model.due = min(1 << model.steps.bit_length(), (model.steps // _EVERY + 1) * _EVERY)
 
     def _model(self, parameters: Sequence[Tensor]) -> _Model:
         """Return the model of a last bucket's parameters, of which DDP may have put some into it just now."""
-        if (found := self._models.get(parameters[0])) is None:
-            known = (self._models[each] for each in parameters if each in self._models)
+        if (found := self.models.get(parameters[0])) is None:
+            known = (self.models[each] for each in parameters if each in self.models)
             found = next(known, None) or _Model()
             for each in parameters:
-                self._models[each] = found
+                self.models[each] = found
         return found  # type: ignore[no-any-return]
 
     def _send(self, step: int, parameters: dict[str, Tensor], device: torch.device, begin: Begin) -> _Sent:

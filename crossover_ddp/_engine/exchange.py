@@ -25,18 +25,15 @@ from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp._timeline.record import Detail
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
-from .buckets import Backward, Bucket, BucketWay, after_backward
+from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward
 from .digest import Digests
 from .endings import on_destruction
 from .gloo import Gloo
-from .journeys import Journey
-from .links import Alone, Layout, Link, Network, equal_layout
+from .journeys import Journey, Trip
+from .links import Alone, Begin, Device, GradientFuture, Layout, Link, Network, Place, equal_layout
 from .native import Native
-from .places import Begin, Device, GradientFuture, Host, Place
 from .spans import TracedLink, timeline_of
 from .staged import Staged
-from .step_records import StepRecords
-from .trips import Trip
 from .turns import Turn, TurnLink, behind, check_turn
 
 Way = Callable[[Link], Coroutine[Any, Any, None]]
@@ -125,18 +122,20 @@ class Exchange:
         turn: Turn | None = None,
         state: object = None,
         around: Around | None = None,
+        hands_back: bool = False,
         late_buffers: bool = False,
     ) -> Bucket:
         """Send a bucket on its way, in its hook; its ``future`` holds what the way has made of its buffer.
 
         Args:
             grad_bucket: what DDP gave to the hook.
-            way: makes the bucket's journey; may raise, to refuse the bucket. May hand the bucket back.
+            way: makes the bucket's journey; may raise, to refuse the bucket. May hand the bucket back itself.
             turn: given away after the last bucket, taken again before the last Future completes; not if that was
                 handed back.
             state: that the hook was registered with; see `ModuleBuffers`.
             around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
                 to refuse the bucket.
+            hands_back: backward does not wait for the bucket; see `Bucket.hand_back`.
             late_buffers: whoever calls unpacks the bucket's ``buffers`` before the next forward, as whoever has it
                 handed back does; else they are when backward has ended.
 
@@ -152,6 +151,8 @@ class Exchange:
                 link = self._traced(link, step=number, bucket=bucket.index, largest_bytes=largest, owner=0)
             turns = TurnLink(link, bucket, turn) if turn is not None and bucket.last else None
             bucket.link = link if turns is None else turns
+            if hands_back:
+                bucket.hand_back()
             journey = way(bucket, bucket.link)
         self._send(bucket, journey, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1:
@@ -175,13 +176,13 @@ class Exchange:
         return bucket.future
 
     @contextlib.contextmanager
-    def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool) -> Iterator[None]:
+    def comparing(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> Iterator[None]:
         """Where a hook sends a bucket, or refuses it; behind a step's last one parameters are compared. **Collective**.
 
         Args:
             grad_bucket: what DDP gave to the hook.
             state: that the hook was registered with.
-            wanted: whether parameters must be the same on all ranks; see [Note: digests].
+            wanted: whether parameters must be the same on all ranks, see [Note: digests]; None: ask the environment.
         """
         entered = self._entered
         try:
@@ -193,9 +194,14 @@ class Exchange:
             raise
         self.compare(grad_bucket, state, wanted)
 
-    def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool) -> None:
+    def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> None:
         """See `comparing`."""
-        if self.size > 1 and grad_bucket.is_last() and (group := self._group()) is not None:
+        if self.size == 1 or not grad_bucket.is_last():
+            return
+        model = self._digests.models.get(grad_bucket.parameters()[0])
+        if model is not None and model.steps + 1 < model.due:
+            model.steps += 1
+        elif (group := self._group()) is not None:
             self._digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
@@ -228,7 +234,8 @@ class Exchange:
         if grad_bucket.parameters()[0] not in self._checked and group is not None:
             check_group(grad_bucket, group)
             self._checked[grad_bucket.parameters()[0]] = True
-        check_turn(turn, group)
+        if turn is not None:
+            check_turn(turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
         network = self.network(flat.device)
         place = network.place
@@ -290,7 +297,7 @@ class Exchange:
     ) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
         device = grad_bucket.buffer().device
-        copy = self.buffers.copy(grad_bucket, state, functools.partial(self.have_all, device))
+        copy = self.buffers.copy(grad_bucket, state, lambda number: self.have_all(device, number))
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
@@ -356,10 +363,7 @@ class Exchange:
 
     def _made(self, group: dist.ProcessGroup, device: torch.device) -> Network:
         by_messages = self.sends_messages(device)
-        if device.type != "cuda":
-            place: Place = Host()
-        else:
-            place = Device(device, by_host=by_messages and self.size > 1)
+        place = Place() if device.type != "cuda" else Device(device, by_host=by_messages and self.size > 1)
         if self.size == 1:
             return Alone(place)
         if not by_messages:

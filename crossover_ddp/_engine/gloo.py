@@ -37,8 +37,7 @@ from torch import Tensor
 
 from .endings import stop_workers
 from .journeys import Station
-from .links import CHANNEL_BITS, Channels, Layout, Link, in_halves, parts
-from .places import Place
+from .links import CHANNEL_BITS, Channels, Layout, Link, Place, in_halves, parts
 
 # gloo matches messages by an int32 tag: bit 30 is ours, far from what users count up from 0; then the channel, and the
 # number of the collective.

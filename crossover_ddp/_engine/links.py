@@ -1,22 +1,38 @@
-"""How the ranks of one process group exchange flat tensors: a few collectives, the same whatever carries them."""
+"""How the ranks of one process group exchange flat tensors: a few collectives, the same whatever carries them.
 
+A link is the ranks for one journey; a network makes links; a place orders the work on the tensors' device.
+
+[Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
+whoever starts a journey, and whoever waits for a journey has his stream follow it. `Journey` makes it current around
+each piece of the way, so that memory which a journey allocates belongs to it, too.
+
+[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
+stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
+that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
+"""
+
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from crossover_ddp._system.cuda_driver import adopt_thread
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .endings import stop_workers
 from .journeys import Station
-from .places import Place
 
+GradientFuture = torch.futures.Future[torch.Tensor]
+Begin = Callable[[], Awaitable[None]]
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in the order of ranks."""
 CHANNEL_BITS: Final = 4
+_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 class Link(Protocol):
@@ -44,6 +60,7 @@ class Link(Protocol):
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """Do both, where nothing happens in between; the bits are the same."""
+        await in_halves(self, flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each.
@@ -56,6 +73,38 @@ class Link(Protocol):
 
     async def settle(self) -> None:
         """Go on where a journey may block for somebody else; it issues nothing afterwards."""
+
+
+class Place:
+    """Where the tensors of journeys are: a CPU, where what has been called has been done."""
+
+    def follow(self) -> Begin:
+        """Note, on the thread that starts a journey, what it comes after; it awaits what the result returns."""
+        return _at_once
+
+    def side(self) -> contextlib.AbstractContextManager[object]:
+        """Be where a journey's work is issued."""
+        return _AS_IT_IS
+
+    def mark(self) -> Callable[[], None]:
+        """Return what orders its caller's work behind all that journeys have issued until now."""
+        return _nothing
+
+    def reached(self) -> Callable[[], None]:
+        """Return what blocks until all that journeys have issued until now is done."""
+        return _nothing
+
+    def future(self) -> GradientFuture:
+        """Make a Future; who waits for it is ordered behind what the stream that completes it has been given."""
+        return GradientFuture()
+
+    def adopt_thread(self) -> None:
+        """Make the calling thread, which is ours, fit for journeys: gradients are not recorded there."""
+        torch.set_grad_enabled(False)
+
+    def close(self, timeout_s: float) -> bool:
+        """End threads; return whether they did in time."""
+        return True
 
 
 class Network(Protocol):
@@ -157,7 +206,7 @@ class LinkAround:
         await self._link.compute()
 
 
-class Alone:
+class Alone(Link):
     """One rank, whose own values are the mean: a network, and its own link.
 
     Args:
@@ -188,10 +237,6 @@ class Alone:
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         """See `Link`."""
 
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
-        await in_halves(self, flat, layout)
-
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `Link`."""
 
@@ -201,3 +246,75 @@ class Alone:
     async def settle(self) -> None:
         """See `Link`."""
         await self._settling
+
+
+class Device(Place):
+    """A CUDA device, see [Note: the side stream].
+
+    Args:
+        device: its number is known.
+        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
+    """
+
+    def __init__(self, device: torch.device, *, by_host: bool) -> None:
+        self.device, self.stream, self._by_host = device, torch.cuda.Stream(device), by_host
+        self._following = Station("crossover-follow", self.adopt_thread)
+
+    def follow(self) -> Begin:
+        """See `Place`."""
+        current = torch.cuda.current_stream(self.device)
+        if not self._by_host:
+            self.stream.wait_stream(current)
+            return _at_once
+        there = current.record_event(sleeping_event())
+
+        async def reached() -> None:
+            await self._following
+            there.synchronize()
+
+        return reached
+
+    def side(self) -> contextlib.AbstractContextManager[object]:
+        """See `Place`."""
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Callable[[], None]:
+        """See `Place`."""
+        event = self.stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def reached(self) -> Callable[[], None]:
+        """See `Place`."""
+        event = self.stream.record_event(sleeping_event())
+        return lambda: event.synchronize()
+
+    def future(self) -> GradientFuture:
+        """See `Place`."""
+        return GradientFuture(devices=[self.device])
+
+    def adopt_thread(self) -> None:
+        """See `Place`.
+
+        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: each rank would make
+        a context there, half a gigabyte.
+        """
+        super().adopt_thread()
+        torch.cuda.set_device(self.device)
+        adopt_thread()
+
+    def close(self, timeout_s: float) -> bool:
+        """See `Place`."""
+        return stop_workers([self._following], timeout_s)
+
+
+def sleeping_event() -> torch.cuda.Event:
+    """Make an event whose waiter sleeps instead of spinning on a core."""
+    return torch.cuda.Event(blocking=True)
+
+
+async def _at_once() -> None:
+    return None
+
+
+def _nothing() -> None:
+    return None

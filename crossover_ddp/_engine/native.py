@@ -10,8 +10,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor
 
-from .links import Alone, Layout, parts
-from .places import Place
+from .links import Alone, Layout, Place, parts
 
 # Torch 2.14 gave them new names, and warns of the old ones.
 _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

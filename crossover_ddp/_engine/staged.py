@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .endings import stop_workers
 from .journeys import Station
-from .links import Layout, Link, Network, in_halves, parts
-from .places import Device, sleeping_event
+from .links import Device, Layout, Link, Network, parts, sleeping_event
 
 Pair = tuple[Tensor, Tensor]
 """Where to, where from."""
@@ -68,7 +67,7 @@ class Staged:
         self.place.stream.wait_stream(self._up)
 
 
-class _StagedLink:
+class _StagedLink(Link):
     """One journey's collectives."""
 
     in_program_order = False
@@ -93,10 +92,6 @@ class _StagedLink:
         await self._net.down([(own_host, own)])
         await self._inner.all_gather(host, layout)
         self._net.up(pairs)
-
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """See `links.Link`."""
-        await in_halves(self, flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """See `links.Link`."""

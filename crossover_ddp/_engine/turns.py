@@ -9,8 +9,7 @@ from torch import Tensor
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .buckets import Bucket
-from .links import Layout, Link, LinkAround
-from .places import GradientFuture
+from .links import GradientFuture, Layout, Link, LinkAround
 
 
 class Turn(Protocol):

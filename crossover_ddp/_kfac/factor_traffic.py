@@ -33,9 +33,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.journeys import Gate, Trip
 from crossover_ddp._engine.links import Link, parts
-from crossover_ddp._engine.trips import Trip
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture

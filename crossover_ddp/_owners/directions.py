@@ -254,7 +254,7 @@ class Directions:
 
     def _step(self, original: Callable[[], Any]) -> Any:
         """Call torch's step, which finds no gradients; then apply the directions."""
-        if self._is_closed:
+        if self._is_closed or (self._waiting is None and self.kept.only_makes_state(self._muon)):
             return original()
         round_, self._waiting = self._waiting, None
         numbers = [number for number, matrix in enumerate(self._matrices) if matrix.grad is not None]

@@ -65,6 +65,12 @@ class Kept:
             if owner != self._rank and optimizer.state.pop(parameter, None):
                 self.is_whole = False
 
+    def only_makes_state(self, optimizer: Optimizer) -> bool:
+        """Tell whether a step is the first one and changes nothing, as torch's distributed checkpoints take it."""
+        gradients = [parameter.grad for each, parameter, _ in self._places if each is optimizer]
+        zeros = [not gradient.any() for gradient in gradients if gradient is not None]
+        return not optimizer.state and bool(zeros) and all(zeros)
+
     def check_whole(self) -> None:
         """Refuse to hand out a part of the state."""
         if not self.is_whole:

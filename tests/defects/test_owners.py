@@ -1,6 +1,7 @@
 """Known defects of owners and of Muon: the report on decoupled training, and what strangers' programs found."""
 
 import contextlib
+import copy
 import logging
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import DecoupledState, ExchangeError, UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.muon_hooks import MuonState, muon_parameters
 from tests.harness import RankError, run_ranks
+from tests.harness import training as harness
 from tests.harness.groups import impatient_group
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
 
@@ -279,14 +281,24 @@ def test_a_step_that_one_rank_skips_is_named() -> None:
     assert any("step()" in message for message in run_ranks(with_a_skipped_step, 2))
 
 
+def resumed_from_a_distributed_checkpoint(rank: int, world_size: int, way: str) -> bool:
+    """Tell whether two more steps of a resumed training are those of the one that was saved."""
+    saving, resumed = harness.Training(way, rank).run(4), harness.Training(way, rank)
+    saving.state.consolidate()
+    saved = copy.deepcopy(get_optimizer_state_dict(saving.model, saving.optimizers[0]))
+    set_optimizer_state_dict(resumed.model, resumed.optimizers[0], saved)
+    resumed.model.load_state_dict(saving.model.state_dict())
+    resumed.steps = saving.steps
+    assert resumed.optimizers[0].param_groups[0]["lr"] == 0.1
+    ours, theirs = (each.run(2).model.state_dict().values() for each in (resumed, saving))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.defect("strangers-28")
-@pytest.mark.xfail(strict=True, raises=UnsupportedConfigurationError, reason="strangers-28")
-def test_torchs_distributed_checkpoint_resumes_owners() -> None:
+@pytest.mark.parametrize("way", ["owned", "muon"])
+def test_torchs_distributed_checkpoint_resumes_owners(way: str) -> None:
     """``set_optimizer_state_dict`` loads what ``get_optimizer_state_dict`` has saved, and leaves the learning rate."""
-    saving, resumed = (owned(make=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1)) for _ in range(2))
-    saved = get_optimizer_state_dict(saving.run().model, saving.optimizer)
-    set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
-    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+    assert all(run_ranks(resumed_from_a_distributed_checkpoint, 2, args=(way,)))
 
 
 @pytest.mark.defect("strangers-16")

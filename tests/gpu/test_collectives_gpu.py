@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from crossover_ddp._ddp.layout import Layout
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.links import Device, Link
 from crossover_ddp._engine.native import Native
-from crossover_ddp._engine.places import Device
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu

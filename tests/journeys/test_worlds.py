@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from crossover_ddp._averaging.replica import late_mean
+from crossover_ddp._engine.buckets import split
 from crossover_ddp._engine.links import LinkAround
-from crossover_ddp._engine.split import split
 from tests.harness.oracles import tree_sum
 from tests.harness.world import (
     Gate,

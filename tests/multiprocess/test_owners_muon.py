@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from crossover_ddp._decoupled import owned_muon
+from crossover_ddp._decoupled import owned
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import run_ranks
@@ -34,13 +34,13 @@ def pair(
 def count_directions(patch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Return the shapes of the matrices whose directions are computed from now on."""
     computed: list[torch.Size] = []
-    direction_of = owned_muon.direction_of
+    direction_of = owned.direction_of
 
     def counted(gradient: Tensor, *others: Any) -> Tensor:
         computed.append(gradient.shape)
         return direction_of(gradient, *others)
 
-    patch.setattr(owned_muon, "direction_of", counted)
+    patch.setattr(owned, "direction_of", counted)
     return computed
 
 

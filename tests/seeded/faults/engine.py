@@ -4,10 +4,10 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
-_BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _NATIVE, _PLACES, _SPANS, _STAGED, _TURNS = (
+_BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _LINKS, _NATIVE, _SPANS, _STAGED, _TURNS = (
     f"crossover_ddp/_engine/{name}.py"
     for name in (
-        *("buckets", "exchange", "gloo", "journeys", "native", "places", "spans", "staged"),
+        *("buckets", "exchange", "gloo", "journeys", "links", "native", "spans", "staged"),
         "turns",
     )
 )
@@ -186,7 +186,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients are rounded to half precision on their way",
-        "crossover_ddp/_engine/split.py",
+        "crossover_ddp/_engine/buckets.py",
         "    await link.all_reduce(",
         "    bucket.flat.copy_(bucket.flat.bfloat16())\n    await link.all_reduce(",
         (_BITS, "-k", "exact_up_to_rounding"),
@@ -214,14 +214,14 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the side stream does not follow the compute stream",
-        _PLACES,
+        _LINKS,
         "            self.stream.wait_stream(current)\n",
         "            pass\n",
         (_DEVICES, "-k", "late_changes and nccl"),
     ),
     Fault(
         "a journey begins before the device has its gradients",
-        _PLACES,
+        _LINKS,
         "            there.synchronize()\n",
         "            pass\n",
         (_DEVICES, "-k", "late_changes and gloo"),
@@ -249,7 +249,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "whoever waits for an average is not ordered behind it",
-        _PLACES,
+        _LINKS,
         "return lambda: torch.cuda.current_stream(self.device).wait_event(event)",
         "return lambda: None",
         (_DEVICES, "-k", "late_changes and averaged"),
@@ -270,7 +270,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "threads of journeys work on device 0",
-        _PLACES,
+        _LINKS,
         "        torch.cuda.set_device(self.device)\n",
         "        pass\n",
         (_DEVICES, "-k", "no_thread_makes"),

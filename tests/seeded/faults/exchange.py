@@ -66,7 +66,7 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "ranks do not compare their arguments",
-        "crossover_ddp/_engine/agreement.py",
+        "crossover_ddp/_engine/hook.py",
         "            if group.size() > 1:",
         "            if group.size() > 99:",
         ("tests/defects/test_codecs.py", "-k", "other_codecs and compressed-none"),

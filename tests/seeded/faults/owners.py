@@ -11,7 +11,7 @@ _MUON = "tests/multiprocess/test_muon.py"
 OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "a direction is applied with the learning rate of the moment at which it arrives",
-        "crossover_ddp/_decoupled/owned_muon.py",
+        "crossover_ddp/_decoupled/owned.py",
         "take_step(update.parameter, direction, _group(plan, update.parameter))",
         "number = plan.group_of[id(update.parameter)]\n"
         "            take_step(update.parameter, direction, self.optimizer.param_groups[number])",
@@ -23,7 +23,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an owner does not apply the directions that it has computed",
-        "crossover_ddp/_decoupled/owned_muon.py",
+        "crossover_ddp/_decoupled/owned.py",
         "for update, direction, _ in arrived:",
         "for update, direction, _ in [each for each in arrived if not each.is_own]:",
         (
@@ -52,7 +52,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients that only owners have look like gradients of zero",
-        "crossover_ddp/_decoupled/owned_share.py",
+        "crossover_ddp/_decoupled/owned_training.py",
         "    withhold(buffer)\n",
         "    buffer.data.zero_()\n",
         (_DEFECTS, "-k", "scaler or through_data or no_number"),
@@ -87,7 +87,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a frozen parameter costs its owner as much as one that is trained",
-        "crossover_ddp/_decoupled/owner_trial.py",
+        "crossover_ddp/_decoupled/owned.py",
         "            if not parameter.requires_grad:\n",
         "            if False:\n",
         (_DEFECTS, "-k", "frozen_parameters"),
@@ -101,7 +101,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an optimizer with modes of its own runs on owners",
-        "crossover_ddp/_decoupled/owned_optimizers.py",
+        "crossover_ddp/_decoupled/owned.py",
         "        if modes:\n",
         "        if False:\n",
         (_DEFECTS, "-k", "modes_of_its_own"),
@@ -129,7 +129,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "what an optimizer does to gradients is laid to the user's charge",
-        "crossover_ddp/_decoupled/owned_share.py",
+        "crossover_ddp/_decoupled/owned_training.py",
         "Update(update.parameter, update.gradient.data)",
         "update",
         (_DEFECTS, "-k", "reuse_the_memory"),
@@ -154,7 +154,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "owners send what their parameters were before the step",
-        "crossover_ddp/_decoupled/owned_optimizers.py",
+        "crossover_ddp/_decoupled/owned.py",
         "        self.partial.apply(plan, [each.update for each in own])\n"
         "        for update, piece, _ in own:\n"
         "            piece.copy_(update.parameter)\n",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossover_ddp._compression.planning import cost_of, workload_of_records
-from crossover_ddp._engine.step_records import StepRecords
+from crossover_ddp._engine.buckets import StepRecords
 from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,

@@ -148,7 +148,7 @@ def test_from_the_fourth_deferred_step_on_nothing_is_checked(
     training, _ = pair
     summed: list[torch.Tensor] = []
     monkeypatch.setattr(
-        "crossover_ddp._decoupled.seals.fingerprint", lambda tensor: summed.append(tensor) or torch.ones(())
+        "crossover_ddp._decoupled.pending.fingerprint", lambda tensor: summed.append(tensor) or torch.ones(())
     )
     training.run(5)  # two that are not deferred, three that are
     assert summed

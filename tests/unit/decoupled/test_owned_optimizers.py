@@ -9,9 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from crossover_ddp._decoupled.owned_muon import OwnedMuon, owned_optimizer
-from crossover_ddp._decoupled.owned_optimizers import OwnedOptimizer
-from crossover_ddp._decoupled.owner_trial import costs_of
+from crossover_ddp._decoupled.owned import OwnedMuon, OwnedOptimizer, costs_of, owned_optimizer
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = pytest.mark.torch_version

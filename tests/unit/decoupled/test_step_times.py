@@ -2,9 +2,8 @@
 
 import pytest
 
-from crossover_ddp._decoupled import step_times
-from crossover_ddp._decoupled.planning import cpu_s_of, workload_of
-from crossover_ddp._decoupled.step_times import StepTimes
+from crossover_ddp._decoupled import planning
+from crossover_ddp._decoupled.planning import StepTimes, cpu_s_of, workload_of
 
 
 class Clock:
@@ -30,7 +29,7 @@ class Clock:
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(step_times, "time", clock)
+    monkeypatch.setattr(planning, "time", clock)
     return clock
 
 
