@@ -40,12 +40,12 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from crossover_ddp.errors import TurnError
 
 from .group_timeout import group_timeout_s
-from .rules import Grant, decode, encode
+from .rules import Grant
 
 _KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
 _END_TIMEOUT_S = 1.0
 _ALL, _NOT_ALL = "all", "not all"
-_END = "end"
+_END = Grant(0, ())
 _MEETING = "crossover-turns-meeting"
 _MEETING_LOOK_S = 0.01
 _SERVER_KEY = "server"
@@ -179,10 +179,7 @@ class TurnChannel:
 
     def send(self, grant: Grant) -> None:
         """Lead rank: send ``grant`` to all others without waiting for them."""
-        self._send(self._connected(), " ".join(map(str, encode(grant))))
-
-    def _send(self, store: dist.Store, text: str) -> None:
-        store.set(_grant_key(self._sent), text)
+        self._connected().set(_grant_key(self._sent), json.dumps(grant))
         self._sent += 1
 
     def listen(self, on_grant: Callable[[], None]) -> None:
@@ -217,15 +214,14 @@ class TurnChannel:
         Args:
             end_grants: for the lead rank: send all others, behind the grants sent so far, that no more will come.
         """
-        store, self._store = self._store, None
-        listener, self._listener = self._listener, None
-        if os.getpid() != self._pid or store is None:
+        if os.getpid() != self._pid or self._store is None:
             return
         if end_grants:
             with contextlib.suppress(RuntimeError):
-                self._send(store, _END)
-        if listener is not None:
-            listener.stop()
+                self.send(_END)
+        if self._listener is not None:
+            self._listener.stop()
+        self._store = self._listener = None
 
 
 class _Listener:
@@ -289,13 +285,14 @@ class _Listener:
             self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
 
     def _receive_one(self) -> None:
-        text = self._store.get(_grant_key(self._received)).decode()
-        if text == _END:
+        turn, after = json.loads(self._store.get(_grant_key(self._received)))
+        if turn == _END.turn:
             self.end("the job's lead rank takes no more turns")
             return
+        grant = Grant(turn, tuple((job, last) for job, last in after))
         with self._changed:
             self._received += 1
-            self._grants.append(decode([*map(int, text.split())]))
+            self._grants.append(grant)
             self._changed.notify_all()
         self._on_grant()
         if self._removes and self._received > _KEPT:

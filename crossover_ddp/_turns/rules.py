@@ -217,14 +217,3 @@ class Lease:
             typical_s = [0.0, *heapq.nlargest(_OUTLIERS + 1, self._recent_s)[_OUTLIERS:]][-1]
             self.seconds = min(max(_LEASE_TURNS * typical_s, DEFAULT_LEASE_S), LONGEST_LEASE_S)
         return self.seconds != before_s
-
-
-def encode(grant: Grant) -> list[int]:
-    """Return ``grant`` as integers, the form in which it travels between ranks."""
-    return [grant.turn, *(number for pair in grant.after for number in pair)]
-
-
-def decode(message: Sequence[int]) -> Grant:
-    """Return the grant that `encode` wrote."""
-    turn, *pairs = message
-    return Grant(turn, tuple([*zip(pairs[::2], pairs[1::2], strict=True)]))

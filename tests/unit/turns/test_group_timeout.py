@@ -85,7 +85,3 @@ def test_a_job_of_one_process_is_bound_by_leases_alone(world: dist.ProcessGroup)
     mutex = GPUMutex(device="dev0")
     assert mutex._patience.limit_s == math.inf
     mutex.close()
-
-
-def test_without_a_group_there_is_no_limit() -> None:
-    assert patience_limit_s(None) == math.inf

@@ -5,7 +5,6 @@ processes are used where one of them has to die.
 """
 
 import os
-import signal
 import stat
 import threading
 import time
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._system.shared_memory import SHARED_MEMORY, outer_user
+from crossover_ddp._system.shared_memory import outer_user
 from crossover_ddp._turns import segment as turn_segment
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
-from tests.harness.groups import files_of, new_group
 from tests.unit.turns.joined_segments import (
     DEVICE,
     Join,
@@ -70,34 +68,10 @@ def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_the_real_shared_memory_is_left_as_it_was() -> None:
-    group = new_group()
-    segment = join_at(SHARED_MEMORY, group=group)
-    assert os.path.exists(segment.path)
-    segment.leave()
-    assert not files_of(group)
-
-
-def test_leaving_twice_or_without_having_joined_is_harmless(tmp_path: Path) -> None:
-    segment = TurnSegment("jobs", DEVICE, base=str(tmp_path))
-    segment.leave()
-    segment.leave()
-    assert files(tmp_path) == []
-
-
 def test_siblings_have_slots_of_their_own_and_see_each_other(join: Join) -> None:
     segments = [join(job=job) for job in (1, 2, 3)]
     assert len({segment.slot for segment in segments}) == 3
     assert all(jobs(segment) == [1, 2, 3] for segment in segments)
-
-
-def test_files_stay_until_the_last_one_leaves(tmp_path: Path) -> None:
-    first, second = join_at(tmp_path, job=1), join_at(tmp_path, job=2)
-    first.leave()
-    assert jobs(second) == [2]
-    assert os.path.exists(second.path)
-    second.leave()
-    assert files(tmp_path) == []
 
 
 def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
@@ -152,11 +126,6 @@ def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("device", ["a/b", "GPU " + "x" * 400, "ä" * 200])
-def test_any_text_names_a_device(device: str, join: Join) -> None:
-    assert len({join(device=device).path, join(device=device).path}) == 1
-
-
 # --- bells --------------------------------------------------------------------------------------------------------
 
 
@@ -177,14 +146,6 @@ def test_a_bell_rung_before_the_wait_is_not_lost(join: Join) -> None:
     assert time_of(lambda: waiting.wait(watched, 300.0)) < AT_ONCE_S
 
 
-def test_many_rings_wake_once(join: Join) -> None:
-    giving, waiting = join(job=1), join(job=2)
-    for turn in range(5000):
-        giving.publish_returned(turn)
-    waiting.wait([], 300.0)
-    assert time_of(lambda: waiting.wait([], 0.1)) >= 0.1
-
-
 def test_a_full_bell_blocks_nobody(join: Join) -> None:
     giving, deaf = join(job=1), join(job=2)
     bell = giving.bells._reader((deaf.slot, member(giving, 2).incarnation))
@@ -202,28 +163,6 @@ def test_own_bell_ends_the_own_wait(join: Join) -> None:
     timer.start()
     assert time_of(lambda: waiting.wait([], 300.0)) < AT_ONCE_S
     timer.join()
-
-
-def test_waiting_ends_with_the_time(join: Join) -> None:
-    waiting = join()
-    waiting.wait([], 0.0)
-    assert 0.1 <= time_of(lambda: waiting.wait([], 0.1)) < AT_ONCE_S
-
-
-@pytest.mark.parametrize("timeout_s", [1e12, float("inf")])
-def test_a_wait_of_any_length_is_allowed(timeout_s: float, join: Join) -> None:
-    waiting = join()
-    waiting.ring_self()
-    waiting.wait([], timeout_s)
-
-
-def test_leaving_wakes_a_waiting_sibling(join: Join) -> None:
-    leaving, waiting = join(job=1), join(job=2)
-    timer = threading.Timer(0.1, leaving.leave)
-    timer.start()
-    assert time_of(lambda: waiting.wait([member(waiting, 1)], 300.0)) < AT_ONCE_S
-    timer.join()
-    assert jobs(waiting) == [2]
 
 
 def test_joining_wakes_a_waiting_sibling(join: Join) -> None:
@@ -247,15 +186,6 @@ def test_death_of_a_sibling_ends_the_wait_at_once(join: Join, tmp_path: Path) ->
         assert jobs(waiting) == [1]
 
 
-def test_a_sibling_that_is_dead_already_is_not_waited_for(join: Join, tmp_path: Path) -> None:
-    waiting = join(job=1)
-    with Process(tmp_path, job=2) as sibling:
-        seen = member(waiting, 2)
-        waiting.wait([], 0.0)
-        sibling.kill()
-    assert time_of(lambda: waiting.wait([seen], 300.0)) < AT_ONCE_S
-
-
 def test_the_slot_of_a_dead_process_is_used_again(join: Join, tmp_path: Path) -> None:
     staying = join(job=1)
     with Process(tmp_path, job=2) as sibling:
@@ -265,48 +195,6 @@ def test_the_slot_of_a_dead_process_is_used_again(join: Join, tmp_path: Path) ->
     assert following.slot == sibling.slot
     assert jobs(staying) == [1, 3]
     assert member(staying, 3).returned == 0
-
-
-def test_what_a_killed_process_has_left_is_removed_by_the_last_one(tmp_path: Path) -> None:
-    with Process(tmp_path, job=2) as sibling:
-        sibling.call("draw_turn")
-        sibling.kill()
-    assert files(tmp_path), "nobody was there to remove it"
-    segment = join_at(tmp_path)
-    assert jobs(segment) == [1]
-    segment.leave()
-    assert files(tmp_path) == []
-
-
-def _fork_and_wait(orders: "Connection[Any, Any]", base: str) -> None:
-    segment = join_at(base, job=2)
-    child = os.fork()
-    if child == 0:
-        time.sleep(200.0)  # as a DataLoader's worker that waits for work
-        os._exit(0)
-    orders.send((segment.slot, child))
-    orders.recv()
-
-
-def test_a_forked_child_does_not_keep_the_slot_of_its_dead_parent(join: Join, tmp_path: Path) -> None:
-    waiting = join(job=1)
-    orders, theirs = context.Pipe()
-    parent = context.Process(target=_fork_and_wait, args=(theirs, str(tmp_path)))
-    parent.start()
-    slot, child = orders.recv()
-    try:
-        assert jobs(waiting) == [1, 2]
-        waiting.wait([], 0.0)
-        timer = threading.Timer(0.2, parent.kill)
-        timer.start()
-        assert time_of(lambda: waiting.wait([member(waiting, 2)], 300.0)) < 0.2 + AT_ONCE_S
-        timer.join()
-        assert jobs(waiting) == [1]
-        assert join_slot(join, slot, job=3).slot == slot
-        os.kill(child, 0)  # it lives
-    finally:
-        os.kill(child, signal.SIGKILL)
-        parent.join()
 
 
 def test_a_forked_child_leaves_the_slot_of_its_living_parent_alone(join: Join) -> None:
@@ -331,38 +219,6 @@ def test_places_in_the_log_number_the_turns(join: Join) -> None:
     assert first.read_log(0, 4) == bytes([first.slot, second.slot, second.slot, first.slot])
     assert first.read_log(1, 3) == bytes([second.slot] * 2)
     assert member(join(job=3), 3).joined_at == 4
-
-
-def _draw(orders: "Connection[Any, Any]", base: str, job: int, count: int) -> None:
-    segment = join_at(base, job=job)
-    orders.send(segment.slot)
-    orders.recv()
-    orders.send([segment.draw_turn() for _ in range(count)])
-    orders.recv()
-    segment.leave()
-
-
-def test_turn_numbers_of_several_processes_are_unique_and_without_gaps(join: Join, tmp_path: Path) -> None:
-    watching, count = join(job=9), 500
-    pipes = [context.Pipe() for _ in range(3)]
-    processes = [
-        context.Process(target=_draw, args=(theirs, str(tmp_path), job, count))
-        for job, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    slots = [orders.recv() for orders, _ in pipes]
-    for orders, _ in pipes:
-        orders.send(None)
-    drawn = [orders.recv() for orders, _ in pipes]
-    for orders, _ in pipes:
-        orders.send(None)
-    for process in processes:
-        process.join(60.0)
-    assert sorted(turn for turns in drawn for turn in turns) == list(range(1, 3 * count + 1))
-    last = watching.draw_turn()
-    log = watching.read_log(0, last - 1)
-    assert all(log[turn - 1] == slot for slot, turns in zip(slots, drawn, strict=True) for turn in turns)
 
 
 # --- joining races with leaving -----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns import files as turn_files
 from crossover_ddp._turns.files import GroupFiles, OpenFile, no_fork
 from crossover_ddp._turns.segment import TurnSegment
 from tests.unit.turns.joined_segments import Join, files, jobs, join_at, joining
@@ -98,41 +97,6 @@ def test_a_fork_while_a_segment_is_joined_holds_nothing(
     assert jobs(joined[0]) == [1]
     joined[0].leave()
     assert files(tmp_path) == []
-
-
-def test_a_fork_while_the_directory_is_opened_holds_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gap, original = Gap(), turn_files.open_directory
-
-    def slow(base: str) -> int:
-        opened = original(base)
-        gap.hold()
-        return opened
-
-    monkeypatch.setattr(turn_files, "open_directory", slow)
-    joined: list[TurnSegment] = []
-    assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
-    joined[0].leave()
-
-
-def test_a_fork_while_a_siblings_bell_is_opened_holds_nothing(
-    gap_after_opening: Callable[[str], Gap], join: Join, tmp_path: Path
-) -> None:
-    first = join(job=1)
-    join(job=2)
-    gap = gap_after_opening(".bell")
-    assert gap.held_by_fork_of(first.ring_others, tmp_path) == []
-    assert jobs(first) == [1, 2]
-
-
-def test_a_fork_while_the_log_is_opened_holds_nothing(
-    gap_after_opening: Callable[[str], Gap], join: Join, tmp_path: Path
-) -> None:
-    segment = join(job=1)
-    gap = gap_after_opening(".log")
-    assert gap.held_by_fork_of(segment.draw_turn, tmp_path) == []
-    assert segment.draw_turn() == 2
 
 
 @pytest.mark.parametrize("way", ["leave", "forget"])

@@ -161,15 +161,6 @@ def test_files_removed_under_way_are_noticed(suffix: str, join: Join, tmp_path: 
     assert jobs(following) == [2], "the first one's leaving does not touch what is not its own"
 
 
-def test_slots_alone_removed_under_way_leave_no_bells_and_no_log(tmp_path: Path) -> None:
-    segments = [join_at(tmp_path, job=1), join_at(tmp_path, job=2)]
-    segments[0].draw_turn()
-    os.unlink(segments[0].path)
-    for segment in segments:
-        segment.leave()
-    assert files(tmp_path) == []
-
-
 def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path) -> None:
     old = join_at(tmp_path, job=1)
     os.unlink(old.path)
@@ -180,15 +171,6 @@ def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path
     for segment in (new, newer):
         segment.leave()
     assert files(tmp_path) == []
-
-
-def test_a_log_cut_short_under_way_raises(join: Join) -> None:
-    segment = join()
-    for _ in range(5):
-        segment.draw_turn()
-    os.truncate(segment.path.removesuffix(".turns") + ".log", 2)
-    with pytest.raises(SegmentError, match="cut short under way"):
-        segment.read_log(0, 5)
 
 
 @pytest.mark.parametrize("kept", [0, 2])

@@ -8,14 +8,9 @@ from crossover_ddp._turns.rules import (
     DEFAULT_LEASE_S,
     LONGEST_LEASE_S,
     Blocker,
-    Grant,
     Lease,
     Member,
     Patience,
-    TurnLog,
-    blockers,
-    decode,
-    encode,
 )
 
 
@@ -27,27 +22,6 @@ def member(
 
 def remaining(patience: Patience, waiting: list[Blocker], now_s: float) -> float | None:
     return patience.remaining(waiting, [blocker.member for blocker in waiting], now_s)
-
-
-def test_grant_names_the_last_turn_of_every_other_job() -> None:
-    log = TurnLog()
-    log.read(bytes([0, 1, 0, 2, 1]))
-    grant = log.grant(6, own_job=10, members=[member(0, 10), member(1, 11), member(2, 12)])
-    assert grant == Grant(6, ((11, 5), (12, 4)))
-
-
-def test_grant_ignores_turns_drawn_by_an_earlier_owner_of_a_slot() -> None:
-    log = TurnLog()
-    log.read(bytes([1, 1, 0]))
-    assert log.grant(4, 10, [member(0, 10), member(1, 99, joined_at=2)]).after == ()
-    log.read(bytes([1]))
-    assert log.grant(5, 10, [member(0, 10), member(1, 99, joined_at=2)]).after == ((99, 4),)
-
-
-def test_blockers_are_the_slots_that_have_not_returned_lowest_turn_first() -> None:
-    grant = Grant(9, ((11, 8), (12, 5)))
-    seen = [member(0, 10), member(1, 11, returned=7), member(2, 11, returned=8), member(3, 12), member(4, 13)]
-    assert [(b.member.slot, b.turn) for b in blockers(grant, 10, seen)] == [(3, 5), (1, 8)]
 
 
 # --- patience -----------------------------------------------------------------------------------------------------
@@ -84,25 +58,6 @@ def test_a_stopped_job_costs_one_lease_however_many_slots_it_has() -> None:
     assert patience.expired_count == 1
 
 
-def test_later_turns_of_a_job_cost_nothing_until_a_slot_goes_on() -> None:
-    patience = Patience()
-    stopped = member(1, 11, started=5, returned=3)
-    bystander = member(2, 11, returned=5)  # has given turn 5 back already and draws turn 8
-    members = [stopped, bystander]
-    assert patience.remaining([Blocker(stopped, 5)], members, 0.0) == pytest.approx(2.0)
-    assert patience.remaining([Blocker(stopped, 5)], members, 2.0) is None
-    patience.started()
-    later = [Blocker(stopped, 8), Blocker(bystander, 8)]
-    assert patience.remaining(later, members, 9.0) is None
-    patience.started()
-    assert patience.expired_count == 1
-    awake = member(2, 11, started=8, returned=5)
-    assert patience.remaining([Blocker(awake, 8)], [stopped, awake], 20.0) == pytest.approx(2.0)
-    patience.started()
-    back = member(1, 11, started=5, returned=5)
-    assert patience.remaining([Blocker(back, 8)], [back, bystander], 30.0) == pytest.approx(2.0)
-
-
 def test_one_wait_ends_at_the_limit_whatever_the_leases_are() -> None:
     patience = Patience(limit_s=10.0)
     waiting = [Blocker(member(1, 11, lease_s=7.0), 5), Blocker(member(2, 12, lease_s=3600.0), 6)]
@@ -114,17 +69,6 @@ def test_one_wait_ends_at_the_limit_whatever_the_leases_are() -> None:
     assert remaining(patience, waiting, 20.0) is None, "what was forgiven stays so"
     moved = [Blocker(member(2, 12, started=9, lease_s=3600.0), 9)]
     assert remaining(patience, moved, 20.0) == pytest.approx(10.0), "every wait has the limit of its own"
-
-
-def test_what_was_passed_over_is_known_to_the_next_patience_and_a_job_that_has_gone_is_forgotten() -> None:
-    patience = Patience()
-    for job in range(3):
-        seen = member(job, 11 + job, returned=5)
-        patience.remaining([Blocker(seen, 8)], [seen], 0.0)
-        assert patience.remaining([Blocker(seen, 8)], [seen], 2.0) is None
-        patience.started()
-    assert len(patience.passed) == 1
-    assert remaining(Patience(passed=patience.passed), [Blocker(seen, 8)], 0.0) is None
 
 
 # --- leases -------------------------------------------------------------------------------------------------------
@@ -152,10 +96,6 @@ def test_a_lease_has_a_cap() -> None:
     assert leases([600.0] * 4)[-1] == LONGEST_LEASE_S
 
 
-def test_three_long_turns_lift_no_lease() -> None:
-    assert set(leases([0.1] * 5 + [600.0] * 3 + [0.1] * 15)) == {DEFAULT_LEASE_S}
-
-
 def test_a_turn_that_waited_for_a_lease_does_not_make_the_own_one_longer() -> None:
     """A stopped sibling, whose lease a peer waits for inside our turn; then a stop of ours, for the next sibling."""
     lease_s = DEFAULT_LEASE_S
@@ -175,14 +115,3 @@ def test_a_lease_covers_all_recent_turns_but_three(turns_s: list[float]) -> None
     assert DEFAULT_LEASE_S <= lease_s <= LONGEST_LEASE_S
     assert sum(4 * turn_s > lease_s for turn_s in turns_s[-16:]) <= 3 or lease_s == LONGEST_LEASE_S
     assert lease_s <= max(DEFAULT_LEASE_S, 4 * max(turns_s[-16:], default=0.0))
-
-
-# --- messages -----------------------------------------------------------------------------------------------------
-
-ids = st.integers(min_value=1, max_value=2**62)
-
-
-@given(ids, st.dictionaries(ids, ids, max_size=5))
-def test_messages_arrive_as_they_were_sent(turn: int, after: dict[int, int]) -> None:
-    grant = Grant(turn, tuple(sorted(after.items())))
-    assert decode(encode(grant)) == grant
