@@ -103,20 +103,21 @@ class Compression:
             self.steps += 1
             self._exact_left, self._is_draining = max(0, self._exact_left - 1), False
         known = self._buckets.get(bucket.index())
-        parts: Sequence[Part]
-        if packed is not None:
+        parts: Sequence[Part] | None = None
+        if packed is None:
+            parameters = bucket.parameters()
+            # With a version counter of its own: decoded values are no change that somebody has made.
+            flat = flat.data
+        else:
             runs = packed.runs()
             parts = parts_of(packed.layout, runs)
             parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
-        else:
-            parameters = bucket.parameters()
-            is_known = known is not None and known.is_of(parameters)
-            parts = known.parts if known is not None and is_known else _cut(bucket, flat, group.size())
-            # With a version counter of its own: decoded values are no change that somebody has made.
-            flat = flat.data
-        if known is None or not known.is_of(parameters, parts):
-            self._put_aside(parameters)
+        if known is not None and not known.is_of(parameters, parts):
             known = None
+        if known is None:
+            self._put_aside(parameters)
+        if parts is None:
+            parts = _cut(bucket, flat, group.size()) if known is None else known.parts
         self._add_aside(flat, parts)
         if is_exact:
             return None

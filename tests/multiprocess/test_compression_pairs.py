@@ -1,10 +1,9 @@
-"""A codec for each pair of ranks between real ranks: the same bits everywhere, and nothing lost."""
+"""A codec for each pair of ranks between real ranks: the same bits everywhere."""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError
@@ -23,7 +22,7 @@ from tests.multiprocess.compressed_training import (
 )
 from tests.multiprocess.identity_codec import Identity
 
-STEPS, KEPT_STEPS = (8, 10) if IN_CAMPAIGN else (5, 6)
+STEPS = 8 if IN_CAMPAIGN else 5
 
 
 def on_two_nodes(world_size: int) -> list[int]:
@@ -87,31 +86,6 @@ def test_parameters_are_the_same_on_all_ranks_under_every_state(world_size: int)
     assert first["compressed"] == first["crossover"] == first["decoupled"]
     assert first["kfac"] != first["compressed"]
     assert others == [first] * (world_size - 1)
-
-
-def conservation(rank: int, world_size: int) -> float:
-    model, alone = wrapped(), network()
-    pairs = PerPair.by_node(on_two_nodes(world_size), far=SIDCo(0.05))
-    state = CompressedState((pairs, Int8()))
-    model.register_comm_hook(state, compressed_hook)
-    applied, given = ([torch.zeros_like(p).double() for p in alone.parameters()] for _ in range(2))
-    for step in range(KEPT_STEPS):
-        model.zero_grad()
-        alone.zero_grad()
-        backward(model, rank, step)
-        backward(alone, rank, step)
-        torch._foreach_add_(applied, [each.double() for each in gradients(model)])
-        torch._foreach_add_(given, [each.double() / world_size for each in gradients(alone)])
-    kept = state.state_dict()["residuals"]
-    for (name, _), total in zip(alone.named_parameters(), given, strict=True):
-        if name in kept:
-            total -= kept[name].view_as(total).double() / world_size
-        dist.all_reduce(total)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(applied, given, strict=True))
-
-
-def test_what_is_applied_and_what_is_kept_are_all_gradients() -> None:
-    assert max(run_ranks(conservation, 4)) < 1e-5
 
 
 def of_another_size(rank: int, world_size: int) -> None:

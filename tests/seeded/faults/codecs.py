@@ -91,7 +91,7 @@ CODECS: Final[tuple[Fault, ...]] = (
         "0 if self.has_work else len(self.parts)",
         "1",
         (
-            "tests/multiprocess/test_compression_pairs.py",
+            "tests/unit/compression/test_coded_bucket.py",
             "-k",
             "what_is_applied",
         ),
