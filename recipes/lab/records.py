@@ -10,7 +10,7 @@ from typing import Any
 
 from .analysis import JobFigures, MeteredStep, job_figures, makespan_s
 from .cluster import RUN_FILE
-from .picture import Window, draw
+from .picture import draw
 from .spans import TimelineSpan, occupancy, read_spans
 
 
@@ -81,18 +81,11 @@ def load_run(directory: Path) -> Run:
     )
 
 
-def draw_run(
-    run: Run, path: Path | None = None, *, title: str | None = None, window_s: Window = (None, None)
-) -> Path:
+def draw_run(run: Run, path: Path | None = None, *, title: str | None = None) -> Path:
     """Draw who computed and who communicated when into ``timeline.png`` in the run's directory, or into ``path``."""
     rate = f", {run.rate_mbit:g} Mbit/s" if run.rate_mbit else ""
-    return draw(
-        run.spans,
-        path or run.directory / "timeline.png",
-        title=f"{run.directory.name}: {run.nodes} nodes{rate}" if title is None else title,
-        window_s=window_s,
-        jobs=run.jobs,
-    )
+    title = f"{run.directory.name}: {run.nodes} nodes{rate}" if title is None else title
+    return draw(run.spans, path or run.directory / "timeline.png", title=title, jobs=run.jobs)
 
 
 def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
