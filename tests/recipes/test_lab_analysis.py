@@ -167,7 +167,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, siblings())
-    path = lab.draw_run(lab.load_run(tmp_path), window_s=(2.0, 9.0))
+    path = lab.draw_run(lab.load_run(tmp_path))
     assert path == tmp_path / "timeline.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
