@@ -42,7 +42,7 @@ from crossover_ddp._engine.hook import Agreement, Pausable, check_state, compare
 from crossover_ddp._engine.links import GradientFuture
 from crossover_ddp._engine.turns import check_turn
 from crossover_ddp._system import environment
-from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
@@ -138,27 +138,18 @@ class AveragingState(Pausable):
         **Collective**: all ranks, between two steps, with nothing else on the wire.
         """
         replica, group = self._replica, resolve_group(self.process_group)
-        if replica is None or group.size() == 1:
-            raise UnsupportedConfigurationError(
-                "expected a model that has trained on several ranks, got none; train some steps first"
-            )
-        if any(block.device.type != "cpu" for block in replica.blocks):
+        blocks = [] if replica is None else replica.blocks
+        if any(block.device.type != "cpu" for block in blocks):
             raise UnsupportedConfigurationError(
                 "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
                 "measure C and M with `crossover-ddp advise`"
             )
-        link = measure_link(group)
+        if group.size() == 1:
+            raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1")
         # The median of a local step between two acts, or what other steps compute.
-        own_s = statistics.median(self._step_s) if self._step_s else replica.exchange.records.compute_s()
-        known = replica.exchange.gather_numbers(
-            [link.alpha_s, link.beta_s, own_s or 0.0], torch.device("cpu")
-        )
-        if min(compute_s for *_, compute_s in known) == 0.0:
-            raise UnsupportedConfigurationError(
-                "expected recorded steps on all ranks, got none on some rank; train some steps first"
-            )
-        size_bytes = sum(block.nbytes for block in replica.blocks)
-        return plan_averaging(max(each[2] for each in known), size_bytes, type(link)(*known[0][:2]))
+        own_s = statistics.median(self._step_s) if self._step_s else Exchange.of(group).records.compute_s()
+        known_s, link = recorded_by_all(group, None if replica is None else own_s, "train some steps first")
+        return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
 
     def stats(self) -> dict[str, Any]:
         """Return counters of this rank: steps, exchanges, their bytes, and seconds spent waiting. Not collective."""

@@ -3,13 +3,13 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 
 from crossover_ddp._engine.buckets import StepRecord
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import (
     EXACT,
     BucketTimes,
@@ -107,24 +107,17 @@ def plan_from(
             "expected candidates that suit all pairs of ranks, got a PerPair among them; pass its codecs, and make the "
             "table by hand where links differ"
         )
-    bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
-    recorded: list[Any] = [None] * group.size()
-    dist.all_gather_object(recorded, work is not None, group=group)
-    if work is None or not all(recorded):
-        raise UnsupportedConfigurationError(
-            f"expected recorded steps on all ranks, got {recorded}; train some ten steps before, with buckets that "
-            "stay as they are"
-        )
     if group.size() == 1:
         raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1; pass codec=None")
-    bare = _without(work, bare_cost)
-    place, predicted = weakest_codec(bare, measure_link(group), costs, predict)
-    total = sum(bucket.size_bytes for bucket in work.buckets)
+    bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
+    remedy = "train some ten steps before, with buckets that stay as they are"
+    works, link = recorded_by_all(group, work, remedy)
+    bare = _without(works[0], bare_cost)
+    place, predicted = weakest_codec(bare, link, costs, predict)
+    total = sum(bucket.size_bytes for bucket in bare.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
     options = tuple(zip(candidates, [cost.rate for cost in costs], predicted, strict=True))
-    choice = [CodecPlan(candidates[place], predicted[place], compute_s, options)]
-    dist.broadcast_object_list(choice, group=group, group_src=0)
-    return choice[0]
+    return CodecPlan(candidates[place], predicted[place], compute_s, options)
 
 
 def cost_of(codec: AnyCodec, world_size: int) -> CodecCost:

@@ -5,12 +5,12 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._tuning.link_probe import measure_link
+from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import BucketPlan, BucketTimes, Workload, plan_buckets
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -97,20 +97,15 @@ def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) 
             f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
             "a sixteenth of the model is a good start"
         )
-    recorded: list[Any] = [None] * group.size()
-    dist.all_gather_object(recorded, workload is not None, group=group)
-    if workload is None or not all(recorded):
-        raise UnsupportedConfigurationError(
-            f"expected deferred steps recorded on all ranks, got {recorded}; train some ten steps before, without "
-            "reading parameters between step() and forward, or choose bucket_cap_mb by hand: a sixteenth of the "
-            "model is a good start"
-        )
-    link = measure_link(group)
-    if torch.get_num_threads() == 1:  # else torch's own threads would be counted
-        link = dataclasses.replace(link, cpu_s=cpu_s_of(times))
-    choice: list[Any] = [plan_buckets(workload, link)]
-    dist.broadcast_object_list(choice, group=group, group_src=0)
-    return cast(BucketPlan, choice[0])
+    cpu_s = cpu_s_of(times) if torch.get_num_threads() == 1 else 0.0  # torch's own threads would be counted
+    recorded, link = recorded_by_all(
+        group,
+        None if workload is None else (workload, cpu_s),
+        "train some ten steps before, without reading parameters between step() and forward, or choose bucket_cap_mb "
+        "by hand: a sixteenth of the model is a good start",
+    )
+    work, cpu_s = recorded[0]
+    return plan_buckets(work, dataclasses.replace(link, cpu_s=cpu_s))
 
 
 def workload_of(times: StepTimes) -> Workload | None:

@@ -2,14 +2,18 @@
 
 import statistics
 import time
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine import links as journeys
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.hook import told_by_all
 from crossover_ddp._tuning.model import Link
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+Record = TypeVar("Record")
 
 _SIZES_BYTES: Final = (16 * 1024, 64 * 1024, 256 * 1024, 512 * 1024)
 _REPEATS: Final = 3
@@ -28,6 +32,22 @@ def measure_link(process_group: dist.ProcessGroup) -> Link:
         took_s = [_timed(engine, tensor) for _ in range(1 + _REPEATS)][1:]
         samples.append((float(size_bytes), statistics.median(took_s) / 2))
     return Link.fitted(samples)
+
+
+def recorded_by_all(
+    group: dist.ProcessGroup, record: Record | None, remedy: str
+) -> tuple[list[Record], Link]:
+    """Return what each rank has recorded and the link as rank 0 measures it: of these all ranks make the same plan.
+
+    **Collective**: as `measure_link`. Raises ``UnsupportedConfigurationError`` on all ranks, with ``remedy``, as long
+    as one has nothing.
+    """
+    records = told_by_all(group, record)
+    known = [each for each in records if each is not None]
+    if len(known) < len(records):
+        found = [each is not None for each in records]
+        raise UnsupportedConfigurationError(f"expected recorded steps on all ranks, got {found}; {remedy}")
+    return known, told_by_all(group, measure_link(group))[0]
 
 
 def _timed(engine: Exchange, tensor: torch.Tensor) -> float:

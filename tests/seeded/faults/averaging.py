@@ -109,7 +109,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
     Fault(
         "a plan wants local steps",
         "crossover_ddp/_averaging/state.py",
-        "if self._step_s else replica.exchange.records.compute_s()",
+        "if self._step_s else Exchange.of(group).records.compute_s()",
         "if self._step_s else None",
         ("tests/defects/test_averaging.py", "-k", "plan_needs"),
     ),
