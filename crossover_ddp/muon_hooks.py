@@ -22,8 +22,13 @@ from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._owners.assignment import assign
-from crossover_ddp._owners.directions import Directions, check_optimizer, power_of_two
-from crossover_ddp._owners.muon import check_torch, newton_schulz_flop
+from crossover_ddp._owners.muon import (
+    Directions,
+    check_optimizer,
+    check_torch,
+    newton_schulz_flop,
+    power_of_two,
+)
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled

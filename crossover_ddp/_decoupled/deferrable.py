@@ -47,19 +47,10 @@ class Deferrable(Protocol):
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
 
 
-def check_group(kfac: Deferrable, group: dist.ProcessGroup) -> None:
-    """Refuse a state of other ranks."""
-    own = resolve_group(kfac.process_group)
-    if own is not group:
-        raise ValueError(
-            f"expected one process group, got a KFACState of another, of {own.size()} ranks; pass process_group= to "
-            "both states"
-        )
-
-
 def check_deferrable(
     kfac: Deferrable,
     *,
+    process_group: dist.ProcessGroup | None,
     mutex: GPUMutex | None,
     codec: object,
     owners: str | None,
@@ -75,4 +66,9 @@ def check_deferrable(
     if kfac.mutex is not mutex:
         raise ValueError(
             f"expected one mutex, got mutex={mutex!r} and a KFACState with mutex={kfac.mutex!r}; pass it to both"
+        )
+    if (group := resolve_group(kfac.process_group)) is not resolve_group(process_group):
+        raise ValueError(
+            f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= to "
+            "both states"
         )

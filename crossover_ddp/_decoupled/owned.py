@@ -32,7 +32,7 @@ from crossover_ddp._owners.muon import (
     put_momentum,
     take_step,
 )
-from crossover_ddp._owners.partial_optimizer import Group, PartialOptimizer, StepPlan, Update, copy_on
+from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, copy_on
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .pending import view_of

@@ -39,8 +39,8 @@ from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
+from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp._owners.packing import Item, packing
-from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .owned import OwnedOptimizer, OwnedOptimizers, OwnedUpdate, owned_optimizer

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.digest import fingerprint
 from crossover_ddp._engine.links import parts
-from crossover_ddp._owners.partial_optimizer import PartialOptimizer, StepPlan, Update
+from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -21,15 +21,14 @@ from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
 from crossover_ddp._compression.planning import plan_from as plan_codec_from
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
-from crossover_ddp._engine.exchange import Around, Exchange
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
-from crossover_ddp._owners.interception import check_not_intercepted
-from crossover_ddp._owners.partial_optimizer import check_separable
+from crossover_ddp._owners.optimizer import check_not_intercepted, check_separable
 from crossover_ddp._tuning.model import BucketPlan, decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
-from .deferrable import Deferrable, check_deferrable, check_group
+from .deferrable import Deferrable, check_deferrable
 from .owned_training import OwnedTraining
 from .planning import plan_from, workload_of
 from .training import DecoupledTraining
@@ -122,7 +121,7 @@ class DecoupledState(Pausable):
                 "rounding no residual would mend; use one of both"
             )
         if kfac is not None:
-            check_deferrable(kfac, mutex=mutex, codec=codec, owners=owners)
+            check_deferrable(kfac, process_group=process_group, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
         self.agreement = Agreement()
         self._kfac = kfac
@@ -136,12 +135,11 @@ class DecoupledState(Pausable):
             if self._is_disabled:
                 kfac = None
             if kfac is not None:
-                check_group(kfac, resolve_group(process_group))
                 kfac.defer(self, self.flush)
             self._training = DecoupledTraining(
                 optimizers,
                 mutex,
-                around=None if self._compression is None else self._around,
+                around=lambda bucket, group: around(self._compression, bucket, group),
                 kfac=kfac,
                 always=kfac is not None or defer == "always",
             )
@@ -151,10 +149,6 @@ class DecoupledState(Pausable):
     def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         with Exchange.of(group).comparing(bucket, self, self.compare_replicas):
             return self._training.take(self, group, bucket)
-
-    def _around(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Around | None:
-        """Return what makes the link that ``bucket`` travels on, with a codec; see `Exchange.carry`."""
-        return around(self._compression, bucket, group)
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -243,11 +237,9 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:
-            raise UnsupportedConfigurationError(
-                "expected a state without owners or kfac to plan for, got owners that do more between the halves than "
-                "the plan's model knows; choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
-            )
+        self._check_plannable(
+            "plan for", "choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
+        )
         self.flush()
         model = self._training.model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
@@ -270,21 +262,20 @@ class DecoupledState(Pausable):
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
-        if self._training.kfac is not None:
-            raise UnsupportedConfigurationError(
-                "expected a state without kfac to plan a codec for, got one with it; use kfac_hook with codec="
-            )
-        if isinstance(self._training, OwnedTraining):
-            raise UnsupportedConfigurationError(
-                "expected a state without owners to plan a codec for, got one with owners='layers', which takes no "
-                "codec; use owners=None"
-            )
+        self._check_plannable("plan a codec for", "use kfac_hook with codec=, or owners=None")
         self.flush()
         group = resolve_group(self.process_group)
         workload = workload_of(self._training.updates.times)
         return plan_codec_from(
             workload, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
         )
+
+    def _check_plannable(self, purpose: str, remedy: str) -> None:
+        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:
+            raise UnsupportedConfigurationError(
+                f"expected a state without owners or kfac to {purpose}, got one with them, which do more between the "
+                f"halves than the plan's model knows; {remedy}"
+            )
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring what owners keep into the optimizers' state, where it stays until the next step.

@@ -42,8 +42,7 @@ from crossover_ddp._engine.buckets import Bucket, after_backward, split
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
-from crossover_ddp._owners.interception import guard_groups, intercept
-from crossover_ddp._owners.partial_optimizer import PartialOptimizer
+from crossover_ddp._owners.optimizer import PartialOptimizer, guard_groups, intercept
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .clipping import check_finite, clip_whole, gradient_norm
@@ -258,10 +257,10 @@ class DecoupledTraining:
 
     def _checked_parameters(self, bucket: dist.GradBucket, state: object) -> list[torch.Tensor]:
         """Return the bucket's parameters; look at each once in its life."""
-        flat_gradients(bucket)
         parameters = bucket.parameters()
         if self._known.issuperset(map(id, parameters)):
             return parameters
+        flat_gradients(bucket)
         new = [p for p in parameters if id(p) not in self._known]
         model, known = _model_behind(bucket, state), self.model()
         if known is not None and model is not known:

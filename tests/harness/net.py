@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
 _OF_KFAC: Final = ("factor_traffic", "journeys", "packed", "preconditioner")
 ENGINE: Final = (
-    *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_owners.directions"),
+    *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_owners.muon"),
     *(f"_kfac.{module}" for module in _OF_KFAC),
 )
 INSIDE: Final = "tests.harness.inside"  # may know private names for all others

@@ -45,10 +45,6 @@ def test_two_ranks_get_the_bits_of_the_replicated_optimizers(kind: str) -> None:
     assert run_ranks(differences, 2, args=(kind,)) == [[]] * 2
 
 
-def test_gradients_need_not_be_views() -> None:
-    assert run_ranks(differences, 2, args=("soap", {"gradient_as_bucket_view": False})) == [[]] * 2
-
-
 def state_bytes(run: OwnedRun) -> int:
     kept = [value for each in run.optimizers for state in each.state.values() for value in state.values()]
     flat = [each for value in kept for each in (value if isinstance(value, (list, tuple)) else [value])]
@@ -85,23 +81,6 @@ def test_more_ranks_get_the_bits_of_the_optimizers_fed_the_owners_sums(kind: str
     assert sum(part for _, part in results) == pytest.approx(1.0), "each state is kept once"
     if world_size == 4:
         assert max(part for _, part in results) <= 0.30
-
-
-def nearness(rank: int, world_size: int, kind: str) -> float:
-    runs = [OwnedRun(mixture(dtype=torch.float64), kind, owners=owners) for owners in (True, False)]
-    for step in range(FEW):
-        for each in runs:
-            each.step(batch(rank, step))
-    return max(
-        float((one - other).abs().max())
-        for one, other in zip(runs[0].parameters(), runs[1].parameters(), strict=True)
-    )
-
-
-# Not SOAP: few gradients leave its sides singular, so the last bit of a sum chooses among the bases of their kernels.
-@pytest.mark.parametrize("kind", ["shampoo", "adamw"] if IN_CAMPAIGN else ["shampoo"])
-def test_four_ranks_are_near_plain_ddp_which_adds_in_another_order(kind: str) -> None:
-    assert max(run_ranks(nearness, 4, args=(kind,))) <= 1e-6
 
 
 def unused(rank: int, world_size: int) -> list[int]:

@@ -19,11 +19,11 @@ ROOM_FOR_MENDS = 2  # of today's engine
 WAYS = {
     "split": 10,
     "crossover": 21,
-    "decoupled": 17,
+    "decoupled": 16,
     "int8": 15,
     "averaged": 15,
-    "muon": 16,
-    "owned": 22,
+    "muon": 15,
+    "owned": 21,
     "kfac": 23,
 }
 

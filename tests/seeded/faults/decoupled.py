@@ -19,7 +19,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients of a deferred step stay, and the next backward adds to them",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "                parameter.grad = former\n",
         "                parameter.grad = _\n",
         _WALKS,
@@ -61,7 +61,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a group without a gradient is not counted",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "        self._count(groups, plan.attributes)\n",
         "",
         (_DEFECTS, "-k", "without_gradients_is_counted"),
@@ -75,7 +75,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a part of a step runs on the optimizer itself, whose groups a scheduler then meets",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "        if step is None:\n            return",
         "        if True:\n            return",
         (_DEFECTS, "-k", "reaches_all_groups"),
@@ -103,7 +103,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the trial of an optimizer runs its parts in the order of a step",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "in reversed([*zip(tiny, gradients, strict=True)]):",
         "in [*zip(tiny, gradients, strict=True)]:",
         (_DEFECTS, "-k", "draws_for_each"),
@@ -117,7 +117,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an optimizer is tried on frozen parameters, which may be integers",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "for parameter in parameters if parameter.requires_grad]",
         "for parameter in parameters]",
         ("tests/defects/test_owners.py", "-k", "integer"),

@@ -45,7 +45,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a rank that owns nothing of a group does not count its steps",
-        "crossover_ddp/_owners/partial_optimizer.py",
+        "crossover_ddp/_owners/optimizer.py",
         "        self._count(groups, plan.attributes)\n",
         "",
         (_OWNERS, "-k", "parameters_without_gradients"),
@@ -74,8 +74,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "a codec is planned for owners, which take none",
         "crossover_ddp/_decoupled/state.py",
-        "        if isinstance(self._training, OwnedTraining):\n            raise",
-        "        if False:\n            raise",
+        "        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:\n",
+        "        if self._training.kfac is not None:\n",
         (_DEFECTS, "-k", "no_codec"),
     ),
     Fault(
@@ -169,7 +169,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "Muon's momentum is that of gradients as large as the loss's scale",
-        "crossover_ddp/_owners/directions.py",
+        "crossover_ddp/_owners/muon.py",
         "gradient.mul_(1.0 / round_.scale)",
         "pass",
         (
@@ -180,21 +180,21 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the turn is given away before owners compute",
-        "crossover_ddp/_owners/directions.py",
+        "crossover_ddp/_owners/muon.py",
         "        bucket.keeps_turn = True\n",
         "",
         ("tests/journeys/test_turn_and_futures.py", "-k", "owners_work"),
     ),
     Fault(
         "what came of a bucket is gone before its device is through",
-        "crossover_ddp/_owners/directions.py",
+        "crossover_ddp/_owners/muon.py",
         "        round_.travelled.append(back)\n",
         "",
         ("tests/conformance/test_conformance.py", "-k", "cuda_nccl-muon_of_nothing"),
     ),
     Fault(
         "all matrices have the first group's momentum",
-        "crossover_ddp/_owners/directions.py",
+        "crossover_ddp/_owners/muon.py",
         "DirectionSettings.of(g)",
         "DirectionSettings.of(self._muon.param_groups[0])",
         (
@@ -205,7 +205,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a step that is skipped has changed the momentum",
-        "crossover_ddp/_owners/directions.py",
+        "crossover_ddp/_owners/muon.py",
         "                put_momentum(state, self._next.pop(number))\n"
         "                if old is not None:\n"
         "                    self._next[number] = old\n",

@@ -106,7 +106,7 @@ def test_its_own_hook_and_plans_are_refused() -> None:
     ):
         state.plan_buckets()
     with pytest.raises(
-        UnsupportedConfigurationError, match="expected a state without kfac to plan a codec for"
+        UnsupportedConfigurationError, match="expected a state without owners or kfac to plan a codec for"
     ):
         state.plan_codec()
     other = DistributedDataParallel(made.model.module)

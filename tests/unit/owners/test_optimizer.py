@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from crossover_ddp._owners.partial_optimizer import PartialOptimizer, Update, check_separable
+from crossover_ddp._owners.optimizer import PartialOptimizer, Update, check_separable
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = pytest.mark.torch_version
