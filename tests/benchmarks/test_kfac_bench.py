@@ -24,6 +24,7 @@ FULL = {"layers": 8, "width": 768, "samples": 512, "steps": 30}
 SMOKE = {"layers": 3, "width": 192, "samples": 96, "steps": 6}
 
 
+@pytest.mark.usefixtures("forked_lab")
 @pytest.mark.timeout(900)
 def test_kfac_steps_against_the_split_hook(bench_form: BenchForm, benchmark: Any, tmp_path: Path) -> None:
     plan = Plan(("split", "kfac", "early", "local"), **(FULL if bench_form == "full" else SMOKE))

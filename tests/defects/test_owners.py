@@ -231,7 +231,7 @@ def test_after_a_failed_step_of_owners_the_next_backward_names_the_cause() -> No
 
 def with_a_failed_owner(rank: int, world_size: int) -> float:
     """Return how long the other rank waits for an owner that failed, at most the group's timeout."""
-    group = impatient_group(8)
+    group = impatient_group(50)
     net = network()
     optimizer = Failing(net.parameters(), lr=0.1)
     model = DistributedDataParallel(net, process_group=group)
@@ -251,7 +251,7 @@ def with_a_failed_owner(rank: int, world_size: int) -> float:
 @pytest.mark.defect("decoupled-14")
 def test_other_ranks_hear_of_an_owner_that_failed_before_the_groups_timeout() -> None:
     """A rank whose optimizer raises in ``step()`` does not leave the others waiting until the timeout."""
-    assert max(run_ranks(with_a_failed_owner, 2)) < 6
+    assert max(run_ranks(with_a_failed_owner, 2, timeout_s=90)) < 40
 
 
 def with_a_skipped_step(rank: int, world_size: int) -> str:

@@ -54,9 +54,9 @@ EVENTS_EACH = 8
 STEPS = 24
 """Of a life."""
 PACE_S = 0.008
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 """Of the process group."""
-SLACK_S = 6.0
+SLACK_S = 30.0
 """The machine may be busy."""
 START_S = 60.0
 ANSWER_S = 120.0

@@ -23,7 +23,7 @@ from tests.harness.waiting import eventually
 ROOT = Path(__file__).resolve().parents[2]
 ENTER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
 RANKS = 2
-STEPS = 30
+STEPS = 12
 TIMEOUT_S = 120.0
 
 

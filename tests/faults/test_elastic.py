@@ -15,6 +15,7 @@ import pytest
 from tests.faults.alone import losses_alone
 from tests.faults.campaign import ENDLESS, ROOT, Rank
 from tests.harness import spawn_script
+from tests.harness.campaign import only_in_campaign
 from tests.harness.children import Child, end
 from tests.harness.groups import files_of, new_group
 
@@ -106,6 +107,7 @@ def wait_for_steps(job: Elastic, steps: int, agent: Agent, *, life: int = 0) -> 
         time.sleep(0.05)
 
 
+@only_in_campaign
 @pytest.mark.alone
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
     group = new_group()

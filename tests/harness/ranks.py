@@ -13,8 +13,8 @@ from typing import Any
 from ._pool import Pool, Worker, ready
 from ._worker import CleanUp, Report, Task
 
-# After a first failure the other ranks may still say what they saw of it.
-AFTERMATH_S = 3.0
+# After a first failure the other ranks may still say what they saw of it, or what caused it, on a busy machine, too.
+AFTERMATH_S = 10.0
 CLEAN_UP_TIMEOUT_S = 30.0
 
 _pool = Pool()

@@ -214,7 +214,7 @@ def test_no_tuple_in_the_making_is_touched(hasty_threads: None) -> None:
     gc.callbacks.append(let_others_run)  # as a finalizer may, in a collection that the search itself sets off
     gc.set_threshold(1)
     try:
-        for _ in range(200):
+        for _ in range(60):
             assert model in ddp_checks._all_models()
     finally:
         gc.set_threshold(*threshold)

@@ -139,10 +139,10 @@ def peer_dies(rank: int, size: int, gathers: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_death_on_the_ring_is_an_error_in_seconds(gathers: bool) -> None:
-    told = run_ranks(peer_dies, 3, args=(gathers,), deaths={2: signal.SIGKILL})
+    told = run_ranks(peer_dies, 3, args=(gathers,), deaths={2: signal.SIGKILL}, timeout_s=90)
     for rank, (text, seconds) in enumerate(told[:2]):
         assert text.startswith(f"rank {rank} of 3: the exchange of it failed: ")
-        assert seconds < 15.0
+        assert seconds < 45.0
 
 
 def test_a_layout_goes_around_if_it_is_large_and_uneven() -> None:

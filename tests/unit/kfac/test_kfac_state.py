@@ -24,7 +24,7 @@ from tests.harness.turn import RecordingTurn
 pytestmark = pytest.mark.usefixtures("process_group")
 LR = 0.1
 mlp = functools.partial(networks.mlp, seed=1)
-ROUGH_STEPS = 1000 if IN_CAMPAIGN else 250
+ROUGH_STEPS = 1000 if IN_CAMPAIGN else 80
 
 
 class Training:

@@ -34,6 +34,10 @@ RING = (PLAIN, (1, 2), (2, 0))
 """Each job shares one device with each other job."""
 
 LARGE = [
+    pytest.param(
+        Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1), id="a-slot-of-a-dead-one-on-one-device"
+    ),
+    pytest.param(Rules(TWO, (2, 1), late_jobs=1), id="joining-late-beside-one-alone"),
     pytest.param(Rules(OVERLAPPING, (2, 2), stops=1), id="overlapping-two-turns-a-stop"),
     pytest.param(
         Rules(OVERLAPPING, (2, 2), late_jobs=1, deaths=1), id="overlapping-joining-late-and-a-death"
@@ -59,7 +63,6 @@ LARGE = [
         pytest.param(Rules(TWO, (1, 1), stops=1, deaths=1), id="a-stop-and-a-death-one-turn"),
         pytest.param(Rules(TWO, (2, 2), hurries=2), id="two-leases-of-slow-jobs"),
         pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1, alone=False), id="joining-late-and-a-death"),
-        pytest.param(Rules(TWO, (2, 1), late_jobs=1), id="joining-late-beside-one-alone"),
         pytest.param(Rules(TWO, (1, 1), late_jobs=1, deaths=1), id="joining-late-and-a-death-one-turn"),
         pytest.param(Rules(SLOTS, (1, 2), stops=1), id="two-slots-a-stop-one-turn"),
         pytest.param(Rules(SLOTS, (1, 2), deaths=1), id="two-slots-a-death-one-turn"),
@@ -68,11 +71,7 @@ LARGE = [
         pytest.param(Rules(THREE, (1, 1, 1), hurries=2), id="three-jobs-two-leases"),
         pytest.param(Rules(THREE, (1, 1, 1), deaths=1), id="three-jobs-a-death"),
         pytest.param(Rules(THREE, (1, 1, 1), late_jobs=1), id="three-jobs-a-slot-of-one-that-left-one-turn"),
-        pytest.param(
-            Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1),
-            id="a-slot-of-a-dead-one-on-one-device",
-        ),
-        pytest.param(Rules(OVERLAPPING, (3, 3)), id="overlapping"),
+        pytest.param(Rules(OVERLAPPING, (2, 2)), id="overlapping"),
         pytest.param(
             Rules(OVERLAPPING, (1, 1), stops=1, deaths=1, alone=False), id="overlapping-a-stop-and-a-death"
         ),
