@@ -108,8 +108,8 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
     group.add_argument("--hook", choices=("none", *hooks), default="none", help="how gradients are exchanged")
     group.add_argument(
         "--bucket-cap-mb",
-        type=cap_or_auto,
-        help="size of DDP's buckets, or auto: measure and choose, for decoupled (default: DDP's own)",
+        type=float,
+        help="size of DDP's buckets (default: DDP's own; for decoupled a sixteenth of the model)",
     )
     group.add_argument(
         "--codec",
@@ -128,11 +128,6 @@ def add_run_arguments(group: argparse._ArgumentGroup, hooks: Iterable[str]) -> N
     group.add_argument("--stop-after", type=int, help="stop after so many steps of this run, to be resumed")
     group.add_argument("--log-json", help="file for one JSON object per line; {rank} stands for the rank")
     group.add_argument("--log-every", type=int, default=10, help="steps per line of output (default 10)")
-
-
-def cap_or_auto(text: str) -> float | str:
-    """Read a size in megabytes, or ``auto``."""
-    return text if text == "auto" else float(text)
 
 
 def key_and_value(text: str) -> tuple[str, Any]:

@@ -33,7 +33,6 @@ from demo_figures import (
     UNMANAGED,
     Cost,
     Outcome,
-    foreign_share,
     outcome_of,
     steps_within,
     summarize,
@@ -62,7 +61,6 @@ RESERVE_S: Final = 20.0
 MOST_STEPS: Final = 100
 # Fewer say nothing: the first three are for DDP to find its buckets.
 LEAST_STEPS: Final = 12
-FOREIGN_TOLERATED: Final = 0.05
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
 
@@ -187,7 +185,6 @@ def report(
     figures |= {
         "meaning": verdict(figures, shaped=rate_mbit is not None),
         "rate_mbit": rate_mbit,
-        "foreign_share": {run.directory.name: foreign_load(run) for run in runs},
         "dropped_packets": sum(run.lab["dropped"] for run in runs),
         "crossover_run": crossover.as_json(),
         "steps": args.steps,
@@ -211,11 +208,6 @@ def rank_logs(directory: Path) -> list[list[dict[str, Any]]]:
     """Read the step logs of one job, one per rank."""
     paths = [directory / f"rank{rank}.jsonl" for rank in range(NODES)]
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
-
-
-def foreign_load(run: Run) -> float:
-    logs = [log for job in run.jobs for log in rank_logs(run.directory / job)]
-    return foreign_share(logs, jobs=len(run.jobs))
 
 
 def cost(run: Run, job: str) -> Cost:
@@ -264,9 +256,6 @@ def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"{variant}: {difference} than alone"
     if figures["dropped_packets"]:
         yield f"{figures['dropped_packets']} packets were dropped: the times are spoiled."
-    for run, share in figures["foreign_share"].items():
-        if share > FOREIGN_TOLERATED:
-            yield f"Other processes made {share:.0%} of the cores' load in run {run}: its times are rough."
 
 
 def make_table(figures: Mapping[str, Any]) -> Table:

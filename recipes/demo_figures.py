@@ -14,8 +14,6 @@ UNMANAGED: Final = "unmanaged"
 CROSSOVER: Final = "crossover"
 # Two runs of the same thing differ by about this much.
 NOISE: Final = 0.03
-# What the kernel does for a job's messages is not in the job's own processor time.
-MESSAGES_SHARE: Final = 0.15
 # Side by side, unmanaged and with crossover, against one after the other: what can be relied on.
 LEAST_GAINS: Final = (1.3, 1.5)
 
@@ -69,19 +67,6 @@ def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
         parameters_sha256=[record["parameters_sha256"] for record in ends],
         accuracy=accuracies[-1],
     )
-
-
-def foreign_share(logs: Sequence[Sequence[Record]], *, jobs: int = 1) -> float:
-    """Share of the cores' load in a run that neither its jobs nor their messages cause.
-
-    Args:
-        logs: of all ranks of all jobs.
-        jobs: so many shared each core, and each of them logged all of its load.
-    """
-    steps = [record for log in logs for record in log if record["event"] == "step"]
-    busy_s = sum(record["core_busy_s"] or 0.0 for record in steps) / jobs
-    own_s = sum(record["cpu_s"] for record in steps)
-    return max(0.0, 1 - own_s * (1 + MESSAGES_SHARE) / busy_s) if busy_s else 0.0
 
 
 def steps_within(

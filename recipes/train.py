@@ -26,25 +26,23 @@ from _hooks import AVERAGING, HOOKS, KEEPING
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
 from _options import parse_arguments
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
+from crossover_ddp.comm_hooks import DecoupledState
 from crossover_ddp.muon_hooks import MuonState
 from lab.meter import StepMeter, configuration, fingerprint, log_path
-
-FINEST_BUCKETS = 48
-PLANNING_STEPS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv, HOOKS, __doc__)
     device = join_the_job(args)
     data = _models.load_data(args, args.data_dir, args.seed)
-    buckets = {"bucket_cap_mb": args.bucket_cap_mb}
-    if args.bucket_cap_mb == "auto":
-        buckets = plan_buckets(args, device, data)
     torch.manual_seed(args.seed)
     network = _models.make(args, data.classes).to(device)
-    options = {"broadcast_buffers": False, **buckets} if args.hook in AVERAGING else buckets
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True, **options)
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": args.bucket_cap_mb}
+    if args.hook in AVERAGING:
+        options["broadcast_buffers"] = False
+    if args.hook == "decoupled" and args.bucket_cap_mb is None:
+        options = DecoupledState.ddp_options(network)
+    model = DistributedDataParallel(network, **options)
     optimizer = make_optimizer(args, model)
     state = None
     if args.hook != "none":
@@ -210,29 +208,6 @@ def turn_given_away(hook_state: object) -> AbstractContextManager[object]:
     """Let a sibling job compute meanwhile, if the hook shares the device with one."""
     paused: Callable[[], AbstractContextManager[object]] = getattr(hook_state, "paused", nullcontext)
     return paused()
-
-
-def plan_buckets(args: argparse.Namespace, device: torch.device, data: _data.Data) -> dict[str, Any]:
-    """Train a throw-away copy of the model for a few steps, and let the package choose the sizes of buckets."""
-    network = _models.make(args, data.classes).to(device)
-    size_mb = sum(each.numel() * each.element_size() for each in network.parameters()) / 2**20
-    finest_mb = size_mb / FINEST_BUCKETS
-    model = DistributedDataParallel(network, bucket_cap_mb=finest_mb, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(args, model)
-    state = DecoupledState(optimizer)
-    model.register_comm_hook(state, decoupled_hook)
-    sampler = _data.sampler_of(data.train)
-    batches = _data.epoch_batches(data.train, sampler, epoch=0, batch_size=args.batch_size)
-    for _, (inputs, targets) in zip(range(PLANNING_STEPS), batches, strict=False):
-        _models.loss_of(model(inputs.to(device)), targets.to(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    plan = state.plan_buckets()
-    state.close()
-    say(
-        f"{plan.buckets} buckets, the largest of {plan.bucket_cap_mb:.2f} MB: a step should take {plan.step_s:.3f} s"
-    )
-    return plan.ddp_options()
 
 
 if __name__ == "__main__":

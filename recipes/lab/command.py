@@ -95,11 +95,6 @@ def measure_link(args: argparse.Namespace) -> int:
         f"goodput            {figures['goodput_mbit']:.1f} Mbit/s ({figures['goodput_per_rate']:.1%} of the rate)"
     )
     print(f"wire per payload   {figures['wire_bytes_per_payload_byte']:.4f} bytes per byte")
-    print(f"processor          {figures['process_cpu_ms_per_mb']:.2f} ms per MB in the process")
-    if figures["interrupt_cpu_ms_per_mb"] is not None:
-        print(
-            f"                   {figures['interrupt_cpu_ms_per_mb']:.2f} ms per MB in the core's interrupts"
-        )
     print(f"1-byte round trip  {idle['median']:.2f} ms idle (longest {idle['max']:.2f})")
     print(f"                   {loaded['median']:.2f} ms behind bulk both ways (longest {loaded['max']:.2f})")
     print(f"dropped packets    {figures['dropped_packets']}")

@@ -1,4 +1,4 @@
-"""Measure an emulated link: goodput, processor time, and how long a small message takes.
+"""Measure an emulated link: goodput, and how long a small message takes.
 
 ``measure(cluster)`` runs link_end.py on nodes 0 and 1, which send each other a bulk of data at the same
 time, as the two halves of an all-reduce do; beside it, on a connection of its own, one byte goes back and forth.
@@ -36,16 +36,10 @@ def measure(cluster: Cluster, *, duration_s: float = 3.0) -> dict[str, Any]:
         "goodput_mbit": goodput_mbit,
         "goodput_per_rate": goodput_mbit / cluster.rate_mbit,
         "wire_bytes_per_payload_byte": (cluster.sent_bytes()[0] - wire_bytes) / payload_bytes,
-        "process_cpu_ms_per_mb": max(end["process_cpu_ms_per_mb"] for end in ends),
-        "interrupt_cpu_ms_per_mb": _largest(end["interrupt_cpu_ms_per_mb"] for end in ends),
         "round_trip_idle_ms": ends[0]["idle_ms"],
         "round_trip_loaded_ms": ends[0]["loaded_ms"],
         "dropped_packets": cluster.dropped() - dropped,
     }
-
-
-def _largest(values: Any) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _run_ends(cluster: Cluster, payload_bytes: int, *, timeout_s: float) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -40,18 +39,11 @@ class _End:
 
     def _exchange(self, payload_bytes: int) -> dict[str, Any]:
         sender = threading.Thread(target=self._send, args=(payload_bytes,))
-        began_s, cpu_s, interrupts_s = time.monotonic(), time.process_time(), _interrupts_s()
+        began_s = time.monotonic()
         sender.start()
         self._receive(payload_bytes)
         sender.join()
-        mb = 2 * payload_bytes / 1e6  # sent and received
-        length_s = time.monotonic() - began_s
-        spent_s = None if interrupts_s is None else (_interrupts_s() or 0) - interrupts_s
-        return {
-            "goodput_mbit": payload_bytes * 8 / length_s / 1e6,
-            "process_cpu_ms_per_mb": (time.process_time() - cpu_s) * 1e3 / mb,
-            "interrupt_cpu_ms_per_mb": None if spent_s is None else spent_s * 1e3 / mb,
-        }
+        return {"goodput_mbit": payload_bytes * 8 / (time.monotonic() - began_s) / 1e6}
 
     def _send(self, left: int) -> None:
         chunk = memoryview(bytearray(_CHUNK_BYTES))
@@ -101,17 +93,6 @@ def _patient_connection(address: tuple[str, int]) -> socket.socket:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
-
-
-def _interrupts_s() -> float | None:
-    """Time that this process's core has spent in interrupts, where the kernel's share of TCP runs."""
-    cores = os.sched_getaffinity(0)
-    if len(cores) > 1:
-        return None
-    name = f"cpu{min(cores)} "
-    (line,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(name))
-    _user, _nice, _system, _idle, _iowait, irq, softirq, *_ = (int(ticks) for ticks in line.split()[1:])
-    return (irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _in_ms(lengths_s: list[float]) -> dict[str, float] | None:

@@ -17,7 +17,7 @@ LANES: Final = {"network": NETWORK_KINDS | {"wait"}, "compute": frozenset({"comp
 _LANE_HEIGHT: Final = 0.8
 _DEVICE_HEIGHT: Final = 2.45
 _BACKGROUND: Final = "#f1f1f1"
-_WAITING: Final = {"facecolor": "white", "hatch": "//////", "linewidth": 0}
+_WAITING: Final[dict[str, Any]] = {"facecolor": "white", "hatch": "//////", "linewidth": 0}
 
 
 def middle_window(spans: Sequence[TimelineSpan], steps: int = STEPS_SHOWN) -> tuple[float, float]:

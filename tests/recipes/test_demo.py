@@ -20,7 +20,6 @@ from demo_figures import (
     Cost,
     Outcome,
     differences,
-    foreign_share,
     makespan_s,
     outcome_of,
     steps_within,
@@ -161,14 +160,6 @@ def test_a_machine_too_slow_for_the_fewest_steps_is_told_so() -> None:
     assert "do not fit" in runs.said[-1]
 
 
-def test_foreign_share_is_what_neither_the_job_nor_its_messages_explain() -> None:
-    steps = [{"event": "step", "core_busy_s": 0.23, "cpu_s": 0.2}] * 3
-    assert foreign_share([steps]) == pytest.approx(0, abs=1e-9)
-    assert foreign_share([[{**step, "core_busy_s": 0.46} for step in steps]]) == pytest.approx(0.5)
-    assert foreign_share([steps] * 2, jobs=2) == 0
-    assert foreign_share([[{**step, "core_busy_s": None} for step in steps]]) == 0
-
-
 def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
     figures = summary(crossover_s=16.0)
     assert figures["variants"][AFTER]["makespan_s"] == 20
@@ -205,7 +196,7 @@ def test_verdict_without_a_network_promises_nothing() -> None:
 def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     figures = summary(16.0)
     figures["variants"][CROSSOVER]["differences"] = ["job a, rank 0: other losses from step 3 on"]
-    figures |= {"identical": False, "dropped_packets": 0, "foreign_share": {"alone-a": 0.2, "unmanaged": 0.0}}
+    figures |= {"identical": False, "dropped_packets": 0}
     assert verdict(figures, shaped=True).startswith("Something is wrong")
     assert list(demo.warnings(figures)) == [
         "crossover: job a, rank 0: other losses from step 3 on than alone",
