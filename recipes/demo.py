@@ -61,12 +61,14 @@ RESERVE_S: Final = 20.0
 MOST_STEPS: Final = 100
 # Fewer say nothing: the first three are for DDP to find its buckets.
 LEAST_STEPS: Final = 12
+LOAD_TOLERATED: Final = 0.5
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     args = parse_arguments(argv)
+    args.load_before = os.getloadavg()[0]
     console = Console(highlight=False)
     reason = "--unshaped was given" if args.unshaped else why_not_shaped()
     introduce(console, args, reason)
@@ -187,6 +189,7 @@ def report(
         "rate_mbit": rate_mbit,
         "dropped_packets": sum(run.lab["dropped"] for run in runs),
         "crossover_run": crossover.as_json(),
+        "load_before": args.load_before,
         "steps": args.steps,
         "learning_rates": LEARNING_RATES,
         "environment": STEADY_MEMORY,
@@ -256,6 +259,8 @@ def warnings(figures: Mapping[str, Any]) -> Iterator[str]:
             yield f"{variant}: {difference} than alone"
     if figures["dropped_packets"]:
         yield f"{figures['dropped_packets']} packets were dropped: the times are spoiled."
+    if figures["load_before"] > LOAD_TOLERATED:
+        yield f"Other processes used the machine before (load {figures['load_before']:.1f}): all times are rough."
 
 
 def make_table(figures: Mapping[str, Any]) -> Table:

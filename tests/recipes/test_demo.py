@@ -196,11 +196,11 @@ def test_verdict_without_a_network_promises_nothing() -> None:
 def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     figures = summary(16.0)
     figures["variants"][CROSSOVER]["differences"] = ["job a, rank 0: other losses from step 3 on"]
-    figures |= {"identical": False, "dropped_packets": 0}
+    figures |= {"identical": False, "dropped_packets": 0, "load_before": 2.5}
     assert verdict(figures, shaped=True).startswith("Something is wrong")
     assert list(demo.warnings(figures)) == [
         "crossover: job a, rank 0: other losses from step 3 on than alone",
-        "Other processes made 20% of the cores' load in run alone-a: its times are rough.",
+        "Other processes used the machine before (load 2.5): all times are rough.",
     ]
     console = Console(width=100)
     with console.capture() as captured:
