@@ -185,7 +185,7 @@ class TurnChannel:
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
         store = self._connected().clone()
-        store.set_timeout(datetime.timedelta(seconds=self._grant_timeout_s))
+        store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))  # `take` gives up before
         self._listener = _Listener(store, self.rank == (0 if self.lead else 1), on_grant)
 
     def ask(self) -> None:

@@ -138,7 +138,7 @@ class TurnSegment:
         ctypes.memmove(slot.event, event, len(event))
         self._last_drawn = slot.joined_at
         os.pwrite(self.slots_file.fd, bytes(slot), self.slot * SLOT_BYTES)
-        self._publish(state=JOINED)
+        self.publish(state=JOINED)
         # A sibling that has just taken our new bell for that of the slot's dead owner would wait a whole lease.
         self.ring_others()
 
@@ -150,7 +150,7 @@ class TurnSegment:
             slot = next((slot for slot in range(SLOT_COUNT) if lock_slots(fd, slot, 1)), -1)
             if slot >= 0 and self.is_current():
                 self.slot = slot
-                self._publish(state=FREE)
+                self.publish(state=FREE)
             elif time.monotonic() > deadline_s:
                 raise SegmentError(
                     f"expected a free slot, got all {SLOT_COUNT} taken in {self.path}; use another group"
@@ -175,7 +175,7 @@ class TurnSegment:
         with contextlib.suppress(OSError, SegmentError):
             stranded = self.slots_file.is_removed()
             if self.slot >= 0 and not stranded:  # or the bell of that name may be another process's
-                self._publish(state=FREE)
+                self.publish(state=FREE)
                 self.ring_others()
                 self.bells.remove_own(self.slot)
         with contextlib.suppress(OSError):
@@ -208,30 +208,18 @@ class TurnSegment:
 
     # --- what this process publishes -----------------------------------------------------------------------
 
-    def _publish(self, **values: int | float) -> None:
+    def publish(self, **values: int | float) -> None:
         """Write eight-byte fields of the own slot, in the order given."""
         for name, value in values.items():
             raw = ctypes.c_double(value) if name == "lease_s" else ctypes.c_uint64(int(value))
             os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + getattr(Slot, name).offset)
 
-    def publish_queued(self, turn: int) -> None:
-        """Publish that this process waits for ``turn``."""
-        self._publish(queued=turn)
-
-    def publish_started(self, turn: int) -> None:
-        """Publish that this process computes in ``turn`` now."""
-        self._publish(started=turn)
-
     def publish_returned(self, turn: int) -> None:
         """Publish that ``turn`` was given back, and wake the siblings."""
         self._turns += 1
-        self._publish(returned_at_ns=time.monotonic_ns(), returned=turn)
+        self.publish(returned_at_ns=time.monotonic_ns(), returned=turn)
         self.ring_others()
-        self._publish(turns=self._turns)
-
-    def publish_lease(self, lease_s: float) -> None:
-        """Publish how long siblings should wait for this process's turns."""
-        self._publish(lease_s=lease_s)
+        self.publish(turns=self._turns)
 
     # --- who is on the device ------------------------------------------------------------------------------
 

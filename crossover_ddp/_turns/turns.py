@@ -122,7 +122,7 @@ class Turns:
         self._log = TurnLog()
         self._requested = 0  # turns drawn for an `acquire` that is still to come
         self._drawn: deque[Grant] = deque()  # lead rank: grants that are not taken
-        self._unnumbered: deque[_Turn] = deque()  # other ranks: turns begun whose grants have not come
+        self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
         self._warned_of: set[object] = set()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
@@ -293,7 +293,7 @@ class Turns:
         held_s = time.monotonic() - turn.began_s
         self.counters.held_s += held_s
         if self._lease.note(held_s):
-            self.membership.segment.publish_lease(self._lease.seconds)
+            self.membership.segment.publish(lease_s=self._lease.seconds)
         with self._lock:
             turn.over = True
         if turn.number is not None:
@@ -307,7 +307,7 @@ class Turns:
         if over:
             self.membership.segment.publish_returned(number)
         else:
-            self.membership.segment.publish_started(number)
+            self.membership.segment.publish(started=number)
 
     # --- drawing -------------------------------------------------------------------------------------------
 
@@ -338,11 +338,8 @@ class Turns:
     def _number(self, turn: _Turn) -> None:
         """Draw the turn that was begun already."""
         self._claim()
-        if self.membership.is_lead:
-            self._give_number(turn, self._drawn.popleft().turn)
-        else:
-            self._unnumbered.append(turn)
-            self._take_arrived()
+        self._unnumbered.append(turn)
+        self._take_arrived()
 
     def _grant_came(self) -> None:
         if self._unnumbered:
@@ -350,22 +347,25 @@ class Turns:
 
     def _take_arrived(self) -> None:
         channel = self.membership.channel
-        while self._unnumbered and channel is not None and channel.arrived:
-            self._give_number(self._unnumbered.popleft(), channel.receive().turn)
+        while self._unnumbered and (self._drawn or (channel is not None and channel.arrived)):
+            self._give_number(self._unnumbered.popleft(), self._grant().turn)
 
     def _pass_request(self, inside: _Turn) -> None:
         """Let a turn that goes on have the number that was drawn meanwhile; of a job of one rank."""
         if self._requested:
             self._requested -= 1
-            self._give_number(inside, self._drawn.popleft().turn)
+            self._give_number(inside, self._grant().turn)
 
     def _next_grant(self) -> Grant:
         self._claim()
+        while self._unnumbered:
+            self._give_number(self._unnumbered.popleft(), self._grant().turn)
+        return self._grant()
+
+    def _grant(self) -> Grant:
         channel = self.membership.channel
         if self.membership.is_lead or channel is None:
             return self._drawn.popleft()
-        while self._unnumbered:
-            self._give_number(self._unnumbered.popleft(), channel.receive().turn)
         return channel.receive()
 
     # --- waiting -------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Turns:
         self._patience.started()
         if self._closing:
             return
-        self.membership.segment.publish_started(grant.turn)
+        self.membership.segment.publish(started=grant.turn)
         wanted.turn = self._begin(grant.turn, wanted.streams)
         with self._lock:
             self._wanted.discard(wanted)
@@ -401,7 +401,7 @@ class Turns:
             if left_s is None:
                 break
             if not waited:
-                segment.publish_queued(grant.turn)
+                segment.publish(queued=grant.turn)
             waited = True
             segment.wait([blocker.member for blocker in waiting], left_s)
         return waited

@@ -200,13 +200,14 @@ class Rank:
     def _watch_lease(self, mutex: GPUMutex) -> None:
         """Note every lease before siblings can see it."""
         segment = membership_of(mutex).segment
-        publish = segment.publish_lease
+        publish = segment.publish
 
-        def publishing(lease_s: float) -> None:
-            self._book.note("lease", lease_s)
-            publish(lease_s)
+        def publishing(**values: Any) -> None:
+            if "lease_s" in values:
+                self._book.note("lease", values["lease_s"])
+            publish(**values)
 
-        segment.publish_lease = publishing  # type: ignore[method-assign]
+        segment.publish = publishing  # type: ignore[method-assign]
 
     def _note_log(self, membership: Membership) -> None:
         """Keep what the order log says, as far as this rank has it open."""

@@ -37,7 +37,7 @@ def train_beside_a_sibling_that_sticks_on_one_device(
     for _ in range(ROUNDS):
         turn = [own.draw_turn() if rank == 0 else 0]
         dist.broadcast_object_list(turn, src=0)
-        own.publish_started(turn[0])
+        own.publish(started=turn[0])
         if rank == 0:
             own.publish_returned(turn[0])  # on device 1 it stops inside its turn
         dist.barrier()

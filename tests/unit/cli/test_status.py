@@ -104,7 +104,7 @@ def test_a_killed_holder_is_gone_and_holds_nothing(
 ) -> None:
     living = join_at(tmp_path, job=1)
     with Process(tmp_path, job=2) as holder:
-        holder.call("publish_started", holder.call("draw_turn"))
+        holder.call("publish", started=holder.call("draw_turn"))
         assert "computes" in run(tmp_path, capsys)[1]
         holder.kill()
     code, table = run(tmp_path, capsys)

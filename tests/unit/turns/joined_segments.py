@@ -62,8 +62,8 @@ def _live(orders: "Connection[Any, Any]", base: str, job: int) -> None:
     segment = join_at(base, job=job)
     orders.send(segment.slot)
     while (order := orders.recv()) is not None:
-        name, *arguments = order
-        orders.send(getattr(segment, name)(*arguments))
+        name, arguments, options = order
+        orders.send(getattr(segment, name)(*arguments, **options))
     segment.leave()
     orders.send(None)
 
@@ -84,8 +84,8 @@ class Process:
     def __exit__(self, *exc_info: object) -> None:
         self.kill()
 
-    def call(self, name: str, *arguments: object) -> Any:
-        self.orders.send((name, *arguments))
+    def call(self, name: str, *arguments: object, **options: object) -> Any:
+        self.orders.send((name, arguments, options))
         return self.orders.recv()
 
     def leave(self) -> None:

@@ -47,7 +47,7 @@ def test_nothing_is_seen_and_nothing_made_where_nobody_has_joined(tmp_path: Path
 
 def test_slots_are_seen_as_they_were_published(join: Join, tmp_path: Path) -> None:
     first, second = join(job=10, lease_s=2.5), join(job=11, device="dev1")
-    first.publish_started(1)
+    first.publish(started=1)
     segment = only(look(str(tmp_path)))
     assert (segment.group, segment.path, segment.held) == ("jobs", first.path, True)
     assert [(place.device, place.alive) for place in segment.places] == [(DEVICE, True), ("dev1", True)]
