@@ -1,1 +1,7 @@
-"""Turns on a device: rules (pure), the segment that siblings share, the job's channel, order on the device."""
+"""Turns on a device: one job computes, its siblings exchange; see docs/turns.md.
+
+`rules` decides, without a clock or I/O, and is what the exhaustive model runs. `turns` is one rank's thread; it reads
+and writes a `segment` (`slots`, `files` and `bells` in shared memory), hears of its job's turns through the `channel`,
+and on a GPU ends turns by the `device_order`. `joining` makes all of them, on all ranks or on none. `view` looks from
+outside.
+"""

@@ -25,7 +25,6 @@ _PROBLEMS_KEPT = 100
 class Place(NamedTuple):
     """One slot in use, with the numbers that the file holds, unchecked."""
 
-    group: str
     device: str
     slot: Slot
     alive: bool
@@ -119,17 +118,17 @@ def _segments(name: "re.Match[str] | None", path: str) -> Iterator[Segment]:
         try:
             if os.pread(fd, 1, 0):  # or it is being made
                 yield Segment(
-                    group, printable(path), (*_places(fd, path, group),), slots_are_locked(fd, 0, SLOT_COUNT)
+                    group, printable(path), (*_places(fd, path),), slots_are_locked(fd, 0, SLOT_COUNT)
                 )
         finally:
             os.close(fd)
 
 
-def _places(fd: int, path: str, group: str) -> Iterator[Place]:
+def _places(fd: int, path: str) -> Iterator[Place]:
     slots = read_slots(fd, path)
     alive = {index for index in slots if slots_are_locked(fd, index, 1)}
     again = read_slots(fd, path)  # who has left meanwhile is no dead one
     for index, slot in slots.items():
         if index in alive or index in again:
             name = printable(bytes(slot.device_name).decode(errors="replace"))
-            yield Place(group, name, slot, index in alive)
+            yield Place(name, slot, index in alive)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, Place, Slot, look
+from crossover_ddp._turns.view import Look, Slot, look
 
 from .output import FINE, FOUND, columns, declare, forget, say, write_json
 
@@ -48,14 +48,16 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
 
 def rows(before: Look, after: Look) -> Iterator[list[str]]:
     """Yield a row for each job on each device."""
-    turns = {_key(place): place.slot.turns for segment in before.segments for place in segment.places}
+    turns = {
+        place.slot.incarnation: place.slot.turns for segment in before.segments for place in segment.places
+    }
     seconds = (after.at_ns - before.at_ns) / 1e9
     for segment in after.segments:
         for device, job in sorted({(place.device, place.slot.job) for place in segment.places}):
             places = [each for each in segment.places if (each.device, each.slot.job) == (device, job)]
             places = [each for each in places if each.alive] or places
             slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
-            taken = max(each.slot.turns - turns.get(_key(each), each.slot.turns) for each in places)
+            taken = max(slot.turns - turns.get(slot.incarnation, slot.turns) for slot in slots)
             yield [
                 segment.group,
                 device,
@@ -67,10 +69,6 @@ def rows(before: Look, after: Look) -> Iterator[list[str]]:
                 ",".join(str(slot.pid) for slot in slots),
                 f"{max(slot.lease_s for slot in slots):.3g} s",
             ]
-
-
-def _key(place: Place) -> tuple[str, int]:
-    return place.group, place.slot.incarnation
 
 
 def _state(slots: Sequence[Slot]) -> str:

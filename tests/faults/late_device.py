@@ -51,7 +51,10 @@ class LateEvents(DeviceOrder):
         """Record behind what the device has to do."""
         begins_s = max(self._followed_s, self._free_at_s)
         self._free_at_s = max(self._now_s(), begins_s) + self._late_s
-        self._path.write_bytes(_RECORD.pack(self._free_at_s))
+        with self._path.open(
+            "r+b", buffering=0
+        ) as event:  # in one piece: a rank may be stopped at any moment
+            event.write(_RECORD.pack(self._free_at_s))
         self.turns.append(DeviceTurn(begins_s, self._free_at_s))
 
     def follow(self, process: Process, handle: bytes, wake: Callable[[], None]) -> threading.Event:
