@@ -27,14 +27,13 @@ from crossover_ddp._compression.compression import Compression, around
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
+from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded, told_by_all
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._kfac.factors import WeightSharing
-from crossover_ddp._kfac.journeys import Steps
-from crossover_ddp._kfac.layers import find_layers, group_of
+from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.packed import Packed
-from crossover_ddp._kfac.placement import place
+from crossover_ddp._kfac.placement import loads_s, place
 from crossover_ddp._kfac.preconditioner import KFACSetup, Preconditioner
 from crossover_ddp._kfac.settings import (
     Hyper,
@@ -43,10 +42,7 @@ from crossover_ddp._kfac.settings import (
     check_any,
     check_choices,
     check_held,
-    check_max_dim,
-    check_new,
     check_parameters,
-    check_together,
     layer_costs,
     learning_rates,
     warn_of_adaptive,
@@ -170,8 +166,16 @@ class KFACState(Pausable):
         arguments = hypers.arguments(0)  # says what is wrong with them
         arguments |= {"solver": solver, "pi": pi, "weight_sharing": weight_sharing, "factors": factors}
         arguments |= {"accumulated": accumulated}
-        check_max_dim(max_factor_dim)
-        check_together(kl_clip=kl_clip, optimizer=optimizer)
+        if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
+            raise ValueError(
+                "expected a whole number of rows, 1 or more, got "
+                f"max_factor_dim={max_factor_dim!r}; 8192 is the default"
+            )
+        if kl_clip is not None and optimizer is None:
+            raise ValueError(
+                "expected the optimizer, whose learning rates enter the KL clip, got optimizer=None; pass it, or "
+                "kl_clip=None"
+            )
         self.process_group = group_of(model) if process_group is None else process_group
         self.optimizer = optimizer
         self.mutex = mutex
@@ -187,7 +191,7 @@ class KFACState(Pausable):
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
         self._setup = KFACSetup(
-            model=weakref.ref(model),
+            model=weakref.ref(unwrapped(model)),
             layers=layers,
             costs=agreed,
             hypers=hypers,
@@ -199,6 +203,8 @@ class KFACState(Pausable):
             local=factors == "local",
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
+            learning_rates=self._learning_rates,
+            registered=weakref.ref(self),
         )
         self._learning_rates(kl_clip is not None)  # says what is wrong with them
         if group.rank() == 0:
@@ -208,25 +214,20 @@ class KFACState(Pausable):
             None if codec is None else Compression(codec, self._setup.loss_scale, self, has_work=True)
         )
         self._flush: Callable[[], None] = lambda: None  # alone nothing is under way between steps
-        self._steps = Steps(self._setup, model, self._learning_rates, self)
-        self._own(place(agreed, group.size(), inverse_steps))
+        self._is_deferred = False
+        self._preconditioner = Preconditioner(self._setup, place(agreed, group.size(), inverse_steps))
         logger.info("%s", self)
 
     def said(self) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
-        return {"codec": self.codec, "steps of KFACState": self._steps.steps}
-
-    def _own(self, owners: Sequence[int]) -> None:
-        """Begin with nothing known of the layers that this rank owns now."""
-        self._preconditioner = Preconditioner(self._setup, owners)
-        self._steps.use(self._preconditioner)
+        return {"codec": self.codec, "steps of KFACState": self._preconditioner.steps}
 
     def _learning_rates(self, clips: bool) -> dict[int, float]:
         """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
         if not clips:
             return {}
         rates = learning_rates(self.optimizer)
-        check_held(self._setup.layers, rates)
+        check_held(self._setup.named, rates)
         return rates
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class KFACState(Pausable):
     @property
     def steps(self) -> int:
         """Number of backward passes whose gradients were exchanged."""
-        return self._steps.steps
+        return self._preconditioner.steps
 
     @property
     def owners(self) -> dict[str, int]:
@@ -244,8 +245,21 @@ class KFACState(Pausable):
 
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
-        passing = [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
-        return "\n  ".join([repr(self), *self._preconditioner.rows(), *passing])
+        setup, owned, lines = self._setup, self._preconditioner, [repr(self)]
+        for index, (cost, owner) in enumerate(zip(setup.costs, owned.owners, strict=True)):
+            lines.append(
+                f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
+                + (f", {cost.groups} groups" if cost.groups > 1 else "")
+                + f", rank {owner}, {1e3 * cost.step_s(setup.inverse_steps):.3g} ms"
+                + (", spread over all ranks" if index in owned.solvers else "")
+            )
+            if (own := owned.curvatures.get(index)) is not None:
+                counts = {"times damped further": own.strained, "batches dropped": own.dropped}
+                lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
+        loads = loads_s(setup.costs, owned.owners, setup.world_size, setup.inverse_steps)
+        lines += [f"rank {rank} works for {1e3 * load_s:.3g} ms a step" for rank, load_s in enumerate(loads)]
+        lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
+        return "\n  ".join(lines)
 
     def plan_factors(self, *, early: bool | None = None) -> FactorPlan:
         """Let input factors leave during forward, on a wire that is idle then, instead of with the buckets.
@@ -266,7 +280,7 @@ class KFACState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        if self._steps.is_deferred:
+        if self._is_deferred:
             raise UnsupportedConfigurationError(
                 "expected a KFACState with a hook of its own, got one that is part of a DecoupledState, where "
                 "gradients travel during forward; leave the plan out: factors leave with the buckets, or behind them"
@@ -277,15 +291,22 @@ class KFACState(Pausable):
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "factors", "solvers", "buffers". Not collective."""
-        found = self._preconditioner.memory_usage()
-        return {**found, "buffers": found["buffers"] + self._steps.nbytes}
+        owned = self._preconditioner
+        own = owned.curvatures.values()
+        others = [solver.nbytes for index, solver in owned.solvers.items() if index not in owned.curvatures]
+        return {
+            "factors": sum(curvature.factor_bytes() for curvature in own),
+            "solvers": sum(curvature.solver_bytes() for curvature in own) + sum(others),
+            "buffers": owned.traffic.nbytes + sum(flat.nbytes for flat in owned.free.values()),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective.
 
         With a codec also "codec", what `CompressedState.stats` returns.
         """
-        found = self._preconditioner.stats()
+        own = self._preconditioner.curvatures.values()
+        found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}
         return found if self._compression is None else {**found, "codec": self._compression.stats()}
 
     def drain(self) -> None:
@@ -299,15 +320,25 @@ class KFACState(Pausable):
         The same on all ranks, so that any rank can save it, and any number of ranks resume from it. A codec's residuals
         are not in it: call `drain` before the last step, or they are lost, with a warning.
 
-        **Collective**: all ranks must call it, between two steps. On failure: what ``all_gather_object`` raises,
-        after the process group's timeout, if one does not; ``ExchangeError`` if factors on their way are lost.
+        **Collective**: all ranks must call it, between two steps. On failure: ``ExchangeError``, if one does not
+        after the process group's timeout, and if factors on their way are lost.
         """
         self._flush()
         if self._compression is not None and not self._compression.is_drained:
             logger.warning(
                 "a codec's residuals are not saved; call drain() before the step before state_dict()"
             )
-        return {"steps": self.steps, **self._preconditioner.state_dict()}
+        setup, owned = self._setup, self._preconditioner
+        owned.traffic.settle()
+        own = {setup.layers[index].name: each.state_dict() for index, each in owned.curvatures.items()}
+        states = {name: state for each in told_by_all(setup.group, own) for name, state in each.items()}
+        return {
+            "steps": self.steps,
+            "solver": setup.solver,
+            "world_size": setup.world_size,
+            "owners": list(owned.owners),
+            "layers": {layer.name: states[layer.name] for layer in setup.layers},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called. Not collective, but all ranks must.
@@ -327,13 +358,18 @@ class KFACState(Pausable):
             )
         same = state["world_size"] == setup.world_size
         owners = state["owners"] if same else self._preconditioner.owners
-        self._preconditioner.capture.close()
-        self._own(owners)
-        self._preconditioner.load_state_dict(state)
+        self._preconditioner.close()
+        self._preconditioner = owned = Preconditioner(setup, owners, state["steps"])
+        for index, layer in enumerate(setup.layers):
+            saved = state["layers"][layer.name]
+            is_spread = index in owned.spread and saved.get("root") is not None
+            curvature = owned.curvatures.get(index) or owned.curvature(index)
+            if is_spread or index in owned.curvatures:
+                curvature.load_state_dict(saved, layer.weight.device)
+            if is_spread and (solver := curvature.spread()) is not None:
+                owned.solvers[index] = solver
         if self._compression is not None:
             self._compression.load({}, None)
-        self._steps.steps = state["steps"]
-        self._steps.prepare_step()
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known.
@@ -341,8 +377,7 @@ class KFACState(Pausable):
         Not collective, but all ranks must, between the same two steps: later steps send no factors.
         """
         self._flush()
-        self._steps.close()
-        self._preconditioner.capture.close()
+        self._preconditioner.close()
 
     def __repr__(self) -> str:
         return (
@@ -360,20 +395,29 @@ class KFACState(Pausable):
 
     def defer(self, state: object, flush: Callable[[], None]) -> None:
         """Become part of ``state``, a `DecoupledState`, whose ``flush`` ends what is under way."""
-        is_planned = bool(self._preconditioner.traffic.early)
-        check_new(deferred=self._steps.is_deferred, codec=self.codec, planned=is_planned)
-        self._flush = flush
-        self._steps.defer(state)
+        reasons = {
+            "that is part of another": self._is_deferred,
+            "with a plan for its factors": self._preconditioner.traffic.early,
+            "with a codec": self.codec is not None,
+        }
+        found = [reason for reason, is_so in reasons.items() if is_so]
+        if found:
+            raise UnsupportedConfigurationError(
+                f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
+                "KFACState(model, optimizer) for it"
+            )
+        self._flush, self._is_deferred = flush, True
+        self._setup.registered = weakref.ref(state)
 
     def enter(self, bucket: dist.GradBucket) -> None:
         """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
-        self._steps.enter(bucket)
+        self._preconditioner.enter(bucket)
 
     def refuse(self, bucket: dist.GradBucket) -> None:
         """Note that ``bucket`` is not exchanged."""
-        self._steps.refuse(bucket)
+        self._preconditioner.refuse(bucket)
         if bucket.is_last():
-            self._steps.end()
+            self._preconditioner.end()
 
     def exchange(
         self,
@@ -396,13 +440,13 @@ class KFACState(Pausable):
 
         @functools.cache
         def pack() -> Packed:
-            return self._steps.pack(bucket)  # when all else has been checked
+            return self._preconditioner.pack(bucket)  # when all else has been checked
 
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
             packed = pack()
             if hands_back:
                 taken.hand_back()
-            return self._steps.way(packed, taken, link)
+            return self._preconditioner.way(packed, taken, link)
 
         self.enter(bucket)
         coded = around(self._compression, bucket, group, pack)
@@ -412,7 +456,7 @@ class KFACState(Pausable):
             self.refuse(bucket)
             raise
         if bucket.is_last():
-            self._steps.end()
+            self._preconditioner.end()
         return taken
 
 
@@ -457,7 +501,7 @@ def _check_state(state: KFACState) -> None:
         "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with another state: pass "
         "mutex= to share the device",
     )
-    if state._steps.is_deferred:
+    if state._is_deferred:
         raise UnsupportedConfigurationError(
             "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
             "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"

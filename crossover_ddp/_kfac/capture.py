@@ -36,7 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .factors import BatchFactor, Columns, Gram, WeightSharing, input_columns, multiplied, output_columns
+from .factors import BatchFactor, Columns, WeightSharing, input_columns, multiplied, output_columns
 from .layers import Layer, unwrapped
 from .placement import most_columns
 
@@ -100,16 +100,18 @@ class Sum:
         value = self.value
         if value is None or part is None:
             self.value = part if value is None else value
-        elif isinstance(value, Gram) and isinstance(part, Gram) and value.width + part.width <= self.room:
-            self.value = Gram(torch.cat([value.columns, part.columns], dim=2))
+        elif (
+            isinstance(value, Columns) and isinstance(part, Columns) and value.width + part.width <= self.room
+        ):
+            self.value = Columns(torch.cat([value.source, part.source], dim=2))
         else:
             self.value = multiplied(value).add_(multiplied(part))
 
     def take(self, scale: Callable[[int], float]) -> BatchFactor | None:
         """Return the factor, or its columns, times ``scale`` of the number of calls, and forget it; None: none."""
         value, calls, self.value, self.calls = self.value, self.calls, None, 0
-        if isinstance(value, Gram):
-            return Gram(value.columns * math.sqrt(scale(calls)))
+        if isinstance(value, Columns):
+            return Columns(value.source * math.sqrt(scale(calls)))
         return None if value is None else value.mul_(scale(calls))
 
 
@@ -130,23 +132,21 @@ class GradientMark:
 
     def __init__(self) -> None:
         self.micro_batches: set[int] = set()
-        self._gradient: Callable[[], Tensor | None] = lambda: None
-        self._version = -1
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
         """A pass has added the gradient of ``micro_batches``."""
         self.micro_batches.update(micro_batches)
-        self._gradient = (lambda: None) if gradient is None else weakref.ref(gradient)
-        self._version = -1 if gradient is None else gradient._version
+        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def is_as_left(self, gradient: Tensor) -> bool:
         """Tell whether nothing was written to it since, as far as its version says."""
-        return self._gradient() is gradient and self._version == gradient._version
+        return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
 
     def clear(self) -> None:
         """Nothing of this step is in it any more."""
         self.micro_batches.clear()
-        self._gradient = lambda: None
+        self._left = None
 
 
 class LayerSums:
@@ -430,8 +430,8 @@ class FactorCapture:
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
         trial.calls.append(call)
         part = _in_small(output_columns(module, shape, gradient, self._sharing), trial.g.room)
-        if isinstance(part, Gram):
-            part.columns.div_(self._scale)
+        if isinstance(part, Columns):
+            part.source.div_(self._scale)
         else:
             part.div_(self._scale**2)
         trial.g.add(part)
@@ -497,7 +497,7 @@ class FactorCapture:
 
 def _in_small(columns: Columns, room: int) -> BatchFactor:
     """Return columns if there is room for them, else the factor."""
-    return columns.gram() if 0 < columns.width <= room else columns.factor()
+    return columns.scaled() if 0 < columns.width <= room else columns.factor()
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
@@ -578,34 +578,22 @@ class WaitingDirections:
             self._waits[index] = self._found.pop(index)
 
 
-class _View(NamedTuple):
-    """Where in the memory of its base a view lies."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    base_stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, view: Tensor, base: Tensor) -> "_View":
-        offset = int(view.storage_offset() - base.storage_offset())
-        return cls(view.size(), view.stride(), offset, base.stride())
-
-    def taken_of(self, gradient: Tensor) -> Tensor:
-        """Return the part of the base's gradient that is the view's."""
-        if gradient.stride() != self.base_stride:
-            gradient = gradient.new_empty_strided(gradient.size(), self.base_stride).copy_(gradient)
-        return gradient.as_strided(self.size, self.stride, gradient.storage_offset() + self.offset)
-
-
 def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Have ``hook`` called with the gradient of what ``output`` is now, see [Note: hooks on views]."""
     base = output._base if output._is_view() else None
     if base is None:
         output.register_hook(hook)
-    else:
-        view = _View.of(output, base)
-        base.register_hook(lambda gradient: hook(view.taken_of(gradient.detach())))
+        return
+    size, stride, base_stride = output.size(), output.stride(), base.stride()
+    offset = int(output.storage_offset() - base.storage_offset())
+
+    def on_gradient_of_base(gradient: Tensor) -> None:
+        gradient = gradient.detach()
+        if gradient.stride() != base_stride:
+            gradient = gradient.new_empty_strided(gradient.size(), base_stride).copy_(gradient)
+        hook(gradient.as_strided(size, stride, gradient.storage_offset() + offset))
+
+    base.register_hook(on_gradient_of_base)
 
 
 def _task() -> int:

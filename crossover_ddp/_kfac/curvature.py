@@ -36,14 +36,9 @@ class Solver:
     ) -> One | None:
         """Prepare to precondition; None if a factor is not finite, so that the former solver can serve on.
 
-        Args:
-            a_factor: A, [groups, a, a], symmetric; only its lower triangle may be read. Left as it is.
-            g_factor: G, [groups, g, g].
-            damping: γ > 0.
-            pi: divide the damping between the factors by their size.
-
-        On failure: ``ValueError`` for damping that is not a positive number. No factor raises: one that cannot be
-        solved is damped tenfold, again and again, at last taken for its diagonal; see `strained`.
+        The factors are left as they are, [groups, a, a] and [groups, g, g]; of them only the lower triangle may be
+        read. ``pi`` divides the damping between them by their size. One that cannot be solved is damped tenfold, again
+        and again, at last taken for its diagonal; see `strained`.
         """
         if not 0 < damping < math.inf:
             raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 to 0.03 is usual")
@@ -263,13 +258,8 @@ def _solved(
 ) -> tuple[Solved, int]:
     """Let ``attempt`` solve factor + damping; damp the groups for which it gives something not finite further.
 
-    Args:
-        factor: [groups, d, d], finite.
-        damping: [groups].
-        attempt: returns tensors [groups, ...]; not finite for a group without solution.
-        fall_back: the same for the diagonals alone; always finite.
-
-    Returns: what these returned, and how many times a group was damped further or fell back.
+    ``fall_back`` solves the diagonals alone, always. Returns what they returned, [groups, ...] each, and how many times
+    a group was damped further or fell back.
     """
     solved, strained = attempt(_plus_identity(factor, damping)), 0
     failed = _failed(solved)

@@ -39,7 +39,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .capture import FactorCapture
 from .curvature import Curvature
-from .factors import BatchFactor, Gram, multiplied, pack_triangle, triangle_numel, unpack_triangle
+from .factors import BatchFactor, Columns, multiplied, pack_triangle, triangle_numel, unpack_triangle
 from .layers import Layer
 
 Groups = tuple[tuple[int, ...], ...]
@@ -66,14 +66,14 @@ class Factor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Memory of this rank's."""
-        value = self.value.columns if isinstance(self.value, Gram) else self.value
+        value = self.value.source if isinstance(self.value, Columns) else self.value
         return 0 if value is None else value.nbytes
 
     def form(self) -> int:
         """Return how it travels."""
         if self.value is None:
             return _NONE
-        return self.value.width if isinstance(self.value, Gram) else _TRIANGLE
+        return self.value.width if isinstance(self.value, Columns) else _TRIANGLE
 
     def numel(self, form: int) -> int:
         """Return the elements that a factor of this size takes."""
@@ -85,25 +85,20 @@ class Factor(NamedTuple):
             out.zero_()
         elif form == _TRIANGLE:
             _pack_triangle(multiplied(self.value), out)
-        elif isinstance(self.value, Gram):
-            out.view(self.value.columns.shape).copy_(self.value.columns)
+        elif isinstance(self.value, Columns):
+            out.view(self.value.source.shape).copy_(self.value.source)
 
     def mean(self, shares: Sequence[tuple[int, Tensor]], like: Tensor) -> BatchFactor:
-        """Return the mean of what was packed on those ranks that have it; not a number if none has.
-
-        Args:
-            shares: by rank, its form and itself.
-            like: of the same dtype and device.
-        """
+        """Return the mean of the ranks' ``shares``, each its form and itself; not a number if there is none."""
         if not shares:
             return like.new_full((self.groups, self.dim, self.dim), math.nan)
         columns = [flat.view(self.groups, self.dim, form) for form, flat in shares if form != _TRIANGLE]
         if len(columns) == len(shares):
-            return Gram(torch.cat(columns, dim=2) * math.sqrt(1 / len(shares)))
+            return Columns(torch.cat(columns, dim=2) * math.sqrt(1 / len(shares)))
         total, triangle = like.new_zeros(self.triangle_numel), like.new_empty(self.triangle_numel)
         for form, flat in shares:
             if form != _TRIANGLE:
-                _pack_triangle(multiplied(Gram(flat.view(self.groups, self.dim, form))), triangle)
+                _pack_triangle(multiplied(Columns(flat.view(self.groups, self.dim, form))), triangle)
             total += flat if form == _TRIANGLE else triangle
         return unpack_triangle(total[:-1], self.groups, self.dim).div_(total[-1])
 
@@ -290,13 +285,7 @@ class FactorTraffic:
         return [g, self._factor(index, "a", self._capture.take_input(index))]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
-        """Take the factors of a step, see [Note: late factors].
-
-        Args:
-            taken: by layer whose gradients were exchanged, in the same order on all ranks.
-            groups: in how many groups they leave at most.
-            decay: weight of the running factors that they are added to.
-        """
+        """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
         sizes = [sum(factor.triangle_numel for factor in of_layer) for of_layer in taken]
         groups_of = in_equal_groups(sizes, groups)
         self._late = [[factor for place in group for factor in taken[place]] for group in groups_of]
@@ -356,14 +345,8 @@ class FactorTraffic:
     ) -> None:
         """Bring factors to their owners, who add the means over the ranks to the running means.
 
-        Args:
-            factors: own ones, or all.
-            messages: of the factors; None: no other rank has a share in them.
-            decay: see `send`.
-            after: they leave when it is open.
-            former: opened when all factors that left earlier have been added.
-            here: opened when these have been.
-            link: of the group.
+        They leave ``after`` a gate was opened, are added when it is open that those are which left before (``former``),
+        and open ``here``. Without ``messages`` no other rank has a share in them.
         """
         if after is not None and not link.in_program_order:
             await after

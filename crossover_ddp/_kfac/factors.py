@@ -48,19 +48,19 @@ _PACK_BLOCK: Final = 128
 
 
 class Columns(NamedTuple):
-    """Columns of one call of a layer: the factor is ``scale`` · C Cᵀ, see [Note: what the factors are].
+    """Columns C that a factor is made of: ``scale`` · C Cᵀ, see [Note: what the factors are].
 
     Args:
         source: [groups, features, count], or what `_windows_of` returns, which is unfolded when it is needed.
-        groups: of the layer.
         scale: of the factor.
         with_ones: whether a one is appended to each column.
+        groups: of a source that is to be unfolded.
     """
 
     source: Tensor
-    groups: int
-    scale: float
-    with_ones: bool
+    scale: float = 1.0
+    with_ones: bool = False
+    groups: int = 1
 
     @property
     def width(self) -> int:
@@ -72,12 +72,12 @@ class Columns(NamedTuple):
         """Return a copy: what they are made of may be changed in place."""
         return self._replace(source=_unfolded(self.source, self.groups).clone())
 
-    def gram(self) -> "Gram":
-        """Return the factor not multiplied out."""
+    def scaled(self) -> "Columns":
+        """Return columns whose C Cᵀ is the factor."""
         columns = _unfolded(self.source, self.groups)
         if self.with_ones:
             columns = torch.cat([columns, columns.new_ones(columns.shape[0], 1, columns.shape[2])], dim=1)
-        return Gram(columns * math.sqrt(self.scale))
+        return Columns(columns * math.sqrt(self.scale))
 
     def factor(self) -> Tensor:
         """Return the factor: exactly symmetric, without gradient; finite without any column, too."""
@@ -85,7 +85,7 @@ class Columns(NamedTuple):
             factor, *others = (self._multiplied(chunk) for chunk in self._chunks())
             for other in others:
                 factor += other
-            return factor.mul_(self.scale)
+            return factor if self.scale == 1.0 else factor.mul_(self.scale)
 
     def _chunks(self) -> Iterator[Tensor]:
         if self.source.dim() == 3:
@@ -109,13 +109,9 @@ class Columns(NamedTuple):
 
 
 def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: WeightSharing) -> Columns:
-    """Return what A of one call of ``module`` is made of.
+    """Return what A of one call of ``module`` is made of, whose parameters are not read.
 
-    Args:
-        module: the layer, for the geometry of its convolution; its parameters are not read.
-        shape: what `layer_shape` said of it.
-        input: what the module was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
-        sharing: how positions of a sample are counted.
+    ``input`` is what it was called with, of any dtype: [..., features], or [N, C, H, W] or [C, H, W].
     """
     with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
         x = at_least_float32(input)
@@ -125,15 +121,15 @@ def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: 
             if sharing == "reduce" and x.dim() > 2:
                 rows = x.flatten(1, -2).sum(1) / positions
             scale = 1 / (samples if sharing == "reduce" else samples * positions)
-            return Columns(rows.T.unsqueeze(0), 1, scale, shape.has_bias)
+            return Columns(rows.T.unsqueeze(0), scale, shape.has_bias)
         windows = _windows_of(module, x if x.dim() == 4 else x.unsqueeze(0))
         samples, positions = max(1, windows.shape[1]), windows.shape[2] * windows.shape[3]
         if sharing == "reduce":
             means = windows.mean(dim=(2, 3)).permute(0, 2, 3, 1)
             columns = means.reshape(shape.groups, shape.a_dim - shape.has_bias, windows.shape[1])
-            return Columns(columns, shape.groups, 1 / samples, shape.has_bias)
+            return Columns(columns, 1 / samples, shape.has_bias)
         scale = 1 / (samples * positions * (positions**2 if sharing == "kfac-pytorch" else 1))
-        return Columns(windows, shape.groups, scale, shape.has_bias)
+        return Columns(windows, scale, shape.has_bias, shape.groups)
 
 
 def output_columns(
@@ -141,11 +137,7 @@ def output_columns(
 ) -> Columns:
     """Return what G of one call of ``module`` is made of.
 
-    Args:
-        module: the layer; only its kind is looked at.
-        shape: what `layer_shape` said of it.
-        grad_output: the gradient of the loss, a mean over samples, with respect to what the module returned.
-        sharing: how positions of a sample are counted.
+    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to what the module returned.
     """
     with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
         g = at_least_float32(grad_output)
@@ -157,9 +149,9 @@ def output_columns(
             g = g.flatten(1, -2).sum(1)
         columns = g.reshape(-1, g.shape[-1]).T.reshape(shape.groups, shape.g_dim, -1)
         if sharing != "kfac-pytorch":
-            return Columns(columns, shape.groups, samples, False)
+            return Columns(columns, samples)
         divisor = samples * positions * (positions**2 if isinstance(module, nn.Conv2d) else 1)
-        return Columns(columns, shape.groups, 1 / divisor, False)
+        return Columns(columns, 1 / divisor)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -216,31 +208,20 @@ def factor_of(columns: Tensor) -> Tensor:
         return _gram(columns)
 
 
-class Gram(NamedTuple):
-    """A factor that is not multiplied out yet: C Cᵀ of ``columns``, [groups, d, count]."""
-
-    columns: Tensor
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return self.columns.shape[2]
-
-
-BatchFactor = Tensor | Gram
-"""The factor of one mini-batch, [groups, d, d], or what it is made of."""
+BatchFactor = Tensor | Columns
+"""The factor of one mini-batch, [groups, d, d], or its columns, as `Columns.scaled` returns them."""
 
 
 def multiplied(batch: BatchFactor) -> Tensor:
     """Return the factor itself."""
-    return factor_of(batch.columns) if isinstance(batch, Gram) else batch
+    return batch.factor() if isinstance(batch, Columns) else batch
 
 
 def is_finite(batch: BatchFactor) -> Tensor:
     """Tell whether a factor is finite, as a tensor of no dimensions; of columns without multiplying them out."""
-    if isinstance(batch, Gram):
+    if isinstance(batch, Columns):
         # No element of C Cᵀ is greater than the sum of all squares.
-        return torch.isfinite(torch.linalg.vector_norm(batch.columns) ** 2)
+        return torch.isfinite(torch.linalg.vector_norm(batch.source) ** 2)
     return torch.isfinite(batch).all()
 
 
@@ -281,14 +262,10 @@ def triangle_numel(groups: int, dim: int) -> int:
 
 
 def pack_triangle(factor: Tensor, out: Tensor) -> None:
-    """Write the upper triangles of ``factor`` to ``out``, without gaps.
+    """Write the upper triangles of ``factor``, [groups, d, d], to ``out``, flat, of any dtype, without gaps.
 
     The order of elements depends on ``groups`` and ``d`` alone: strips of rows, of each its triangle on the
     diagonal, then what is right of it.
-
-    Args:
-        factor: [groups, d, d]; what lies below the diagonals is not read.
-        out: a contiguous one-dimensional view of groups * d * (d + 1) / 2 numbers, of any dtype.
     """
     groups, size, _ = factor.shape
     flat, start = out.view(groups, -1), 0
@@ -326,18 +303,13 @@ def update_running(
     """Take a mini-batch's factor into the running mean: new = decay * old + (1 - decay) * batch.
 
     So 0.95 forgets slowly; some code bases call the other weight the decay. Damping never gets into it. Neither is
-    ``batch`` looked at: one that is not finite makes the mean so, for good.
-
-    Args:
-        running: the mean so far, updated in place; None the first time.
-        batch: the factor of this step, of the same shape.
-        decay: the weight of the old mean, from 0 to 1.
-        start: what the first mean is: "batch", the batch itself (not a copy: hand over a tensor of your own), or
-            "identity", decay * identity + (1 - decay) * batch, as kfac-pytorch has it.
+    ``batch`` looked at: one that is not finite makes the mean so, for good. ``running`` is updated in place. The first
+    mean is the batch itself (not a copy: hand over a tensor of your own), or, as kfac-pytorch has it, with "identity"
+    decay * identity + (1 - decay) * batch.
     """
-    if running is not None and isinstance(batch, Gram):
+    if running is not None and isinstance(batch, Columns):
         with torch.no_grad(), torch.autocast(running.device.type, enabled=False):
-            columns = batch.columns.to(running.dtype)
+            columns = batch.source.to(running.dtype)
             return running.baddbmm_(columns, columns.mT, beta=decay, alpha=1 - decay)
     batch = multiplied(batch)
     if running is not None:

@@ -20,7 +20,6 @@ from crossover_ddp._owners.packing import Item, packing
 from .curvature import Curvature
 from .factors import gradient_matrix, split_gradient
 from .layers import LayerShape
-from .preconditioner import Preconditioner
 from .settings import HyperNow
 from .spread import SpreadSolver, rows_of, sides, spread_numel
 
@@ -30,8 +29,7 @@ class BucketLayer:
     """A layer whose gradients DDP's buckets have brought.
 
     Args:
-        index: of the layer.
-        shape: of the layer.
+        index, shape, parameter: of the layer: its place, its shape, its weight.
         weight, bias: gradients in DDP's buckets.
         lr, bias_lr: of its weight and its bias.
         whole: to be opened when it is written, if an earlier bucket has a part of it.
@@ -43,6 +41,7 @@ class BucketLayer:
 
     index: int
     shape: LayerShape
+    parameter: Tensor
     weight: Tensor
     bias: Tensor | None
     lr: float
@@ -131,13 +130,11 @@ class Rows(BucketLayer):
     Args:
         solver: that all ranks have.
         rank, size: of this process.
-        bits: by layer, where those of its direction are noted, see [Note: equal bits] in `journeys`.
     """
 
     solver: SpreadSolver
     rank: int
     size: int
-    bits: dict[int, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,17 +168,10 @@ class Rows(BucketLayer):
         direction = self.solver.after(self._parts)
         if scale is not None:
             direction *= scale
-        self.bits[self.index] = _bits_of(direction)
         split_gradient(self.shape, direction.unsqueeze(0), self.weight, self.bias)
 
 
-def _bits_of(direction: Tensor) -> Tensor:
-    """Return the sum of a direction's bits as whole numbers; 0 where it is not finite: no NaN is like another."""
-    flat = direction if direction.is_contiguous() else direction.mT
-    bits = flat.view(torch.int64 if flat.itemsize == 8 else torch.int32).sum(dtype=torch.int64)
-    return bits * flat.isfinite().all()
-
-
+@dataclass(eq=False)
 class Packed:
     """What travels in a bucket's place.
 
@@ -189,48 +179,47 @@ class Packed:
     of what passes through.
 
     Args:
-        owned: this rank's layers.
-        layers: those that the bucket completes.
+        number: of the bucket.
         buffer: of the bucket, flat.
         contents: of the bucket.
-        passing: spans of ``buffer`` that pass through.
-        number: of the bucket.
+        layers: those that the bucket completes.
+        passes: spans of ``buffer`` that pass through.
+        size: number of ranks.
         free: by number of a bucket, memory that has travelled for it before.
-        elsewhere: opened when the layers are written of which the bucket has a part, and a later one the rest.
-
-    Attributes:
+        solvers: of spread layers.
         factors: opened when all factors that have left so far are in the running means.
+        elsewhere: opened when the layers are written of which the bucket has a part, and a later one the rest.
     """
 
-    def __init__(
-        self,
-        owned: Preconditioner,
-        layers: Sequence[Whole | Rows],
-        buffer: Tensor,
-        contents: Sequence[Content],
-        passing: tuple[Span, ...],
-        *,
-        number: int,
-        free: dict[int, Tensor],
-        elsewhere: Sequence[Gate],
-    ) -> None:
-        items = tuple([Item(owner, n, n) for layer in layers for owner, n in layer.items])
-        made = packing(owned.setup.world_size, items, passing)
-        self.layers, self.layout, self.passing = layers, made.there.lengths, made.passing
-        self._owned, self._buffer, self._contents = owned, buffer, contents
-        self._number, self._free = number, free
-        self.elsewhere, self.factors = elsewhere, owned.traffic.arrived
-        flat, like = free.pop(number, None), (made.there.numel, buffer.dtype, buffer.device)
+    number: int
+    buffer: Tensor
+    contents: Sequence[Content]
+    layers: Sequence[Whole | Rows]
+    passes: tuple[Span, ...]
+    size: int
+    free: dict[int, Tensor]
+    solvers: dict[int, SpreadSolver]
+    factors: Gate
+    elsewhere: Sequence[Gate]
+
+    def __post_init__(self) -> None:
+        items = tuple([Item(owner, n, n) for layer in self.layers for owner, n in layer.items])
+        made = packing(self.size, items, self.passes)
+        self.layout, self._passing = made.there.lengths, made.passing
+        flat, like = (
+            self.free.pop(self.number, None),
+            (made.there.numel, self.buffer.dtype, self.buffer.device),
+        )
         if flat is None or (flat.numel(), flat.dtype, flat.device) != like:
-            flat = buffer.new_empty(made.there.numel)
+            flat = self.buffer.new_empty(made.there.numel)
         self.flat = flat
         places = iter(made.items)
         with self._exact():
-            for layer in layers:
+            for layer in self.layers:
                 layer.spans = [next(places).there for _ in layer.items]
                 layer.pack(flat)
-        for span, place in self.passing:
-            _part(flat, place.there).copy_(_part(buffer, span))
+        for span, place in self._passing:
+            _part(flat, place.there).copy_(_part(self.buffer, span))
 
     async def share_solvers(self, link: Link) -> None:
         """Copy solvers of spread layers that are new in this step from their owners to all."""
@@ -252,7 +241,10 @@ class Packed:
         for layer, place in places:
             curvature = layer.curvature
             solver = SpreadSolver.unpack(place, layer.shape) if curvature is None else curvature.spread()
-            self._owned.keep(layer.index, solver)
+            if solver is None:
+                self.solvers.pop(layer.index, None)
+            else:
+                self.solvers[layer.index] = solver
 
     def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
         """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""
@@ -266,8 +258,8 @@ class Packed:
                 layer.bring_back(scale)
                 if layer.whole is not None:
                     layer.whole.open()
-        for span, place in self.passing:
-            _part(self._buffer, span).copy_(_part(self.flat, place.there))
+        for span, place in self._passing:
+            _part(self.buffer, span).copy_(_part(self.flat, place.there))
 
     def _exact(self) -> torch.autocast:
         # A thread that calls backward(), or forward, may have been told to compute in half precision.
@@ -275,17 +267,17 @@ class Packed:
 
     def done(self) -> None:
         """Give the memory back."""
-        self._free[self._number] = self.flat
+        self.free[self.number] = self.flat
 
     def runs(self) -> list[Run]:
         """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""
         found = []
         for each in self.layers:
             (span,), ((owner, _),) = each.spans, each.items
-            weight = self._owned.setup.layers[each.index].weight
-            found.append(Run(weight, 0, owner, Span(span.start, span.start + weight.numel())))
-        for span, place in self.passing:
-            for parameter, _, own in self._contents:
+            stop = span.start + each.weight.numel()
+            found.append(Run(each.parameter, 0, owner, Span(span.start, stop)))
+        for span, place in self._passing:
+            for parameter, _, own in self.contents:
                 begin, stop = max(own.start, span.start), min(own.stop, span.stop)
                 if begin < stop and parameter.dim() > 1:
                     start = place.there.start - span.start

@@ -65,10 +65,7 @@ def loads_s(
 def place(layers: Sequence[LayerCost], world_size: int, inverse_steps: int) -> tuple[int, ...]:
     """Give each layer an owner by its seconds, see `assign`; of equal ones the first by name, then place, comes first.
 
-    Args:
-        layers: all that have an owner, in the same order on all ranks.
-        world_size: W.
-        inverse_steps: steps between two inversions. The rarer they are, the more counts what every step costs.
+    The rarer inversions are, the more counts what every step costs.
     """
     return assign(
         [layer.step_s(inverse_steps) for layer in layers],
@@ -84,11 +81,6 @@ def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
     With s <= l its factors' sizes and β the wire's seconds per byte, a step of a layer that goes to its owner and back
     costs, on a ring, 8·s·l·β/W more than an even cut in both halves. Spreading multiplies s·l·(2s + l/W) instead of
     s·l·(s + l) numbers one after the other. New solvers cost their broadcast.
-
-    Args:
-        layer: with its costs.
-        world_size: W.
-        inverse_steps: steps that a solver serves.
     """
     small, large = sorted((layer.a_dim, layer.g_dim))
     numel = small * large
@@ -101,13 +93,7 @@ def spreads(layer: LayerCost, world_size: int, inverse_steps: int) -> bool:
 
 
 def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int) -> list[int]:
-    """Return the number of each parameter's bucket, the last parameters first, as DDP fills them.
-
-    Args:
-        sizes_bytes: of the parameters that are trained, in the model's order.
-        cap_bytes: a bucket is full when it has as much, or more.
-        first_cap_bytes: the same of the first bucket.
-    """
+    """Return each parameter's bucket, as DDP fills them: the last parameters first, until one has its cap, or more."""
     found, bucket, filled = [], 0, 0
     for size in reversed(sizes_bytes):
         found.append(bucket)
@@ -120,10 +106,7 @@ def expected_buckets(sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes
 def most_columns(dim: int, world_size: int) -> int:
     """Return up to how many columns of a factor a rank sends in the place of its triangle; 0: none.
 
-    The columns of W ranks come together at the owner, which multiplies them: never more numbers than a triangle has.
-
-    Args:
-        dim: d; the triangle has d·(d+1)/2 numbers.
-        world_size: W. Alone nothing travels.
+    The columns of W ranks come together at the owner, which multiplies them: never more numbers than the d·(d+1)/2 of a
+    triangle. Alone nothing travels.
     """
     return dim // (2 * world_size) if world_size > 1 else 0

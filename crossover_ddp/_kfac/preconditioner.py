@@ -1,21 +1,35 @@
-"""What this rank has of a K-FAC run: the layers that it owns, their curvatures, and the traffic of factors."""
+"""K-FAC on the hook's thread: what this rank owns, what each bucket sends, what steps need before and after."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from .capture import FactorCapture
+from crossover_ddp._ddp.checks import flat_gradients, model_of
+from crossover_ddp._ddp.contents import Content, contents_of
+from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.links import Link
+from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.gpu_mutex import turns_disabled
+
+from .capture import FactorCapture, WaitingDirections
 from .curvature import SOLVERS, Curvature
 from .factor_traffic import FactorTraffic
 from .factors import WeightSharing
+from .journeys import Step, precondition
 from .layers import Layer
-from .placement import LayerCost, loads_s
-from .settings import Hypers
+from .packed import Packed, Rows, Whole
+from .placement import LayerCost
+from .settings import HyperNow, Hypers
 from .spread import SpreadSolver
+
+_MOST_GROUPS: Final = 16  # of late factors; each costs messages
 
 
 @dataclass(eq=False)
@@ -23,7 +37,7 @@ class KFACSetup:
     """What a KFACState sets up once: the layers, what they cost, and the arguments that do not change.
 
     Args:
-        model: weakly, since DDP holds the state where no collector sees it.
+        model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
         layers: of the model.
         costs: of the layers, in the same order.
         hypers: see ``KFACState``.
@@ -32,6 +46,8 @@ class KFACSetup:
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
         loss_scale: of this moment.
+        learning_rates: of this moment, by the parameters' ids; its argument says whether there is a KL clip.
+        registered: the state that the model's hook is registered with, weakly.
 
     Attributes:
         rank, world_size: of this process.
@@ -50,33 +66,38 @@ class KFACSetup:
     local: bool
     keeps_turn: bool
     loss_scale: Callable[[], float]
+    learning_rates: Callable[[bool], dict[int, float]]
+    registered: weakref.ref[Any]
 
     def __post_init__(self) -> None:
+        self.waiting = WaitingDirections(self.layers)
+        self.named = [layer.parameters() for layer in self.layers]
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.inverse_steps = self.hypers.at(0).inverse_steps
 
 
 class Preconditioner:
-    """Begins with nothing known of the layers; made anew when the owners change.
+    """Packs each bucket, counts steps, and has the layers that this rank owns; made anew when the owners change.
 
     Args:
         setup: of the state.
         owners: of each layer.
+        steps: how many have been.
 
     Attributes:
-        setup, owners: as given.
+        setup, owners, steps: as given.
         curvatures: of the layers that this rank owns, by index.
         spread: the layers that all ranks precondition together, see [Note: spread layers] in `spread`.
         solvers: of these, which all ranks have; none before the first, and after factors that were no numbers.
         capture: of this rank's factors.
         traffic: how they travel.
+        free: by bucket, what has travelled in its place.
     """
 
-    def __init__(self, setup: KFACSetup, owners: Sequence[int]) -> None:
-        self.setup = setup
-        self.owners = tuple(owners)
+    def __init__(self, setup: KFACSetup, owners: Sequence[int], steps: int = 0) -> None:
+        self.setup, self.owners, self.steps = setup, tuple(owners), steps
         self.curvatures: dict[int, Curvature] = {
-            index: self._curvature(index) for index, owner in enumerate(owners) if owner == setup.rank
+            index: self.curvature(index) for index, owner in enumerate(owners) if owner == setup.rank
         }
         self.spread = frozenset(index for index, cost in enumerate(setup.costs) if cost.spread)
         self.solvers: dict[int, SpreadSolver] = {}
@@ -97,8 +118,15 @@ class Preconditioner:
             group=setup.group,
             local=setup.local,
         )
+        parts = [(index, each) for index, named in enumerate(setup.named) for each in named.values()]
+        self._layer_of = {id(parameter): index for index, parameter in parts}
+        self.free: dict[int, Tensor] = {}
+        self._step: Step | None = None
+        self._is_refused = self._model_seen = self._closed = False
+        self._prepare_step()
 
-    def _curvature(self, index: int) -> Curvature:
+    def curvature(self, index: int) -> Curvature:
+        """Make what an owner of a layer has, with nothing known yet."""
         setup = self.setup
         return Curvature(
             setup.layers[index].shape,
@@ -107,81 +135,174 @@ class Preconditioner:
             start="identity" if setup.sharing == "kfac-pytorch" else "batch",
         )
 
-    def keep(self, index: int, solver: SpreadSolver | None) -> None:
-        """Keep the solver of a spread layer that all ranks have now."""
-        if solver is None:
-            self.solvers.pop(index, None)
-        else:
-            self.solvers[index] = solver
+    def close(self) -> None:
+        """Take no factors and make no solvers from now on."""
+        self._closed = True
+        self.traffic.trails = False
+        self.capture.close()
 
-    # --- reports ---------------------------------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------------------------------
 
-    def rows(self) -> Iterator[str]:
-        """Describe each layer, and what each rank has to do."""
-        setup = self.setup
-        for index, (cost, owner) in enumerate(zip(setup.costs, self.owners, strict=True)):
-            curvature = self.curvatures.get(index)
-            yield (
-                f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
-                + (f", {cost.groups} groups" if cost.groups > 1 else "")
-                + f", rank {owner}, {1e3 * cost.step_s(setup.inverse_steps):.3g} ms"
-                + (", spread over all ranks" if index in self.solvers else "")
-                + ("" if curvature is None else _trouble(curvature))
+    def _prepare_step(self, after: Gate | None = None) -> None:
+        """Capture what the next step needs; send what it builds on ``after`` the former one's gradients."""
+        now, traffic = self._now(), self.traffic
+        self.capture.active = now.takes_factors and not turns_disabled()
+        traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
+        traffic.leave(after, all_groups=now.takes_factors or now.inverts)
+
+    def _now(self) -> HyperNow:
+        now = self.setup.hypers.at(self.steps)
+        return now._replace(takes_factors=False, inverts=False) if self._closed else now
+
+    @torch.no_grad()
+    def enter(self, bucket: dist.GradBucket) -> None:
+        """Prepare the exchange of a backward pass, if one begins with ``bucket``. May be called again."""
+        if bucket.index():
+            return
+        if self._step is not None:
+            self._step.refuse()  # of a pass that did not end
+        self._step, self._is_refused, now = None, False, self._now()
+        self.capture.begin_exchange()
+        if now.takes_factors and not self.traffic.trails:
+            self.traffic.send_rest()
+
+    def refuse(self, bucket: dist.GradBucket) -> None:
+        """Note that ``bucket`` is not exchanged: nobody waits for it."""
+        self._is_refused = True
+        if self._step is not None:
+            self._step.refuse()
+            if bucket.is_last():
+                self._step.end()
+
+    def end(self) -> None:
+        """The step's last bucket is under way, or refused."""
+        ended, self._step, after = self._step, None, None
+        if ended is not None:
+            after = ended.written
+            self.setup.waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
+            self.traffic.end_step()
+            if ended.now.takes_factors and self.traffic.trails:
+                self.traffic.hold(ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
+        self._is_refused = False
+        self.steps += 1
+        self.capture.begin_step()
+        self._prepare_step(after)
+
+    def _begin(self, device: torch.device) -> Step:
+        now = self._now()
+        rates = self.setup.learning_rates(now.kl_clip is not None)
+        step = Step(now, rates, self.setup.loss_scale(), device)
+        if self._is_refused:
+            step.refuse()
+        return step
+
+    # --- a bucket --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pack(self, bucket: dist.GradBucket) -> Packed:
+        """Pack what travels in the bucket's place, and send the factors of its layers. Raises what refuses it."""
+        # Its own version counter: the user's changes show in the gradients', ours do not.
+        buffer = flat_gradients(bucket).data
+        if self._step is None:
+            self._step = self._begin(buffer.device)
+        step, traffic = self._step, self.traffic
+        contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
+        self._check_known(bucket, contents)
+        self.setup.waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
+        layers, passing, elsewhere = self._completed(step, contents)
+        if bucket.is_last() and not step.is_refused:
+            self._check_whole(step)
+        if step.now.takes_factors and layers:
+            taken = [traffic.taken(layer.index) for layer in layers]
+            if traffic.trails:
+                step.taken += taken
+            else:
+                traffic.send([factor for of_layer in taken for factor in of_layer], step.now.decay)
+        return Packed(
+            bucket.index(),
+            buffer,
+            contents,
+            layers,
+            passing,
+            size=self.setup.world_size,
+            free=self.free,
+            solvers=self.solvers,
+            factors=traffic.arrived,
+            elsewhere=elsewhere,
+        )
+
+    def way(self, packed: Packed, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        """Return the journey of what was packed; nothing raises any more."""
+        step = self._step
+        assert step is not None
+        step.expect()
+        if bucket.last:
+            step.end()
+        bucket.keeps_turn = step.now.inverts and self.setup.keeps_turn
+        return precondition(packed, step, bucket, link)
+
+    def _completed(
+        self, step: Step, contents: Sequence[Content]
+    ) -> tuple[list[Whole | Rows], tuple[Span, ...], list[Gate]]:
+        """Return the layers that this bucket completes, what passes through, and gates of layers in a later one."""
+        complete, passing, begun = [], [], set()
+        for parameter, gradient, span in contents:
+            index = self._layer_of.get(id(parameter))
+            if index is None:
+                passing.append(span)
+                continue
+            step.waiting[id(parameter)] = gradient
+            begun.add(index)
+            if all(id(each) in step.waiting for each in self.setup.named[index].values()):
+                complete.append(self._bucket_layer(step, index))
+                begun.remove(index)
+        return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in sorted(begun)]
+
+    def _bucket_layer(self, step: Step, index: int) -> Whole | Rows:
+        layer, solver = self.setup.layers[index], None
+        weight = step.waiting[id(layer.weight)]
+        lr = step.rates.get(id(layer.weight), 0.0)  # without a clip it is not read
+        bias_lr = lr if layer.bias is None else step.rates.get(id(layer.bias), 0.0)
+        if not step.now.inverts:
+            solver = self.solvers.get(index)
+        common: dict[str, Any] = {
+            "index": index,
+            "shape": layer.shape,
+            "parameter": layer.weight,
+            "weight": weight.mT if layer.shape.transposed else weight,
+            "bias": None if layer.bias is None else step.waiting[id(layer.bias)],
+            "lr": lr,
+            "bias_lr": bias_lr,
+            "whole": step.whole.get(index),
+        }
+        # A bias of another rate has no part of its own in the rows' share of the clip's sum.
+        if solver is not None and bias_lr == lr:
+            size = self.setup.world_size
+            return Rows(**common, solver=solver, rank=self.setup.rank, size=size)
+        sends = index in self.spread and solver is None
+        curvature = self.curvatures.get(index)
+        return Whole(**common, owner=self.owners[index], curvature=curvature, sends_solver=sends)
+
+    def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
+        network = self.setup.model()
+        if network is None or bucket.index() or self._model_seen:
+            return
+        known = {id(parameter) for parameter in network.parameters()}
+        if any(id(content.parameter) not in known for content in contents):
+            raise UnsupportedConfigurationError(
+                "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
+                "make a KFACState for each model"
             )
-        loads = loads_s(setup.costs, self.owners, setup.world_size, setup.inverse_steps)
-        for rank, load_s in enumerate(loads):
-            yield f"rank {rank} works for {1e3 * load_s:.3g} ms a step"
+        self.traffic.adopt(model_of(bucket, state=self.setup.registered()))
+        self._model_seen = True
 
-    def memory_usage(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps: "factors", "solvers", "buffers"."""
-        curvatures = self.curvatures.values()
-        others = [solver.nbytes for index, solver in self.solvers.items() if index not in self.curvatures]
-        return {
-            "factors": sum(curvature.factor_bytes() for curvature in curvatures),
-            "solvers": sum(curvature.solver_bytes() for curvature in curvatures) + sum(others),
-            "buffers": self.traffic.nbytes,
-        }
-
-    def stats(self) -> dict[str, int]:
-        """Return what went wrong with this rank's layers."""
-        return {
-            "strained": sum(curvature.strained for curvature in self.curvatures.values()),
-            "dropped": sum(curvature.dropped for curvature in self.curvatures.values()),
-        }
-
-    # --- checkpoints -----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks' layers. Collective; raises ``ExchangeError`` if late factors are lost."""
-        setup = self.setup
-        self.traffic.settle()
-        own = {
-            setup.layers[index].name: curvature.state_dict() for index, curvature in self.curvatures.items()
-        }
-        gathered: list[dict[str, Any]] = [{}] * setup.world_size
-        dist.all_gather_object(gathered, own, group=setup.group)
-        states = {name: state for each in gathered for name, state in each.items()}
-        return {
-            "solver": setup.solver,
-            "world_size": setup.world_size,
-            "owners": list(self.owners),
-            "layers": {layer.name: states[layer.name] for layer in setup.layers},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what belongs to this rank's layers, and the solvers that all ranks have."""
-        for index, layer in enumerate(self.setup.layers):
-            own = state["layers"][layer.name]
-            curvature = self.curvatures.get(index)
-            if curvature is not None:
-                curvature.load_state_dict(own, layer.weight.device)
-            if index in self.spread and own.get("root") is not None:
-                if curvature is None:
-                    curvature = self._curvature(index)
-                    curvature.load_state_dict(own, layer.weight.device)
-                self.keep(index, curvature.spread())
-
-
-def _trouble(curvature: Curvature) -> str:
-    counts = {"times damped further": curvature.strained, "batches dropped": curvature.dropped}
-    return "".join(f", {count} {what}" for what, count in counts.items() if count)
+    def _check_whole(self, step: Step) -> None:
+        """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
+        for named in self.setup.named:
+            missing = [name for name, parameter in named.items() if id(parameter) not in step.waiting]
+            if 0 < len(missing) < len(named):
+                raise UnsupportedConfigurationError(
+                    f"expected gradients of all parameters of K-FAC's layers, got none of {missing[0]}, which was "
+                    "frozen since the KFACState was made, or which DDP ignores; make the KFACState after that, or name "
+                    "the layer in skip="
+                )

@@ -116,14 +116,6 @@ def check_parameters(layers: Sequence[Layer], model: nn.Module) -> None:
             )
 
 
-def check_max_dim(max_factor_dim: int) -> None:
-    """Raise ``ValueError`` unless it is a number of rows."""
-    if not isinstance(max_factor_dim, int) or max_factor_dim < 1:
-        raise ValueError(
-            f"expected a whole number of rows, 1 or more, got max_factor_dim={max_factor_dim!r}; 8192 is the default"
-        )
-
-
 def check_any(layers: Sequence[Layer], passing: Mapping[str, str]) -> None:
     """Refuse a model of which K-FAC would treat nothing."""
     if not layers:
@@ -141,13 +133,7 @@ def layer_costs(
     """Return the costs of all layers, the buckets in which they are expected, and which of them had best be spread.
 
     A layer may be spread that has more than half of a bucket: of a full one, not of the one it comes in, so that a
-    resumed run, whose first buckets are others, rounds as before.
-
-    Args:
-        model: wrapped by DDP or not; then DDP's default size of buckets is expected.
-        layers: of the model.
-        world_size: number of ranks.
-        inverse_steps: steps that a solver serves, those of the first step if that changes; None: nothing is spread.
+    resumed run, whose first buckets are others, rounds as before. With ``inverse_steps`` of None nothing is spread.
     """
     cap = int(getattr(model, "bucket_bytes_cap", _DEFAULT_BUCKET_BYTES))
     by_default = getattr(model, "bucket_bytes_cap_default", True)
@@ -179,17 +165,9 @@ def agree(
     group: dist.ProcessGroup,
     arguments: Mapping[str, object],
 ) -> list[LayerCost]:
-    """Return the costs of layers, the same on all ranks; raise on all ranks if layers or arguments differ.
+    """Return the layers' ``costs``, the same on all ranks; raise on all ranks if layers or arguments differ.
 
-    No layer is spread if the ranks would round its last product differently.
-
-    Args:
-        costs: of this rank's layers.
-        layers: in the same order.
-        group: the ranks.
-        arguments: of this rank's state, by name.
-
-    Collective.
+    No layer is spread if the ranks would round its last product differently. Collective.
     """
     device = layers[0].weight.device if layers else torch.device("cpu")
     spread = [layer.shape for layer, each in zip(layers, costs, strict=True) if each.spread]
@@ -267,14 +245,9 @@ def _divides(kind: type) -> bool:
     return any(each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb"))
 
 
-def check_held(layers: Sequence[Layer], rates: Mapping[int, float]) -> None:
+def check_held(named: Sequence[Mapping[str, nn.Parameter]], rates: Mapping[int, float]) -> None:
     """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
-    missing = [
-        name
-        for layer in layers
-        for name, parameter in layer.parameters().items()
-        if id(parameter) not in rates
-    ]
+    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
     if missing:
         raise UnsupportedConfigurationError(
             f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
@@ -293,27 +266,3 @@ def warn_of_gone(*, inversion: str, costs: str) -> None:
         if instead:
             message = f"{argument} has gone: {instead}; leave the argument out, the next version refuses it"
             warnings.warn(message, FutureWarning, stacklevel=3)
-
-
-def check_together(*, kl_clip: object, optimizer: object) -> None:
-    """Raise ``ValueError`` for a KL clip without learning rates."""
-    if kl_clip is not None and optimizer is None:
-        raise ValueError(
-            "expected the optimizer, whose learning rates enter the KL clip, got optimizer=None; pass it, or "
-            "kl_clip=None"
-        )
-
-
-def check_new(*, deferred: bool, codec: object, planned: bool) -> None:
-    """Refuse a state that cannot become part of a ``DecoupledState``."""
-    reasons = {
-        "that is part of another": deferred,
-        "with a plan for its factors": planned,
-        "with a codec": codec is not None,
-    }
-    found = [reason for reason, is_so in reasons.items() if is_so]
-    if found:
-        raise UnsupportedConfigurationError(
-            f"expected a new KFACState without a codec for each DecoupledState, got one {found[0]}; make a "
-            "KFACState(model, optimizer) for it"
-        )

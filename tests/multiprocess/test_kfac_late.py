@@ -43,8 +43,8 @@ def train_both_ways(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 def test_late_factors_train_the_same(world_size: int) -> None:
     for late, riding in run_ranks(train_both_ways, world_size):
         assert not any(riding)
-        # Both factors of four layers in steps 4 and 12, a layer after each step, before steps 8 and 16 invert.
-        assert late == [0] * 4 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
+        # Asked before each step. Four layers' factors of steps 4 and 12, one layer after each step, before 8 and 16.
+        assert late == [0] * 5 + [2] * 4 + [0] * 4 + [2] * 4 + [0] * 2
 
 
 def save_and_go_on(rank: int, world_size: int, path: str) -> list[dict[str, torch.Tensor]]:

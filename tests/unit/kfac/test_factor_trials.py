@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp._kfac.capture import FactorCapture
-from crossover_ddp._kfac.factors import Gram, multiplied
+from crossover_ddp._kfac.factors import Columns, multiplied
 from crossover_ddp._kfac.layers import find_layers
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.unit.kfac.test_capture import (
@@ -232,7 +232,7 @@ def test_columns_are_given_up_like_factors(before: Callable[..., None]) -> None:
     before(model, batch(seed=1))
     loss_of(model(batch())).backward()
     taken = {name: each for name, each in run.taken().items() if each is not None}
-    forms = [[isinstance(factor, Gram) for factor in each] for each in taken.values()]
+    forms = [[isinstance(factor, Columns) for factor in each] for each in taken.values()]
     assert forms == [[True, True], [False, False], [True, True]]
     factors = {name: Captured(multiplied(each.a), multiplied(each.g)) for name, each in taken.items()}
     assert_same(factors, expected_of(net(2), batch()))
