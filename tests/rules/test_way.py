@@ -24,7 +24,7 @@ WAYS = {
     "averaged": 15,
     "muon": 15,
     "owned": 21,
-    "kfac": 23,
+    "kfac": 22,
 }
 
 
