@@ -269,8 +269,6 @@ class GPUMutex:
         """Return counters of this rank: turns, seconds held and waited, hand-over latencies, siblings.
 
         A hand-over lasts from a sibling's release to the begin of the turn here, if this rank waited for it; seconds.
-        ``turns_pay`` is None, which is not known: siblings do not compare turns with running side by side. Before a
-        run `crossover-ddp advise` predicts it.
         """
         turns = self._turns
         return {
@@ -283,7 +281,6 @@ class GPUMutex:
             "lease_s": self._lease.seconds,
             "leases_expired": self._patience.expired_count,
             "ordered_by": turns.membership.order.kind if turns is not None else None,
-            "turns_pay": None,
             "disabled_because": self.disabled_because,
         }
 
