@@ -55,9 +55,9 @@ async def pull(
     is_pulling = pulls[link.rank]
     coming = [len(centre) * each for each in pulls]
     incoming = centre.new_empty(sum(coming))
-    if is_pulling:
-        parts(incoming, coming)[link.rank].copy_(parts(values, layout)[link.rank])
     await link.all_to_all(values, layout if is_pulling else [0] * link.size, incoming, coming)
+    if is_pulling:  # some links have written there
+        parts(incoming, coming)[link.rank].copy_(parts(values, layout)[link.rank])
     await link.compute()
     former = _move(centre, incoming.view(sum(pulls), len(centre)), rate)
     del incoming  # before there is memory for the whole centre

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
 from tests.harness import inside, run_ranks
@@ -59,6 +60,35 @@ def test_ranks_that_pull_together_walk_the_path_of_copies(world_size: int, optim
     expected = together_oracle(world_size, optimizer, STEPS, EVERY, 0.9 / world_size)
     for of_rank, values in zip(together(world_size), expected, strict=True):
         assert torch.equal(of_rank[optimizer], values)
+
+
+def pull_on(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Begin apart, learn nothing and pull together; return the parameters and the centre."""
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(37, 3).to(device))
+    state = ElasticState(1, "sync", 0.3)
+    model.register_comm_hook(state, elastic_hook)
+    inputs = torch.ones(2, 37, device=device)
+    model(inputs).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(float(rank))
+    for _ in range(4):
+        model(inputs).sum().backward()
+    centre = state.state_dict()["kept"]["centre"]["weight"]
+    state.close()
+    return model.module.weight.detach().cpu(), centre
+
+
+@pytest.mark.fake_cuda
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_ranks_pull_on_a_device_as_on_the_host(backend: str) -> None:
+    on_host = run_ranks(pull_on, 2, args=("cpu",))
+    for there, here in zip(run_ranks(pull_on, 2, args=("cuda",), backend=backend), on_host, strict=True):
+        assert all(map(torch.equal, there, here))
 
 
 # --- at their own pace ------------------------------------------------------------------------------------------------
