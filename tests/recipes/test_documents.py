@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
+from studies.claims import CLAIMS
 from tests.recipes.test_train import train_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("make", "python", "torchrun", "crossover-ddp", "accelerate", "tests/gpu/run_all.sh", "pip")
 TINY = "--steps 2 --image-size 32 --batch-size 4 --model-option 'channels=(8,8,16,16)'"
 TRAIN = "torchrun --nproc-per-node 2 recipes/train.py"
@@ -49,6 +50,42 @@ def test_commands_are_found() -> None:
     text = "text\n\n    make it\n    python a.py \\\n        --b 1   # why\n    X=1 torchrun c.py\n    | a | table |\n"
     assert list(commands(text)) == ["make it", "python a.py --b 1", "X=1 torchrun c.py"]
     assert [key for key in SHORTER if not any(command.startswith(key) for command in FOUND)] == []
+
+
+def missing(command: str) -> str | None:
+    """Say what a command names that is not there: a script, a module of ours, a sub-command, a claim, a target."""
+    words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
+    program, *rest = words
+    if program == "python":
+        rest = rest[1:] if rest[0] == "-m" and not rest[1].startswith("tests.") else rest
+        there = Path(rest[1].replace(".", "/") + ".py") if rest[0] == "-m" else Path(rest[0])
+        if rest[0].startswith(("recipes/", "tests/", "-m")) and not (ROOT / there).exists():
+            return str(there)
+        if rest[0].endswith("studies/run.py"):
+            named = rest[rest.index("--claim") + 1 :] if "--claim" in rest else []
+            return next((each for each in named[:1] if each not in CLAIMS and each != "NAME"), None)
+    if program == "make":
+        text = (ROOT / "Makefile").read_text()
+        return next(
+            (each for each in rest if re.fullmatch(r"[a-z]+", each) and f"\n{each}:" not in text), None
+        )
+    if program == "crossover-ddp" and "…" not in command:
+        try:
+            cli.parse(rest)
+        except SystemExit:
+            return command
+    return None
+
+
+@pytest.mark.parametrize(
+    "command", ["make nothing", "python recipes/no.py", "crossover-ddp no", "python -m tests.no"]
+)
+def test_what_is_not_there_is_found(command: str) -> None:
+    assert missing(command) is not None
+
+
+def test_commands_name_what_is_there() -> None:
+    assert {command: found for command in sorted(FOUND) if (found := missing(command))} == {}
 
 
 @pytest.mark.parametrize("command", SHORT)
