@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,21 +346,28 @@ def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) 
 
 
 @pytest.mark.defect("strangers-11")
-def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp_behind_flush() -> None:
-    """An average over parameters taken once (torch_ema) reads past all guards; the docs say so, and the cure."""
+@pytest.mark.parametrize(
+    "flushed",
+    [
+        True,
+        pytest.param(
+            False, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-11")
+        ),
+    ],
+)
+def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(flushed: bool) -> None:
+    """An average that goes through parameters taken once (torch_ema) sees updated ones, at least behind ``flush()``."""
     plain, ours = (Training(decoupled=decoupled) for decoupled in (False, True))
     averages = []
     for run in (plain, ours):
         average = [parameter.detach().clone() for parameter in run.held]
         for _ in range(6):
             run.step()
-            if run.state is not None:
+            if flushed and run.state is not None:
                 run.state.flush()
             torch._foreach_lerp_(average, [parameter.detach() for parameter in run.held], 0.5)
         averages.append(average)
     assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True))
-    rows = (Path(__file__).parents[2] / "docs/decoupled.md").read_text().splitlines()
-    assert any("torch_ema" in row and "`state.flush()` before" in row for row in rows)
 
 
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
