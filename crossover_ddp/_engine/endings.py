@@ -41,7 +41,12 @@ def let_collectives_go(process_group: dist.ProcessGroup) -> None:
     (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
     """
     if "gloo" in dist.get_backend(process_group):
-        time.sleep(_LET_GO_S)
+        let_gloo_go()
+
+
+def let_gloo_go() -> None:
+    """See `let_collectives_go`; where the group may be gone by now."""
+    time.sleep(_LET_GO_S)
 
 
 def stop_workers(workers: Sequence[Worker], timeout_s: float) -> bool:

@@ -27,7 +27,7 @@ from crossover_ddp.errors import CrossoverError, ExchangeError
 
 from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward
 from .digest import Digests
-from .endings import on_destruction
+from .endings import let_gloo_go, on_destruction
 from .gloo import Gloo
 from .journeys import Journey, Trip
 from .links import Alone, Begin, Device, GradientFuture, Layout, Link, Network, Place, equal_layout
@@ -426,6 +426,7 @@ class Exchange:
         if not self._close_networks(_NEEDED_BY_OTHERS_S if needed else _END_S):
             self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
             self._close_networks(_END_S)
+            let_gloo_go()  # it may have been in an all-reduce of its own, which has failed now
         with self._lock:  # what has arrived may still be used
             self._failure = self._failure or ExchangeError(_DESTROYED)
 

@@ -67,6 +67,16 @@ def test_an_event_holds_what_came_before_it_was_recorded(side: torch.cuda.Stream
     assert event.query()
 
 
+def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cuda.Stream) -> None:
+    event = side.record_event()
+    with held(here()) as gate:
+        here().wait_event(event)
+        with held(side):
+            event.record(side)
+            gate.open()
+            assert eventually(here().query, 20)
+
+
 def test_elapsed_time_is_that_between_two_events(side: torch.cuda.Stream) -> None:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(side):
