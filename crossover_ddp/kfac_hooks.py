@@ -31,20 +31,16 @@ from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._kfac.factors import WeightSharing
+from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
-from crossover_ddp._kfac.packed import Packed
 from crossover_ddp._kfac.placement import loads_s, place
-from crossover_ddp._kfac.preconditioner import KFACSetup, Preconditioner
+from crossover_ddp._kfac.preconditioner import KFACSetup, Preconditioner, check_held, learning_rates
 from crossover_ddp._kfac.settings import (
-    Hyper,
-    Hypers,
     agree,
     check_any,
     check_choices,
-    check_held,
     check_parameters,
     layer_costs,
-    learning_rates,
     warn_of_adaptive,
     warn_of_gone,
     warn_of_large,
@@ -449,7 +445,7 @@ class KFACState(Pausable):
             return self._preconditioner.way(packed, taken, link)
 
         self.enter(bucket)
-        coded = around(self._compression, bucket, group, pack)
+        coded = None if self._compression is None else around(self._compression, bucket, group, pack)
         try:
             taken = Exchange.of(group).carry(bucket, way, turn=turn, state=state, around=coded)
         except Exception:

@@ -5,24 +5,34 @@ running mean is not commutative. No direction is written before the KL clip is k
 buckets must have been worked on. A layer whose bias and weight come in two buckets travels with the last of them; the
 other one is whole when that has been written. These waits form no circle: factors wait for buckets of former steps
 only, owners' work for factors, the clip for the owners' work, buckets for the clip and for later buckets.
+
+[Note: a layer's way] A layer goes to its owner, which preconditions it: `Whole`. Or, if all ranks have its solver, each
+rank preconditions some rows of it: `Rows`, see [Note: spread layers] in `spread`. Both do the same in turn: `pack` on
+the hook's thread, `work` between the halves, `bring_back` wherever the bucket's way ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from crossover_ddp._ddp.contents import Content, Run
+from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
+from crossover_ddp._owners.packing import Item, packing
 
+from .curvature import Curvature
 from .factor_traffic import Factor
-from .packed import Packed
-from .settings import HyperNow
+from .factors import gradient_matrix, split_gradient
+from .layers import LayerShape
+from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 
-async def precondition(packed: Packed, step: "Step", bucket: Bucket, link: Link) -> None:
+async def precondition(packed: "Packed", step: "Step", bucket: Bucket, link: Link) -> None:
     """Average each layer's gradient at its owner, who preconditions it, and copy the direction to all."""
     await link.reduce_scatter(packed.flat, packed.layout)
 
@@ -48,6 +58,60 @@ async def precondition(packed: Packed, step: "Step", bucket: Bucket, link: Link)
             packed.unload(step.scale)
     packed.done()
     step.written.passes()
+
+
+Hyper = float | Callable[[int], float]
+
+
+class HyperNow(NamedTuple):
+    """The hyper-parameters in one step, and what is due in it."""
+
+    damping: float
+    decay: float
+    kl_clip: float | None
+    takes_factors: bool
+    inverts: bool
+    factor_steps: int
+    inverse_steps: int
+
+
+class Hypers(NamedTuple):
+    """The hyper-parameters, each a number or a function of the step."""
+
+    damping: Hyper
+    factor_decay: Hyper
+    kl_clip: Hyper | None
+    factor_update_steps: int | Callable[[int], int]
+    inv_update_steps: int | Callable[[int], int]
+
+    def at(self, step: int) -> HyperNow:
+        """Return their values in ``step``; raise ``ValueError`` for one that makes no sense."""
+        damping, decay, kl_clip, every, inverts_every = (
+            value(step) if callable(value) else value for value in self
+        )
+        for name, period in (("factor_update_steps", every), ("inv_update_steps", inverts_every)):
+            if not isinstance(period, int) or period < 1:
+                raise ValueError(
+                    f"expected a whole number of steps, 1 or more, got {name}={period!r}; 1 means every step"
+                )
+        assert damping is not None and decay is not None and every is not None and inverts_every is not None
+        if not damping > 0:
+            raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
+        if not 0 <= decay < 1:
+            raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
+        if kl_clip is not None and not kl_clip > 0:
+            raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
+        takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
+        return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
+
+    def arguments(self, step: int) -> dict[str, object]:
+        """Return their values in ``step`` by name; raise as `at`."""
+        now = self.at(step)
+        values = (now.damping, now.decay, now.kl_clip, now.factor_steps, now.inverse_steps)
+        return dict(zip(self._fields, values, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
 class Everyone(Gate):
@@ -132,3 +196,269 @@ class Step:
         # In the order of ranks, so that all get the same. Where all gradients are zero the scale is min(1, inf).
         total = sums.sum().abs() / self.loss_scale**2
         self.scale = (self.now.kl_clip / total).sqrt().clamp(max=1.0)
+
+
+@dataclass(eq=False, kw_only=True)
+class BucketLayer:
+    """A layer whose gradients DDP's buckets have brought.
+
+    Args:
+        index, shape, parameter: of the layer: its place, its shape, its weight.
+        weight, bias: gradients in DDP's buckets.
+        lr, bias_lr: of its weight and its bias.
+        whole: to be opened when it is written, if an earlier bucket has a part of it.
+
+    Attributes:
+        items: what travels: by owner, how many elements.
+        spans: where; set before anything is packed.
+    """
+
+    index: int
+    shape: LayerShape
+    parameter: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lr: float
+    bias_lr: float
+    whole: Gate | None
+
+    def __post_init__(self) -> None:
+        self.items: Sequence[tuple[int, int]] = ()
+        self.spans: Sequence[Span] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class Whole(BucketLayer):
+    """A layer that goes to its owner.
+
+    Args:
+        owner: a rank.
+        curvature: of the layer, if this rank owns it.
+        sends_solver: whether its owner sends its solver to all ranks in this step.
+    """
+
+    owner: int
+    curvature: Curvature | None
+    sends_solver: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.items = [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
+
+    def pack(self, flat: Tensor) -> None:
+        """Write the gradients."""
+        (span,) = self.spans
+        middle = span.start + self.weight.numel()
+        self._weight = flat[span.start : middle].view(self.weight.shape)
+        self._bias = None if self.bias is None else flat[middle : span.stop].view(self.bias.shape)
+        self._weight.copy_(self.weight)
+        if self._bias is not None and self.bias is not None:
+            self._bias.copy_(self.bias)
+
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell whether this rank, the owner, makes a solver now, if there are factors."""
+        # Not to send plain gradients for a whole period where the first factors were not finite.
+        return self.curvature is not None and (now.inverts or self.curvature.solver is None)
+
+    def work(self, now: HyperNow) -> Tensor | None:
+        """Precondition the mean, if this rank is the owner; return the layer's term of the KL clip's sum, if any."""
+        curvature = self.curvature
+        if curvature is None:
+            return None
+        if now.inverts or curvature.lacks_solver:
+            curvature.invert(now.damping)
+        matrix = gradient_matrix(self.shape, self._weight, self._bias)
+        preconditioned = matrix
+        if curvature.solver is not None:
+            # With a bias it is a copy already, see [Note: copies before products] in `factors`.
+            preconditioned = curvature.solver.precondition(matrix if self.shape.has_bias else matrix.clone())
+        term = None
+        if now.kl_clip is not None:  # now, since the direction is written over the gradient
+            term = self._kl_term(preconditioned * matrix.to(preconditioned.dtype))
+        if curvature.solver is not None:
+            split_gradient(self.shape, preconditioned, self._weight, self._bias)
+        return term
+
+    def bring_back(self, scale: Tensor | None) -> None:
+        """Write the direction, times ``scale``, to DDP's bucket; None for 1."""
+        for source, target in ((self._weight, self.weight), (self._bias, self.bias)):
+            if source is None or target is None:
+                continue
+            if scale is None:
+                target.copy_(source)
+            else:
+                torch.mul(source, scale, out=target)
+
+    def _kl_term(self, terms: Tensor) -> Tensor:
+        """Sum up V·∇, [groups, g, a] with the bias in the last column, by the learning rates."""
+        if self.bias is None or self.bias_lr == self.lr:
+            return terms.sum(dtype=torch.float64) * self.lr**2
+        weight, bias = terms[..., :-1].sum(dtype=torch.float64), terms[..., -1].sum(dtype=torch.float64)
+        return weight * self.lr**2 + bias * self.bias_lr**2
+
+
+@dataclass(eq=False, kw_only=True)
+class Rows(BucketLayer):
+    """A layer of which each rank preconditions some rows; see `Whole`.
+
+    Args:
+        solver: that all ranks have.
+        rank, size: of this process.
+    """
+
+    solver: SpreadSolver
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rows, self._width = rows_of(self.shape, self.size), sides(self.shape)[1]
+        self.items = [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
+
+    def pack(self, flat: Tensor) -> None:
+        """Write each rank's rows of T ∇."""
+        self._parts = [flat[span.start : span.stop].view(-1, self._width) for span in self.spans]
+        matrix = gradient_matrix(self.shape, self.weight, self.bias)[0]
+        for rows, part in zip(self._rows, self._parts, strict=True):
+            self.solver.before(matrix, rows, part)
+
+    def needs_solver(self, now: HyperNow) -> bool:
+        """Tell that all ranks have it."""
+        return False
+
+    def work(self, now: HyperNow) -> Tensor | None:
+        """Precondition this rank's rows; return their term of the KL clip's sum, if any."""
+        own = self._parts[self.rank]
+        # See [Note: copies before products] in `factors`.
+        turned = own.to(self.solver.right.dtype, copy=True)
+        made = turned @ self.solver.right
+        own.copy_(made)
+        if now.kl_clip is None:
+            return None
+        return (made * turned).sum(dtype=torch.float64) * self.lr**2
+
+    def bring_back(self, scale: Tensor | None) -> None:
+        """Make the direction of all ranks' rows, times ``scale``, and write it to DDP's bucket; None for 1."""
+        direction = self.solver.after(self._parts)
+        if scale is not None:
+            direction *= scale
+        split_gradient(self.shape, direction.unsqueeze(0), self.weight, self.bias)
+
+
+@dataclass(eq=False)
+class Packed:
+    """What travels in a bucket's place.
+
+    A rank's part begins with the layers that it owns and its rows of those that are spread. Behind that lies its share
+    of what passes through.
+
+    Args:
+        number: of the bucket.
+        buffer: of the bucket, flat.
+        contents: of the bucket.
+        layers: those that the bucket completes.
+        passes: spans of ``buffer`` that pass through.
+        size: number of ranks.
+        free: by number of a bucket, memory that has travelled for it before.
+        solvers: of spread layers.
+        factors: opened when all factors that have left so far are in the running means.
+        elsewhere: opened when the layers are written of which the bucket has a part, and a later one the rest.
+    """
+
+    number: int
+    buffer: Tensor
+    contents: Sequence[Content]
+    layers: Sequence[Whole | Rows]
+    passes: tuple[Span, ...]
+    size: int
+    free: dict[int, Tensor]
+    solvers: dict[int, SpreadSolver]
+    factors: Gate
+    elsewhere: Sequence[Gate]
+
+    def __post_init__(self) -> None:
+        items = tuple([Item(owner, n, n) for layer in self.layers for owner, n in layer.items])
+        made = packing(self.size, items, self.passes)
+        self.layout, self._passing = made.there.lengths, made.passing
+        flat, like = (
+            self.free.pop(self.number, None),
+            (made.there.numel, self.buffer.dtype, self.buffer.device),
+        )
+        if flat is None or (flat.numel(), flat.dtype, flat.device) != like:
+            flat = self.buffer.new_empty(made.there.numel)
+        self.flat = flat
+        places = iter(made.items)
+        with self._exact():
+            for layer in self.layers:
+                layer.spans = [next(places).there for _ in layer.items]
+                layer.pack(flat)
+        for span, place in self._passing:
+            _part(flat, place.there).copy_(_part(self.buffer, span))
+
+    async def share_solvers(self, link: Link) -> None:
+        """Copy solvers of spread layers that are new in this step from their owners to all."""
+        new = [layer for layer in self.layers if isinstance(layer, Whole) and layer.sends_solver]
+        if not new:
+            return
+        new.sort(key=lambda layer: layer.owner)
+        numels = [spread_numel(layer.shape) for layer in new]
+        counts = [0] * link.size
+        for layer, numel in zip(new, numels, strict=True):
+            counts[layer.owner] += numel
+        flat = self.flat.new_empty(sum(counts))
+        places = list(zip(new, flat.split(numels), strict=True))
+        for layer, place in places:
+            if layer.curvature is not None:
+                own = layer.curvature.spread()
+                place.zero_() if own is None else own.pack(place)
+        await link.all_gather(flat, counts)
+        for layer, place in places:
+            curvature = layer.curvature
+            solver = SpreadSolver.unpack(place, layer.shape) if curvature is None else curvature.spread()
+            if solver is None:
+                self.solvers.pop(layer.index, None)
+            else:
+                self.solvers[layer.index] = solver
+
+    def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
+        """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""
+        with self._exact():
+            return layer.work(now)
+
+    def unload(self, scale: Tensor | None) -> None:
+        """Write what came back into DDP's buckets, directions times ``scale``; None for 1."""
+        with self._exact():
+            for layer in self.layers:
+                layer.bring_back(scale)
+                if layer.whole is not None:
+                    layer.whole.open()
+        for span, place in self._passing:
+            _part(self.buffer, span).copy_(_part(self.flat, place.there))
+
+    def _exact(self) -> torch.autocast:
+        # A thread that calls backward(), or forward, may have been told to compute in half precision.
+        return torch.autocast(self.flat.device.type, enabled=False)
+
+    def done(self) -> None:
+        """Give the memory back."""
+        self.free[self.number] = self.flat
+
+    def runs(self) -> list[Run]:
+        """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""
+        found = []
+        for each in self.layers:
+            (span,), ((owner, _),) = each.spans, each.items
+            stop = span.start + each.weight.numel()
+            found.append(Run(each.parameter, 0, owner, Span(span.start, stop)))
+        for span, place in self._passing:
+            for parameter, _, own in self.contents:
+                begin, stop = max(own.start, span.start), min(own.stop, span.stop)
+                if begin < stop and parameter.dim() > 1:
+                    start = place.there.start - span.start
+                    run = Span(start + begin, start + stop)
+                    found.append(Run(parameter, begin - own.start, place.owner, run))
+        return sorted(found, key=lambda run: run.span.start)
+
+
+def _part(flat: Tensor, span: Span) -> Tensor:
+    return flat[span.start : span.stop]

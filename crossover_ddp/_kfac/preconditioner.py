@@ -1,13 +1,14 @@
 """K-FAC on the hook's thread: what this rank owns, what each bucket sends, what steps need before and after."""
 
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from crossover_ddp._ddp.checks import flat_gradients, model_of
 from crossover_ddp._ddp.contents import Content, contents_of
@@ -22,14 +23,44 @@ from .capture import FactorCapture, WaitingDirections
 from .curvature import SOLVERS, Curvature
 from .factor_traffic import FactorTraffic
 from .factors import WeightSharing
-from .journeys import Step, precondition
+from .journeys import HyperNow, Hypers, Packed, Rows, Step, Whole, precondition
 from .layers import Layer
-from .packed import Packed, Rows, Whole
 from .placement import LayerCost
-from .settings import HyperNow, Hypers
 from .spread import SpreadSolver
 
 _MOST_GROUPS: Final = 16  # of late factors; each costs messages
+
+
+def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
+    """Return the learning rates of this moment, by the parameters' ids."""
+    optimizers = listed(optimizer)
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise ValueError(
+                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
+                "torch.optim.Optimizer objects"
+            )
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+
+
+def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return the optimizers of one, of several or of none."""
+    if optimizer is None:
+        return []
+    one = hasattr(optimizer, "param_groups")
+    return [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
+
+
+def check_held(named: Sequence[Mapping[str, nn.Parameter]], rates: Mapping[int, float]) -> None:
+    """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
+    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
+    if missing:
+        raise UnsupportedConfigurationError(
+            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
+            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
+            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
+        )
 
 
 @dataclass(eq=False)

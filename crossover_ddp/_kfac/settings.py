@@ -1,9 +1,9 @@
-"""K-FAC's arguments: hyper-parameters that may change with the step, what is refused, what the ranks agree upon."""
+"""K-FAC's arguments: what is refused, and what the ranks agree upon before the first step."""
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Final, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from .factors import WeightSharing
 from .layers import TOO_LARGE, Layer, unwrapped
 from .placement import LayerCost, expected_buckets, spreads
+from .preconditioner import listed
 from .spread import rounding
 
 logger = logging.getLogger(__name__)
@@ -30,59 +31,6 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "accumulated": ("mean", "sum"),
     "costs": ("typical", "measured"),
 }
-
-Hyper = float | Callable[[int], float]
-
-
-class HyperNow(NamedTuple):
-    """The hyper-parameters in one step, and what is due in it."""
-
-    damping: float
-    decay: float
-    kl_clip: float | None
-    takes_factors: bool
-    inverts: bool
-    factor_steps: int
-    inverse_steps: int
-
-
-class Hypers(NamedTuple):
-    """The hyper-parameters, each a number or a function of the step."""
-
-    damping: Hyper
-    factor_decay: Hyper
-    kl_clip: Hyper | None
-    factor_update_steps: int | Callable[[int], int]
-    inv_update_steps: int | Callable[[int], int]
-
-    def at(self, step: int) -> HyperNow:
-        """Return their values in ``step``; raise ``ValueError`` for one that makes no sense."""
-        damping, decay, kl_clip, every, inverts_every = (
-            value(step) if callable(value) else value for value in self
-        )
-        for name, period in (("factor_update_steps", every), ("inv_update_steps", inverts_every)):
-            if not isinstance(period, int) or period < 1:
-                raise ValueError(
-                    f"expected a whole number of steps, 1 or more, got {name}={period!r}; 1 means every step"
-                )
-        assert damping is not None and decay is not None and every is not None and inverts_every is not None
-        if not damping > 0:
-            raise ValueError(f"expected damping > 0, got damping={damping}; 0.001 is usual")
-        if not 0 <= decay < 1:
-            raise ValueError(f"expected 0 <= factor_decay < 1, got factor_decay={decay}; 0.95 is usual")
-        if kl_clip is not None and not kl_clip > 0:
-            raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
-        takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
-        return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
-
-    def arguments(self, step: int) -> dict[str, object]:
-        """Return their values in ``step`` by name; raise as `at`."""
-        now = self.at(step)
-        values = (now.damping, now.decay, now.kl_clip, now.factor_steps, now.inverse_steps)
-        return dict(zip(self._fields, values, strict=True))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
 def check_choices(**given: str) -> None:
@@ -197,33 +145,13 @@ def warn_of_large(passing: Mapping[str, str]) -> None:
         )
 
 
-def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
-    """Return the learning rates of this moment, by the parameters' ids."""
-    optimizers = _listed(optimizer)
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise ValueError(
-                f"expected an optimizer or a sequence of them, got optimizer={type(each).__name__}; pass "
-                "torch.optim.Optimizer objects"
-            )
-    groups = [group for each in optimizers for group in each.param_groups]
-    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
-
-
-def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    one = hasattr(optimizer, "param_groups")
-    return [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
-
-
 def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: Sequence[Layer]) -> None:
     """Name the optimizers of the layers' parameters that divide by the size of gradients, in one warning."""
     weights = {id(layer.weight) for layer in layers}
     found = sorted(
         {
             type(each).__name__
-            for each in _listed(optimizer)
+            for each in listed(optimizer)
             if any(_divides(kind) for kind in type(each).__mro__)
             and any(
                 id(parameter) in weights
@@ -243,17 +171,6 @@ def warn_of_adaptive(optimizer: Optimizer | Sequence[Optimizer] | None, layers: 
 def _divides(kind: type) -> bool:
     name = kind.__name__.lower()
     return any(each in name for each in ("adam", "rmsprop", "adagrad", "adadelta", "adafactor", "lamb"))
-
-
-def check_held(named: Sequence[Mapping[str, nn.Parameter]], rates: Mapping[int, float]) -> None:
-    """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
-    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
-    if missing:
-        raise UnsupportedConfigurationError(
-            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
-            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
-            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
-        )
 
 
 def warn_of_gone(*, inversion: str, costs: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGE: Final = "crossover_ddp"
-_OF_KFAC: Final = ("factor_traffic", "journeys", "packed", "preconditioner")
+_OF_KFAC: Final = ("factor_traffic", "journeys", "preconditioner")
 ENGINE: Final = (
     *("_ddp", "_engine", "_decoupled", "_compression", "_averaging", "_owners.muon"),
     *(f"_kfac.{module}" for module in _OF_KFAC),

@@ -24,7 +24,7 @@ WAYS = {
     "averaged": 15,
     "muon": 15,
     "owned": 21,
-    "kfac": 22,
+    "kfac": 20,
 }
 
 

@@ -31,7 +31,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "of a spread layer's rows only the first one counts for the KL clip",
-        "crossover_ddp/_kfac/packed.py",
+        "crossover_ddp/_kfac/journeys.py",
         "(made * turned).sum(",
         "(made * turned)[:1].sum(",
         (_KFAC, "-k", "independent and spread"),
@@ -52,7 +52,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "factors travel in steps that take none, too",
-        "crossover_ddp/_kfac/settings.py",
+        "crossover_ddp/_kfac/journeys.py",
         "takes, inverts = step % int(every) == 0,",
         "takes, inverts = True,",
         ("tests/journeys/test_bits_and_buffers.py", "-k", "bytes_on and seldom"),
@@ -115,7 +115,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the KL clip takes the weight's learning rate for the bias",
-        "crossover_ddp/_kfac/packed.py",
+        "crossover_ddp/_kfac/journeys.py",
         "if self.bias is None or self.bias_lr == self.lr:",
         "if self.bias is None or self.lr:",
         (_DEFECTS, "-k", "learning_rate and whole"),
