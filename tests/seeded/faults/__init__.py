@@ -8,6 +8,7 @@ from .averaging import AVERAGING
 from .codecs import CODECS
 from .command import COMMAND
 from .decoupled import DECOUPLED
+from .device import DEVICE
 from .engine import ENGINE
 from .exchange import EXCHANGE
 from .kfac import KFAC
@@ -30,4 +31,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
     *COMMAND,
     *RECIPES,
     *RISKS,
+    *DEVICE,
 )
