@@ -8,7 +8,9 @@ from tests.seeded.faults import FAULTS
 
 def test_faults_can_be_seeded_and_their_tests_are_there() -> None:
     for fault in FAULTS:
-        compile(fault.seeded(ROOT), fault.path, "exec")  # says which one it is
+        seeded = fault.seeded(ROOT)
+        if fault.path.endswith(".py"):
+            compile(seeded, fault.path, "exec")  # says which one it is
     assert [fault.why for fault in FAULTS if not fault.tests or fault.missing(ROOT)] == []
 
 
