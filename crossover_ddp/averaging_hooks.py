@@ -100,6 +100,9 @@ class LocalSGDState(AveragingState):
 def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Hand the bucket back with this rank's own gradients; see `LocalSGDState` for what is averaged when.
 
+    Nothing travels here: parameters leave, are waited for and written by a hook before the model's next training
+    forward, on the thread that calls it (``_averaging/state.py``). A failure is raised there, and by all that follows.
+
     Args:
         state: made once per model.
         bucket: DDP's bucket.

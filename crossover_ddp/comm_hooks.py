@@ -62,8 +62,8 @@ def reduce_scatter_all_gather_hook(
 
     A drop-in for torch's ``allreduce_hook``: the gradients are those of plain DDP, to the last bit with one
     or two ranks, and up to the order of additions with more: a balanced tree over ranks. Wire traffic is that of an
-    all-reduce. On gloo the two halves are messages straight to and from owners, driven by two threads of this process;
-    between two ranks, whose sums have the same bits either way, they are gloo's own all-reduce.
+    all-reduce. On gloo the two halves are messages straight to and from owners, driven by threads of this process;
+    between two ranks float32 and float64 on the CPU go by gloo's own all-reduce, which has the same bits.
 
     Args:
         process_group: the group that DDP was given; None means the default group, as DDP does.
@@ -107,7 +107,7 @@ class CrossoverState(Pausable):
     Args:
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: the mutex to take turns with. Default: the one of this process, on the device of the first bucket, in the
-            group named by ``CROSSOVER_GROUP``, made when the first exchange ends and closed with the process group.
+            group named by ``CROSSOVER_GROUP``, made in the first exchange and closed with the process group.
             All models of the process share it. A model whose process group has only some of the job's ranks takes no
             turns of its own; its gradients travel inside the turns of the job.
         codec: compresses both halves, with error feedback; one for both, or a pair: to owners, to all. Such as
@@ -149,7 +149,7 @@ class CrossoverState(Pausable):
 
     @property
     def mutex(self) -> GPUMutex | None:
-        """The mutex, or None before the end of the first exchange."""
+        """The mutex, or None before the job has joined."""
         return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
 
     def stats(self) -> dict[str, Any]:
@@ -302,10 +302,11 @@ def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:
 
 
 class JobTurn:
-    """Turns on whatever device the first bucket is on: makes the mutex at the end of the first exchange.
+    """Turns on whatever device the first bucket is on: makes the mutex in the first exchange.
 
-    Making it is collective and may block, so it happens on the engine's worker, where all ranks come to the
-    same point; the first iteration, which DDP runs as one big bucket, computes before the job has joined.
+    Making it is collective and may block, so it happens on a thread of the link, where all ranks come to the same
+    point: by messages in `request`, between the halves of the last bucket; by NCCL and with one rank in `take` of
+    `TurnLink`. The first iteration, which DDP runs as one big bucket, computes before the job has joined.
 
     Args:
         process_group: of the model; None for the default group.

@@ -1,8 +1,9 @@
 """K-FAC on the gradient's own buckets: register `kfac_hook` with ``ddp_model.register_comm_hook``.
 
-Our design: the bucket is cut by layer owner, the factors of its layers go to the same owner just before it, the owner
-inverts them and preconditions its layers, and the all-gather that the gradient needs anyway brings the preconditioned
-gradient to everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-KFAC (arXiv 2206.15143).
+Our design: the bucket is cut by layer owner, the factors of its layers go to the same owner, as a journey of their own
+just before it (where no solver is made, behind the gradients of this step and the next ones), the owner inverts them
+and preconditions its layers, and the all-gather that the gradient needs anyway brings the preconditioned gradient to
+everybody. Placement after SPD-KFAC (arXiv 2107.06533), local factors after DP-KFAC (arXiv 2206.15143).
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.

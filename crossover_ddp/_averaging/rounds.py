@@ -48,6 +48,9 @@ class ElasticRound(NamedTuple):
 class Rounds:
     """See [Note: rounds]. All methods are called on the training thread and none waits, but `hold` and `close`.
 
+    They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
+    links must be drawn in one order. If it fails, the group's connections are closed all the same.
+
     Args:
         group: the ranks, which exchange host memory by messages.
         start: the vectors that the centre begins with, the same on all ranks; none: nothing but tables travels.

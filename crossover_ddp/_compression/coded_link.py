@@ -337,7 +337,8 @@ class CodedLink(LinkAround):
     """Sends codes to owners, who add what they mean, and send codes of the mean, or of what they make of it, to all.
 
     The codes are those of whole gradients, are added in float32, and divided then. Own parts are what all ranks will
-    decode as soon as `reduce_scatter` is done, but where owners have work.
+    decode as soon as `reduce_scatter` is done, but where owners have work. What travels is laid out by ``coded``, whose
+    parts are those of the layouts that it is given.
 
     Args:
         link: that carries the messages.

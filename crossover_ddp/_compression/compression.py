@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._engine.exchange import Around, Exchange
-from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.links import Layout, Link
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, check_size, codecs_of
@@ -87,7 +87,7 @@ class Compression:
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, packed: Packed | None = None
     ) -> CodedBucket | None:
         """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
-        flat = flat_gradients(bucket) if packed is None else packed.flat
+        exchange, flat = Exchange.of(group), flat_gradients(bucket) if packed is None else packed.flat
         if (flat.dtype, flat.device) not in self._checked:
             self._check(flat, group)
             self._checked.add((flat.dtype, flat.device))
@@ -117,7 +117,7 @@ class Compression:
         if known is None:
             self._put_aside(parameters)
         if parts is None:
-            parts = _cut(bucket, flat, group.size()) if known is None else known.parts
+            parts = _cut(bucket, flat, exchange.equal_layout(flat)) if known is None else known.parts
         self._add_aside(flat, parts)
         if is_exact:
             return None
@@ -130,7 +130,7 @@ class Compression:
                 flat.device,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
-                by_collectives=not Exchange.of(group).sends_messages(flat.device),
+                by_collectives=not exchange.sends_messages(flat.device),
                 scratch=self._scratch,
             )
         known.encode(flat, parts, whole=is_draining)
@@ -300,8 +300,6 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPINGS)
 
 
-def _cut(bucket: dist.GradBucket, flat: torch.Tensor, ranks: int) -> list[Part]:
-    """Cut a bucket whose mean is wanted into equal parts; the last owner has what is left over."""
-    share = flat.numel() // ranks
-    layout = [share] * (ranks - 1) + [flat.numel() - share * (ranks - 1)]
+def _cut(bucket: dist.GradBucket, flat: torch.Tensor, layout: Layout) -> list[Part]:
+    """Cut a bucket whose mean is wanted as it is cut without a codec."""
     return parts_of(layout, runs_of(contents_of(bucket, flat), layout))

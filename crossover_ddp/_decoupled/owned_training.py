@@ -5,7 +5,7 @@ with their preconditioners, Muon, AdamW. A bucket is packed by owner and reduce-
 ``step()`` each rank takes the optimizers' own step for the parameters that it owns, as their sums arrive; the gather
 brings the new values to everybody, while the next forward runs. Wire bytes are those of plain DDP; work and state are
 divided by the number of ranks. Of torch's Muon directions travel instead, see [Note: directions in the next forward] in
-`owned_muon.py`. Our design.
+`owned.py`. Our design.
 
 Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not made for two
 threads, and forward needs first what was reduced last, so that little could run ahead.
@@ -237,7 +237,10 @@ class OwnedShare(Share):
 
 
 async def summed(packed: Packed, link: Link) -> None:
-    """Bring a bucket's gradients to their owners, who step when all ranks do."""
+    """Bring a bucket's gradients to their owners; its journey ends there, and passes no gate.
+
+    ``step()`` begins the way back as a journey of its own on the same link, see `OwnedTraining._update_owned`.
+    """
     await link.reduce_scatter(packed.there.tensor, packed.there.layout.lengths)
 
 

@@ -491,7 +491,7 @@ class Updates:
                 self.lower_guards()
 
     def note_gradients(self) -> None:
-        """Wait for the round and note its gradients, so that changes show; see `seals`."""
+        """Wait for the round and note its gradients, so that changes show; see [Note: changes that no counter sees]."""
         for share in self.round.shares:
             share.await_mean()
             share.note_gradients()

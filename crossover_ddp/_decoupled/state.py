@@ -205,7 +205,7 @@ class DecoupledState(Pausable):
     ) -> torch.Tensor:
         """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; call it before ``step()``.
 
-        Each rank looks at its own parts only; two numbers per rank are exchanged. The gradients are scaled when
+        Each rank looks at its own parts only; three numbers per rank are exchanged. The gradients are scaled when
         they are applied. If some rank has called `flush` since ``backward()``, all do, and each clips by itself.
 
         Args:
@@ -363,8 +363,9 @@ class _Nothing:
 def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start to average the bucket, and let backward go on; see `DecoupledState`.
 
-    The bucket is reduce-scattered during backward and gathered when the wire is free, at the latest in the next
-    forward. ``p.grad`` holds the mean from then on, or after `DecoupledState.flush`.
+    The bucket is reduce-scattered during backward. Gathers begin by themselves when the last bucket is reduced, its own
+    first; the next forward only waits for them, and updates. ``p.grad`` holds the mean from then on, or after
+    `DecoupledState.flush`. A step that is not deferred goes the split hook's way.
 
     Args:
         state: made once per model and optimizer.

@@ -137,7 +137,10 @@ class Bucket(Trip):
         self.future.set_result(self.result)
 
     async def summed(self) -> bool:
-        """Note that the own part is there, and wait for the other buckets' sums; return whether it is still needed."""
+        """Note that the own part is there, and wait for the other buckets' sums; return whether it is still needed.
+
+        The last bucket opens the gate and goes first: sums end in the order of buckets, so all are there with its own.
+        """
         self.half.reach(None, self.place.mark())
         gathers = self.backward.gathers
         await (gathers.passed_first() if self.last else gathers)

@@ -30,7 +30,7 @@ from .journeys import Station
 GradientFuture = torch.futures.Future[torch.Tensor]
 Begin = Callable[[], Awaitable[None]]
 Layout = Sequence[int]
-"""Number of elements of each rank's part of a flat tensor, in the order of ranks."""
+"""Number of elements of each rank's part of a flat tensor, in rank order; the ``lengths`` of `_ddp.layout.Layout`."""
 CHANNEL_BITS: Final = 4
 _AS_IT_IS: Final = contextlib.nullcontext()
 

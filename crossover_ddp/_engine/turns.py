@@ -24,7 +24,10 @@ class Turn(Protocol):
         """Whether a sibling was on this rank's device when the turn began."""
 
     def release(self) -> None:
-        """Give the turn away: the step's compute is launched. Called on the hook's thread; never blocks."""
+        """Give the turn away: the step's compute is launched. Never blocks.
+
+        Called on the hook's thread, or, if the last bucket ``keeps_turn``, on that of its owners' work.
+        """
 
     def request(self) -> None:
         """Join the queue early: the last bucket is half-way. Called on a thread of the engine."""

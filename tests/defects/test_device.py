@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
+from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
+from tests.fake_cuda import late
 from tests.fake_cuda.gate import held
 from tests.gpu.kernels import busy_kernel
 from tests.gpu.races import LEASE_S, Plan, hear, new_plan, tell
@@ -167,6 +169,35 @@ def test_a_mean_that_is_not_finite_is_refused_on_all_ranks_and_taken_by_none() -
     assert len(healthy) == len(guilty)
     assert "(see the other ranks; this is rank 0)" in healthy[-1]
     assert "(this rank's are among them; this is rank 1)" in guilty[-1]
+
+
+def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Return of each step the norm that clipping has found, and that of the mean gradients."""
+    device = own_device(rank)
+    torch.manual_seed(0)
+    network = nn.Linear(25, 40, bias=False).to(device)  # NCCL's parts begin at multiples of 32 elements
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = DecoupledState(optimizer, codec=Int8(), defer="always")
+    model.register_comm_hook(state, decoupled_hook)
+    norms = []
+    for step in range(7):  # the first one travels exact
+        with late(nccl_us=100_000):
+            model(batch(rank, step, device)[:, :25]).square().sum().backward()
+            norm = float(state.clip_grad_norm_(float("inf")))
+        optimizer.step()
+        state.flush()
+        gradient = network.weight.grad
+        assert gradient is not None
+        norms.append((norm, float(gradient.norm())))
+        optimizer.zero_grad()
+    return norms
+
+
+def test_clipping_sees_the_mean_that_a_codec_brings() -> None:
+    """However late the other ranks' parts are: the own part is the one that this rank has decoded."""
+    for norms in run_ranks(clipped_by_a_codec, 2, backend="nccl"):
+        assert [norm for norm, _ in norms] == pytest.approx([mean for _, mean in norms], rel=1e-5)
 
 
 def averaged(rank: int, world_size: int, sync_every: int) -> str:
