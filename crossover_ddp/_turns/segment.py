@@ -13,7 +13,6 @@ Our design.
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ import time
 from collections.abc import Iterable
 
 from crossover_ddp._system.machine import machine
-from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl
 from crossover_ddp.errors import SegmentError
 
 from .bells import Bells

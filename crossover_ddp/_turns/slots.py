@@ -10,12 +10,12 @@ are copied by the kernel in one piece on the machines that run torch.
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import struct
 
+from crossover_ddp._system.shared_memory import fcntl
 from crossover_ddp.errors import SegmentError
 
 SLOT_COUNT = 256
