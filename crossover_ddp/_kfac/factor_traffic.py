@@ -365,6 +365,9 @@ class FactorTraffic:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if factor.value is None:
             return factor, factor.mean((), weight.new_empty(0, dtype=dtype))
+        source = factor.value.source if isinstance(factor.value, Columns) else factor.value
+        if source.is_cuda:  # as in `FactorMessages.travel`
+            source.record_stream(torch.cuda.current_stream(source.device))
         return factor, multiplied(factor.value).to(dtype)
 
     def _add(self, factor: Factor, mean: BatchFactor, decay: float) -> None:
