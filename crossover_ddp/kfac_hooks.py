@@ -432,7 +432,7 @@ class KFACState(Pausable):
             bucket: DDP's.
             state: that the hook is registered with.
             turn: given away after the step's last bucket.
-            hands_back: whether backward goes on without it.
+            hands_back: see `Exchange.carry`.
         """
 
         @functools.cache
@@ -440,15 +440,14 @@ class KFACState(Pausable):
             return self._preconditioner.pack(bucket)  # when all else has been checked
 
         def way(taken: Bucket, link: Link) -> Coroutine[Any, Any, None]:
-            packed = pack()
-            if hands_back:
-                taken.hand_back()
-            return self._preconditioner.way(packed, taken, link)
+            return self._preconditioner.way(pack(), taken, link)
 
         self.enter(bucket)
         coded = None if self._compression is None else around(self._compression, bucket, group, pack)
         try:
-            taken = Exchange.of(group).carry(bucket, way, turn=turn, state=state, around=coded)
+            taken = Exchange.of(group).carry(
+                bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
+            )
         except Exception:
             self.refuse(bucket)
             raise

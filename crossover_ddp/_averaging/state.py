@@ -31,7 +31,7 @@ from crossover_ddp._ddp.checks import (
     check_not_capturing,
     check_not_joined,
     flat_gradients,
-    model_of,
+    needed_model_of,
     resolve_group,
     wants_buffers_broadcast,
 )
@@ -353,12 +353,7 @@ def answer_bucket(
 
 def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
     """Return the model that ``state`` was registered with, by itself."""
-    model = model_of(bucket, state=state)
-    if model is None:
-        raise UnsupportedConfigurationError(
-            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
-            "call gc.freeze() after the first backward(), not before"
-        )
+    model = needed_model_of(bucket, state=state)
     for hook, registered in getattr(model, "_comm_hooks", ()):
         if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
             raise UnsupportedConfigurationError(

@@ -192,6 +192,17 @@ def model_of(bucket: dist.GradBucket, *, state: object = None) -> DistributedDat
     return found
 
 
+def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDataParallel:
+    """Return the DDP model of a hook that needs it, see `model_of`; raises if ``gc.freeze()`` has hidden it."""
+    model = model_of(bucket, state=state)
+    if model is None:
+        raise UnsupportedConfigurationError(
+            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
+            "call gc.freeze() after the first backward(), not before"
+        )
+    return model
+
+
 class OnlyModel:
     """The one DDP model that a hook's state serves; what the state keeps is of this model's buckets."""
 

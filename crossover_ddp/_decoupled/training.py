@@ -33,8 +33,8 @@ from crossover_ddp._ddp.checks import (
     check_copyable,
     check_forward,
     flat_gradients,
-    model_of,
     names_of,
+    needed_model_of,
 )
 from crossover_ddp._ddp.compiled import OwnHook, called_by_compiled_code, uncompiled
 from crossover_ddp._ddp.module_buffers import BufferCopy
@@ -379,12 +379,7 @@ class DecoupledTraining:
 
 
 def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
-    model = model_of(bucket, state=state)
-    if model is None:
-        raise UnsupportedConfigurationError(
-            "expected the DDP model of these gradients among all objects that Python's collector knows, got none; "
-            "call gc.freeze() after the first backward(), not before"
-        )
+    model = needed_model_of(bucket, state=state)
     check_forward(model, "parameters are updated in it")
     return model
 

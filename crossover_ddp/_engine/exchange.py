@@ -131,7 +131,6 @@ class Exchange:
             grad_bucket: what DDP gave to the hook.
             way: called here, returns the bucket's journey. What the call raises refuses the bucket. What the coroutine
                 raises, before its first ``await`` too, is final, see [Note: failed]: an ``async def`` cannot refuse.
-                May hand the bucket back itself.
             turn: given away after the last bucket, taken again before the last Future completes; not if that was
                 handed back.
             state: that the hook was registered with; see `ModuleBuffers`.

@@ -53,8 +53,9 @@ class Bells:
 
     def close(self) -> None:
         """Close all bells."""
-        for each in (self.own, *self._others.values()):
-            each.close()
+        with self._lock:
+            for each in (self.own, *self._others.values()):
+                each.close()
 
     # --- siblings ------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Bells:
 
     def ring_own(self) -> None:
         """End the own `wait` from another thread."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):  # as in `ring`
             os.write(self.own.fd, b"\0")
 
     def wait(self, watched: Iterable[Sibling], timeout_s: float) -> None:

@@ -23,21 +23,12 @@ from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupl
 from tests.harness import inside, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
+from tests.harness.training import CountsPerGroup
 from tests.harness.turn import RecordingTurn
 from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
-
-
-class CountsPerGroup(torch.optim.SGD):
-    """Counts its steps in its groups, and hangs the learning rate on the count."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.1 / group["k"]
-        return super().step(closure)
 
 
 class Branches(nn.Module):

@@ -76,10 +76,13 @@ def _give_long_turns_back(rank: int, world_size: int, group: str) -> tuple[int, 
     mutex = GPUMutex(group, device=f"dev{rank}")
     with inside.grants_kept(2):
         take_turns(mutex, 4, 0.0)
+        assert eventually(lambda: mutex.stats()["turn"] == 4)  # a turn alone has its number later
         before = store.num_keys()
+        dist.barrier()  # or the other rank's next turn is counted, too
         take_turns(mutex, 3, 1.3)
         eventually(lambda: store.num_keys() <= before)
         after = store.num_keys()
+        dist.barrier()
     mutex.acquire()
     time.sleep(1.3)
     dist.barrier()

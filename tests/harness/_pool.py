@@ -95,13 +95,14 @@ class Pool:
         """Lend processes for the time of the block; an exception out of the block ends them all."""
         workers = self._take(count)
         try:
-            for worker in workers:
-                worker.output.write_bytes(b"")
             yield workers
         except BaseException:
             for worker in workers:
                 worker.end()
             raise
+        for worker in workers:
+            # Now and not when it is lent again: if it dies meanwhile, its last words are wanted.
+            worker.output.write_bytes(b"")
         self._idle = [worker for worker in workers if worker.process.is_alive()] + self._idle
         for worker in workers:
             if worker not in self._idle:

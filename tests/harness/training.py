@@ -85,6 +85,16 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
+class CountsPerGroup(torch.optim.SGD):
+    """Counts its steps in its groups, as some optimizers do, and hangs the learning rate on the count."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
 class Training:
     """A small model under DDP with one of the package's hooks.
 

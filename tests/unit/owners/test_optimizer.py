@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from crossover_ddp._owners.optimizer import PartialOptimizer, Update, check_separable
 from crossover_ddp.errors import UnsupportedConfigurationError
+from tests.harness.training import CountsPerGroup
 
 pytestmark = pytest.mark.torch_version
 
@@ -162,16 +163,6 @@ def test_the_hyper_parameters_are_those_of_the_moment_of_the_plan(name: str) -> 
     partial.apply(plan, [Update(p, g) for p, g in zip(parameters, gradients_of(0, parameters), strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert float(optimizer.param_groups[0]["lr"]) == 5.0
-
-
-class CountsPerGroup(torch.optim.SGD):
-    """Keeps a step count in its groups, as some do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.1 / group["k"]
-        return super().step(closure)
 
 
 def test_what_is_kept_per_group_is_kept_once_per_step() -> None:
