@@ -84,6 +84,19 @@ class Workload:
         """Seconds of the whole step without communication."""
         return self.forward_s + self.backward_s + self.update_s
 
+    @classmethod
+    def evenly(cls, sizes: Sequence[int], compute_s: float) -> "Workload":
+        """Make up a step: every gradient takes as long, backward twice as long as forward, the optimizer nothing.
+
+        Args:
+            sizes: bytes of each gradient, in the order of backward.
+            compute_s: of the whole step.
+        """
+        third_s = compute_s / 3
+        shares = [(place / len(sizes), size) for place, size in enumerate(sizes, start=1)]
+        buckets = [BucketTimes(size, 2 * third_s * share, third_s * (1 - share)) for share, size in shares]
+        return cls(third_s, 2 * third_s, tuple(buckets))
+
     def borders(self, cap_bytes: float) -> frozenset[int]:
         """Return where DDP begins a new bucket if one is full at ``cap_bytes``: numbers of recorded buckets."""
         found, filled = set(), 0

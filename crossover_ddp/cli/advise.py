@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, Final
 
 from crossover_ddp._system import environment
+from crossover_ddp._tuning.model import Link, Workload, all_reduce_step_s, decoupled_step_s
 
 from . import step_meter
 from .jobs import ENDING, SHELLS_OFFSET, Job, waited_for_signals
@@ -31,7 +32,7 @@ from .run import command_words
 _EXAMPLES = """\
 examples:
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py --lr 0.1   runs some steps of it
-  crossover-ddp advise --link 10gbit --model 25.6M --ranks 8              without a run: by bytes and link
+  crossover-ddp advise --link 10gbit --model torchvision:resnet50 --ranks 8   without a run: by bytes and link
 
 The script needs no hook: its steps are those of plain DDP, a hook that it registers is left out.
 exit codes: 0 there is advice, also if it is "do not bother"; 1 nothing could be measured; 2 wrong usage
@@ -45,6 +46,9 @@ _LOOK_S, _GRACE_S = 0.25, 5.0
 _WORTH: Final = 1.05  # the least factor that is worth a change, and a step over its C
 _BACKWARD_SHARE: Final = 2 / 3  # of C, which can hide communication, at best
 _INT8_BYTES: Final = 0.26
+_DDP_CAP_BYTES: Final = 25 * 2**20
+_DECOUPLED_BUCKETS: Final = 16
+_WIRE_OVER_COMPUTE: Final = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # the rows of docs/choosing.md
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
@@ -119,7 +123,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     about = "Measure a job's compute, exposed communication and wire time; predict what would make it faster."
     parser = declare(commands, "advise", run, "what would make this job faster?", about, _EXAMPLES)
-    parser.usage = "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model SIZE --ranks N"
+    parser.usage = (
+        "crossover-ddp advise [--json] [--steps N] -- COMMAND | --link RATE --model MODEL --ranks N"
+    )
     parser.add_argument(
         "--steps", type=whole(17), default=41, metavar="N", help="end the run after about N (41)"
     )
@@ -127,7 +133,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--link", type=_rate, metavar="RATE", help="of a rank's network card: 10gbit, 100mbit"
     )
     parser.add_argument(
-        "--model", type=_size, metavar="SIZE", help="parameters of 4 bytes, 25.6M, or bytes, 102MB"
+        "--model",
+        type=_model,
+        metavar="MODEL",
+        help="torchvision:NAME or timm:NAME; or its parameters of 4 bytes, 25.6M, or bytes, 102MB",
     )
     parser.add_argument("--ranks", type=whole(2), metavar="N")
     parser.add_argument("directory", nargs="*", help=argparse.SUPPRESS)
@@ -142,7 +151,10 @@ def _number(text: str, units: str) -> tuple[float, str]:
     return float(found[1]) * _UNITS[found[2]], found[3]
 
 
-_EXAMPLES_OF: Final = {"bit": "10gbit or 100mbit", "b|": "25.6M (parameters) or 102MB"}
+_EXAMPLES_OF: Final = {
+    "bit": "10gbit or 100mbit",
+    "b|": "25.6M (parameters) or 102MB, or a model such as timm:resnet50",
+}
 
 
 def _rate(text: str) -> float:
@@ -150,8 +162,10 @@ def _rate(text: str) -> float:
     return _number(text, "bit")[0] / 8
 
 
-def _size(text: str) -> float:
-    """Return bytes."""
+def _model(text: str) -> str | float:
+    """Return a model's name, or its bytes."""
+    if ":" in text:
+        return text
     number, unit = _number(text, "b|")
     return number if unit else 4 * number
 
@@ -164,10 +178,10 @@ def run(arguments: argparse.Namespace) -> int:
         got = " ".join(arguments.directory) or "neither or both"  # recordings were read by earlier versions
         say(f"crossover-ddp advise: expected -- COMMAND, or --link, --model and --ranks, got {got}")
         return USAGE
-    if described:
-        _show_described(*described)
-        return FINE
     try:
+        if described:
+            _show_described(*described)
+            return FINE
         words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
         found = _measured(words, arguments.steps)
     except (NotMeasurableError, ValueError) as error:
@@ -292,16 +306,40 @@ def _ms(length_s: float) -> str:
     return f"{length_s * 1e3:.0f} ms" if length_s >= 0.01 else f"{length_s * 1e3:.2g} ms"
 
 
-def _show_described(bytes_per_s: float, size_bytes: float, ranks: int) -> None:
-    """Say what bytes and link allow, for several computations C, of which backward hides what it can."""
+def _show_described(bytes_per_s: float, model: str | float, ranks: int) -> None:
+    """Say what a model and a link allow, for several computations C."""
+    sizes = _gradient_sizes(model) if isinstance(model, str) else []
+    size_bytes = model if isinstance(model, float) else sum(sizes)
     wire_s = 2 * (ranks - 1) / ranks * size_bytes / bytes_per_s
     rows = []
-    for compute_s in (wire_s * share for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)):
-        found = Figures(compute_s, max(0.0, wire_s - _BACKWARD_SHARE * compute_s), wire_s, size_bytes, ranks)
-        factors = [f"{way.expected(found):.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
-        rows.append([_ms(compute_s), _ms(found.step_s), *factors])
+    for ratio in _WIRE_OVER_COMPUTE:
+        compute_s = wire_s / ratio
+        plain_s, decoupled_s = _simulated_s(sizes, compute_s, wire_s)
+        found = Figures(compute_s, plain_s - compute_s, wire_s, size_bytes, ranks)
+        expected = {way: way.expected(found) for way in WAYS}
+        # A huge bucket delays the others.
+        expected[DECOUPLED] = min(expected[DECOUPLED], plain_s / decoupled_s)
+        factors = [f"{expected[way]:.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
+        rows.append([f"{ratio:g}", _ms(compute_s), _ms(plain_s), *factors])
+    what = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
     sys.stdout.write(
-        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of gradients, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
+        f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {what}, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
         f"by the compute C of a step; expected (at best):\n\n"
-        f"{columns(['C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
+        f"{columns(['M/C', 'C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
     )
+
+
+def _gradient_sizes(name: str) -> list[int]:
+    from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch
+
+    return gradient_sizes(name)
+
+
+def _simulated_s(sizes: Sequence[int], compute_s: float, wire_s: float) -> tuple[float, float]:
+    """Return a step of plain DDP and one of decoupled training: at best where the gradients' sizes are not known."""
+    if not sizes:
+        backward_s = _BACKWARD_SHARE * compute_s
+        return compute_s - backward_s + max(backward_s, wire_s), max(compute_s, wire_s)
+    work, link = Workload.evenly(sizes, compute_s), Link(0.0, wire_s / 2 / sum(sizes))
+    plain, fine = (work.cut(work.borders(cap)) for cap in (_DDP_CAP_BYTES, sum(sizes) / _DECOUPLED_BUCKETS))
+    return all_reduce_step_s(plain, link), decoupled_step_s(fine, link)

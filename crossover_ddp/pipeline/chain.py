@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,18 +10,32 @@ from torch import nn
 NamedLayer = tuple[str, nn.Module]
 
 
-def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
-    """Return a model's layers by name, and a micro-batch; `ValueError` if one after the other is not the model."""
+def named_model(name: str, otherwise: str) -> Any:
+    """Return what ``timm:NAME``, ``torchvision:NAME`` or ``module:function`` makes; errors offer ``otherwise``, too."""
     place, _, function = name.partition(":")
     try:
         module = importlib.import_module(place)
         make = {"timm": "create_model", "torchvision": "get_model"}.get(place)
         home = module.models if place == "torchvision" else module
-        model = getattr(home, make)(function) if make else getattr(module, function)()
+        return getattr(home, make)(function) if make else getattr(module, function)()
     except (ImportError, AttributeError, ValueError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"expected a profile (a .json file), timm:NAME, torchvision:NAME or module:function, got {name!r} ({error})"
+            f"expected {otherwise}, timm:NAME, torchvision:NAME or module:function, got {name!r} ({error})"
         ) from error
+
+
+def gradient_sizes(name: str) -> list[int]:
+    """Return the bytes of each gradient of a model, found by its name, about in the order of backward."""
+    with torch.device("meta"):  # sizes without numbers
+        made = named_model(name, "a size such as 102MB")
+    models = [made] if isinstance(made, nn.Module) else [*made]
+    trained = [each for each in nn.ModuleList(models).parameters() if each.requires_grad]
+    return [each.numel() * each.element_size() for each in reversed(trained)]
+
+
+def named_chain(name: str, shape: Sequence[int]) -> tuple[list[NamedLayer], torch.Tensor]:
+    """Return a model's layers by name, and a micro-batch; `ValueError` if one after the other is not the model."""
+    model = named_model(name, "a profile (a .json file)")
     sample = torch.randn(*shape)
     if not isinstance(model, nn.Module):
         return [(str(place), layer) for place, layer in enumerate(model)], sample

@@ -67,6 +67,13 @@ COMMAND: Final[tuple[Fault, ...]] = (
         (_ADVISE, "-k", "slowest_rank"),
     ),
     Fault(
+        "a huge bucket delays no other one",
+        "crossover_ddp/cli/advise.py",
+        "min(expected[DECOUPLED], plain_s / decoupled_s)",
+        "expected[DECOUPLED]",
+        (_ADVISE, "-k", "buckets_simulated"),
+    ),
+    Fault(
         "all jobs have one port",
         "crossover_ddp/cli/run.py",
         "int(first) + self._begun - 1",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,59 @@ def test_bytes_and_link_are_advised_on_without_a_run(capsys: pytest.CaptureFixtu
     assert "72 ms   167 ms     1.10× (1.17×)" in shown
     assert cli.main([*words[:4], "102.4MB", *words[5:]]) == 0
     assert capsys.readouterr().out == shown
+
+
+def at_best(table: str) -> list[list[float]]:
+    """Return M/C and the bounds of decoupled training, Int8 and siblings in rows that the command has shown."""
+    rows = [re.findall(r"^[\d.]+|(?<=\()[\d.]+", line) for line in table.splitlines()[4:]]
+    return [[float(cell) for cell in (ratio, own, coded, pair)] for ratio, pair, own, coded in rows]
+
+
+def test_the_rows_of_the_document_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    written = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    assert len(written) == 7
+    assert cli.main(["advise", "--link", "10gbit", "--model", "102MB", "--ranks", "8"]) == 0
+    for shown, row in zip(at_best(capsys.readouterr().out), written, strict=True):
+        assert shown == pytest.approx([*map(float, row)], abs=0.006)
+
+
+def dominated() -> nn.Module:
+    """Make a model whose last layer has nearly all bytes, and travels first."""
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)], nn.Linear(512, 65536))
+
+
+def even() -> list[nn.Module]:
+    return [nn.Linear(1024, 1024) for _ in range(32)]
+
+
+def test_a_models_gradients_are_counted_and_its_buckets_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for name, numel in (("even", 32 * (1024**2 + 1024)), ("dominated", 16 * (512**2 + 512) + 513 * 65536)):
+        model = f"{__name__}:{name}"
+        assert cli.main(["advise", "--link", "10gbit", "--model", model, "--ranks", "8"]) == 0
+        shown[name] = capsys.readouterr().out
+        assert f"{4e-6 * numel:.3g} MB of {64 if name == 'even' else 34} gradients of {model}" in shown[name]
+        assert all(found > 1.02 for _, found, _, _ in at_best(shown[name])[2:]), "DDP's buckets hide less"
+    (at_even,), (at_dominated,) = (
+        re.findall(r"^1 .*×\) +(\S+)×.*×\) ", each, re.M) for each in shown.values()
+    )
+    assert float(at_even) > 1.2
+    assert float(at_dominated) < 1.15, "what is needed last cannot be sent first, and it is one bucket"
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet50", "timm:resnet50"])
+def test_models_of_libraries_are_built_without_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(name.partition(":")[0], reason="torchvision and timm are in the extra 'recipes'")
+    assert cli.main(["advise", "--link", "10gbit", "--model", name, "--ranks", "8"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"M 143 ms: 102 MB of 161 gradients of {name}, 8 ranks, 10 Gbit/s\n"
+    )
+
+
+def test_a_model_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["advise", "--link", "10gbit", "--model", f"{__name__}:gone", "--ranks", "8"]) == 1
+    assert "expected a size such as 102MB, timm:NAME, torchvision:NAME or module:" in capfd.readouterr().err
 
 
 def test_recordings_are_no_longer_read(capfd: pytest.CaptureFixture[str]) -> None:
