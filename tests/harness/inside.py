@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from crossover_ddp import DecoupledState, kfac_hooks
+from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
@@ -117,6 +117,11 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
 
     with mock.patch.object(gloo.Gloo, "__init__", begin):
         yield
+
+
+def give_up(mutex: GPUMutex, error: Exception) -> None:
+    """Let a mutex end as it does when its job's store breaks."""
+    mutex._give_up(error)
 
 
 @contextlib.contextmanager

@@ -141,9 +141,7 @@ def statistics_of(rank: int, world_size: int) -> list[torch.Tensor]:
     trainer.train(2)
     norm = trainer.model.module[1]
     before = norm.running_mean.clone(), norm.running_var.clone()
-    trainer.state.stats()
-    with torch.no_grad():
-        trainer.state._catch_up()
+    trainer.state.state_dict()  # what is due now is done
     found = [*before, norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()]
     trainer.state.close()
     return found
@@ -256,13 +254,18 @@ def resume_and_save(
 
 
 def load_and_save(rank: int, world_size: int, kind: str, path: str) -> tuple[Any, Any]:
-    state = new_state(kind)
+    never = 1000  # so that nothing is exchanged between
+    state: Any = (
+        ElasticState(never, "async", 0.2)
+        if kind == "async"
+        else LocalSGDState(never, fragments=2, outer_optimizer=NESTEROV)
+    )
     trainer = Trainer(rank, state, "sgd", **hook_of(state))
     checkpoint = torch.load(path, weights_only=True)
     state.load_state_dict(checkpoint["state"])
     trainer.optimizer.param_groups[0]["lr"] = 0.0
-    trainer.backward()  # the model is known now, and nothing was exchanged
-    kept = state._rule.kept()
+    trainer.backward()  # the model is known now
+    kept = state.state_dict()["kept"]
     state.close()
     return checkpoint["state"]["kept"], kept
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from crossover_ddp import CrossoverState, crossover_wrapper
-from tests.harness import Job, run_jobs
+from tests.harness import Job, inside, run_jobs
 from tests.harness.groups import new_group
 from tests.harness.training import WIDTH, Training
 
@@ -60,7 +60,7 @@ def train_again_after_a_failure(rank: int, world_size: int) -> list[dict[str, An
     for _ in range(2):
         state = Training("crossover", rank, module=network(1)).run(3).state
         if rank == 0 and not stats:
-            state.mutex._give_up(RuntimeError("Connection closed by peer"))
+            inside.give_up(state.mutex, RuntimeError("Connection closed by peer"))
         state.close()
         stats.append(state.stats())
     return stats
