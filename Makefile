@@ -14,7 +14,7 @@ PARALLEL := $(if $(WORKERS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 COMPILE_ONCE := PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help test marked demo bench campaign lint format dist setup clean
+.PHONY: help test marked demo bench campaign lint format docs dist setup clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ lint: $(INSTALLED) ## ruff (rules and format) and mypy
 format: $(INSTALLED) ## let ruff sort imports and format all files
 	@$(BIN)/ruff check --quiet --select I --fix
 	@$(BIN)/ruff format --quiet
+
+docs: $(INSTALLED) ## the site, from docs/ and docstrings, in build/site/index.html
+	@echo "docs: the site, in build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 dist: $(INSTALLED) ## build the wheel and the source archive in dist/
 	@echo "dist: the wheel and the source archive, in dist/"

@@ -65,7 +65,9 @@ def test_loads_are_those_of_the_owners(dims: list[int], world_size: int) -> None
     owners = place(layers, world_size, 1)
     for rank, load_s in enumerate(loads_s(layers, owners, world_size, 1)):
         owned = [each for each, owner in zip(layers, owners, strict=True) if owner == rank]
-        assert load_s == sum(each.step_s(1) for each in owned)
+        assert load_s == pytest.approx(
+            sum(each.step_s(1) for each in owned)
+        )  # sum() rounds once from Python 3.12 on
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))

@@ -1,0 +1,254 @@
+"""Recipes for several jobs: an Optuna study, two steps of a Slurm allocation, a pod. What they start is one group.
+
+Stand-ins take the place of torchrun, and of Slurm, which is not here: of Slurm's options only `--output` is acted on.
+The campaign trains with the real torchrun.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossover_ddp import cli
+from tests.faults.test_containers import ENTER, WHY_NOT
+from tests.harness.campaign import only_in_campaign
+from tests.harness.children import Child, end
+from tests.harness.groups import free_port
+from tests.harness.waiting import eventually
+from tests.recipes import RECIPES
+
+ROOT = RECIPES.parent
+OPTUNA, SLURM, POD = (RECIPES / f"siblings_{name}" for name in ("optuna.py", "slurm.sh", "pod.yaml"))
+STAND_INS = {
+    # Notes how it was started, and that it came to its end; the loss is the learning rate.
+    "torchrun": f"""#!{sys.executable}
+import os, pathlib, sys, time
+lr = sys.argv[sys.argv.index("--lr") + 1]
+note = pathlib.Path(os.environ["NOTES"], f"{{lr}} on {{os.environ.get('NODE', '0')}}")
+note.write_text(" ".join([os.environ["CROSSOVER_GROUP"], os.environ.get("PET_MASTER_PORT", ""), *sys.argv[1:]]))
+for epoch in range(3):
+    print(f"epoch {{epoch}}: loss {{lr}}", flush=True)
+    time.sleep(999 if lr in os.environ.get("WAITING", "").split() else 0)
+sys.exit(3 if lr == os.environ.get("FAILING") else 0)
+""",
+    "scontrol": """#!/bin/bash
+[[ $* == "show hostnames machine[0-999]" ]] && for n in {0..999}; do echo "${HOST:-machine$n}"; done
+""",
+    "srun": """#!/bin/bash
+while [[ $1 == --* ]]; do [[ $1 == --output=* ]] && log=${1#*=}; shift; done
+for ((n = 0; n < SLURM_NNODES; n++)); do NODE=$n "$@" & done >"$log" 2>&1
+for job in $(jobs -p); do wait "$job" || status=$?; done
+exit "${status:-0}"
+""",
+}
+
+
+class Place:
+    """A directory to run in, with the stand-ins first on PATH."""
+
+    def __init__(self, directory: Path, *stand_ins: str) -> None:
+        self.directory = directory
+        for name in ("bin", "notes"):
+            (directory / name).mkdir()
+        for name in stand_ins:
+            (directory / "bin" / name).write_text(STAND_INS[name])
+            (directory / "bin" / name).chmod(0o755)
+        path = [str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("MASTER_")},
+            **{"PATH": os.pathsep.join(path), "NOTES": str(directory / "notes"), "OMP_NUM_THREADS": "1"},
+            **{"PYTHONPATH": str(ROOT)},
+        }
+
+    def run(self, *words: str, code: int = 0, **more: str) -> str:
+        """Run a command, which ends with this code; return what it has written."""
+        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(
+            words, env={**self.environment, **more}, cwd=self.directory, timeout=240, check=False, **given
+        )
+        assert done.returncode == code, done.stdout
+        return str(done.stdout)
+
+    def notes(self) -> list[str]:
+        """Return how each torchrun was started: its group, its port and its words."""
+        return [each.read_text() for each in sorted((self.directory / "notes").iterdir())]
+
+
+# --- Optuna -------------------------------------------------------------------------------------------------------
+
+
+def study(place: Place, *words: str, code: int = 0, **more: str) -> list[tuple[str, str, float | None]]:
+    """Run the recipe; return of each trial how it ended, its learning rate and its value."""
+    optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna")
+    place.run(sys.executable, str(OPTUNA), "--seed", "1", *words, code=code, **more)
+    found = optuna.load_study(study_name="siblings", storage=f"sqlite:///{place.directory}/siblings.db")
+    return [(trial.state.name, str(trial.params["lr"]), trial.value) for trial in found.trials]
+
+
+def test_a_study_prunes_and_goes_on(tmp_path: Path) -> None:
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    place = Place(tmp_path / "first", "torchrun")
+    trials = study(place, "--trials", "9", "--at-once", "1")
+    assert [value for state, _, value in trials if state == "COMPLETE"] == [
+        float(lr) for state, lr, _ in trials if state == "COMPLETE"
+    ]
+    pruned = [lr for state, lr, _ in trials if state == "PRUNED"]
+    assert pruned
+    assert {note.split()[0] for note in place.notes()} == {os.environ["CROSSOVER_GROUP"]}
+    assert len(study(place, "--trials", "1")) == 10, "the same line goes on with the study"
+    # The same trials, but those that are pruned would go on for ever.
+    again = study(
+        Place(tmp_path / "again", "torchrun"), "--trials", "9", "--at-once", "1", WAITING=" ".join(pruned)
+    )
+    assert [state for state, *_ in again] == [state for state, *_ in trials]
+
+
+def test_a_trial_that_fails_ends_alone_and_siblings_have_a_group(tmp_path: Path) -> None:
+    place = Place(tmp_path, "torchrun")
+    del place.environment["CROSSOVER_GROUP"]
+    ((_, lr, _),) = study(place, "--trials", "1", "--at-once", "1")
+    (tmp_path / "siblings.db").unlink()
+    trials = study(place, "--trials", "2", "--at-once", "1", FAILING=lr)
+    assert [state for state, *_ in trials] == ["FAIL", "COMPLETE"]
+    assert len(study(place, "--trials", "2", "--at-once", "2")) == 4
+    groups = [note.split()[0] for note in place.notes()]
+    assert max(map(groups.count, groups)) >= 2
+    assert all(group.startswith("study-") for group in groups)
+
+
+@only_in_campaign
+def test_a_study_trains(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline"
+    place = Place(tmp_path)
+    trials = study(place, "--trials", "2", "--epochs", "2", CROSSOVER_TIMELINE=str(timeline))
+    assert [state for state, *_ in trials] == ["COMPLETE"] * 2
+    texts = [path.read_text() for path in timeline.glob("rank0-*")]
+    assert len(texts) == 2
+    assert all(text.count("compute") > 10 for text in texts), "turns"
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------------
+
+
+SLURM_VARIABLES = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "machine[0-999]"}
+
+
+def test_steps_of_an_allocation_are_one_group(tmp_path: Path) -> None:
+    place = Place(tmp_path, *STAND_INS)
+    given = {**SLURM_VARIABLES, "SLURM_GPUS_ON_NODE": "4"}
+    place.run("bash", str(SLURM), "train.py", "--name", "two words", **given)
+    one, its_other_node, other, _ = place.notes()
+    assert one == its_other_node
+    words = "slurm-77  --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 77-{0} --rdzv-endpoint "
+    words += "machine0:{1} train.py --name two words --lr {2}"
+    assert [other, one] == [words.format(1, 29501, 0.1), words.format(2, 29502, 0.05)]
+    for number in (1, 2):
+        assert "epoch 2" in (tmp_path / f"siblings-77-{number}.log").read_text()
+
+
+def test_a_step_that_fails_is_seen_and_ends_no_other(tmp_path: Path) -> None:
+    place = Place(tmp_path, *STAND_INS)
+    place.run("bash", str(SLURM), "train.py", code=3, FAILING="0.1", **SLURM_VARIABLES)
+    assert "epoch 2" in (tmp_path / "siblings-77-2.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        ["bash", "-n"],
+        pytest.param(
+            ["shellcheck"],
+            marks=pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed"),
+        ),
+    ],
+)
+def test_the_script_has_no_slips(check: list[str]) -> None:
+    done = subprocess.run([*check, SLURM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_directives_stand_before_the_first_command_and_no_word_is_split() -> None:
+    lines = SLURM.read_text().splitlines()
+    first = next(place for place, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(place < first for place, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert lines[first] == "set -euo pipefail"
+    code = re.sub(r'"[^"]*"|(^|\s)#.*', "", SLURM.read_text(), flags=re.MULTILINE)
+    assert re.findall(r"\$\w+|\$\{\w+", code) == ["${MASTER_PORT"], "a variable without quotes"
+
+
+@only_in_campaign
+def test_steps_of_an_allocation_train(tmp_path: Path) -> None:
+    place = Place(tmp_path, "scontrol", "srun")
+    variables = {**SLURM_VARIABLES, "HOST": "localhost", "MASTER_PORT": str(free_port())}
+    place.run("bash", str(SLURM), str(RECIPES / "minimal_crossover.py"), "--epochs", "1", **variables)
+    for number in (1, 2):
+        assert "epoch 0: loss" in (tmp_path / f"siblings-77-{number}.log").read_text()
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def container() -> dict[str, Any]:
+    """Return the pod's only container."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; timm brings it")
+    pod = yaml.safe_load(POD.read_text())
+    assert (pod["apiVersion"], pod["kind"]) == ("v1", "Pod")
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 30, "run kills after 30 s"
+    (found,) = pod["spec"]["containers"]
+    volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+    paths = {each["mountPath"]: volumes[each["name"]] for each in found["volumeMounts"]}
+    assert paths["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "/logs" in paths
+    return dict(found)
+
+
+def entry(container: dict[str, Any], logs: Path) -> list[str]:
+    """Return what the container runs, with logs elsewhere."""
+    words = [*container["command"], *container["args"]]
+    assert cli.parse(words[1:]).logs == Path("/logs")
+    words[words.index("/logs")] = str(logs)
+    return words
+
+
+def test_a_pods_jobs_are_one_group(container: dict[str, Any], tmp_path: Path) -> None:
+    place = Place(tmp_path, "torchrun")
+    place.run(*entry(container, tmp_path / "logs"))
+    (group, port, *words), (its_group, its_port, *_) = (note.split(" ") for note in place.notes())
+    assert (group, port) == (its_group, port), "siblings"
+    assert port != its_port
+    assert words[words.index("--nproc-per-node") + 1] == str(
+        container["resources"]["limits"]["nvidia.com/gpu"]
+    )
+    assert (ROOT / words[2]).is_file()
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "namespaces can be made")
+def test_a_pod_that_is_deleted_ends_its_jobs(container: dict[str, Any], tmp_path: Path) -> None:
+    place = Place(tmp_path, "torchrun")
+    variables = {**place.environment, "WAITING": "0.1 0.05"}
+    process = Child([*ENTER, *entry(container, tmp_path / "logs")], variables, cwd=tmp_path)
+    try:
+        assert eventually(lambda: len(list((tmp_path / "notes").iterdir())) == 2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        (first,) = children.read_text().split()  # process 1 there, which has no default action for a signal
+        os.kill(int(first), signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        end([process], grace_s=0.0)
+
+
+@only_in_campaign
+def test_a_pods_jobs_train(container: dict[str, Any], tmp_path: Path) -> None:
+    words = [f"{word} --epochs 1" if " " in word else word for word in entry(container, tmp_path / "logs")]
+    (tmp_path / "recipes").symlink_to(RECIPES)
+    Place(tmp_path).run(*words)
+    for number in (1, 2):
+        assert "epoch 0: loss" in (tmp_path / "logs" / f"{number}.log").read_text()
