@@ -24,9 +24,8 @@ from crossover_ddp._compression.int8 import Int8
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import split
+from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded, split
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._system import environment
 
 from .gpu_mutex import GPUMutex

@@ -24,10 +24,8 @@ from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.buckets import after_backward, split
-from crossover_ddp._engine.endings import on_destruction
-from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
+from crossover_ddp._engine.buckets import Agreement, Pausable, after_backward, check_state, guarded, split
+from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system import environment
 from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
@@ -73,7 +71,9 @@ def reduce_scatter_all_gather_hook(
         A Future of the bucket's own buffer, completed by a thread of our own on gloo, at once on NCCL.
 
     On failure: nothing leaves the hook. When a peer dies or the group's timeout passes, ``backward()`` raises
-    ``ExchangeError``, on this rank and in bounded time, and so does every later one: restart the job.
+    ``ExchangeError``, on this rank and in bounded time, and so does every later one: restart the job. On NCCL the host
+    waits for nobody: after the group's timeout torch's watchdog ends the process. With ``TORCH_NCCL_BLOCKING_WAIT=1``
+    ``backward()`` raises as above, in torch 2.14 at least.
     ``ReplicasDifferError`` after 1, 2, 4, … steps and every thousand if the ranks' parameters differ, unless
     ``CROSSOVER_COMPARE_REPLICAS=0``. Buckets that cannot be exchanged (sparse gradients, other dtypes than float16,
     bfloat16, float32 and float64, the python reducer) raise ``UnsupportedConfigurationError`` from ``backward()``.
@@ -90,7 +90,7 @@ def reduce_scatter_all_gather_hook(
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        exchange = Exchange.of(resolve_group(process_group))
+        exchange = Exchange.of(process_group)
         with exchange.comparing(bucket, process_group, None):
             return exchange.carry(bucket, split, state=process_group).future
 

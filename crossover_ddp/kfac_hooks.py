@@ -26,16 +26,15 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression, around
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import Bucket
+from crossover_ddp._engine.buckets import Agreement, Bucket, Pausable, check_state, guarded, told_by_all
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded, told_by_all
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.placement import loads_s, place
-from crossover_ddp._kfac.preconditioner import KFACSetup, Preconditioner, check_held, learning_rates
+from crossover_ddp._kfac.preconditioner import Preconditioner, check_held, learning_rates
 from crossover_ddp._kfac.settings import (
     agree,
     check_any,
@@ -46,9 +45,10 @@ from crossover_ddp._kfac.settings import (
     warn_of_gone,
     warn_of_large,
 )
+from crossover_ddp._system import environment
 
 from .errors import UnsupportedConfigurationError
-from .gpu_mutex import GPUMutex, turns_disabled
+from .gpu_mutex import GPUMutex
 
 __all__ = ["FactorPlan", "KFACState", "kfac_hook"]
 
@@ -187,10 +187,18 @@ class KFACState(Pausable):
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
-        self._setup = KFACSetup(
+        self._named = [layer.parameters() for layer in layers]
+        self._learning_rates(kl_clip is not None)  # says what is wrong with them
+        if group.rank() == 0:
+            warn_of_large(self.passing)
+            warn_of_adaptive(optimizer, layers)
+        self._flush: Callable[[], None] = lambda: None  # alone nothing is under way between steps
+        self._is_deferred = False
+        self._preconditioner = Preconditioner(
             model=weakref.ref(unwrapped(model)),
             layers=layers,
             costs=agreed,
+            owners=place(agreed, group.size(), inverse_steps),
             hypers=hypers,
             group=group,
             solver=solver,
@@ -203,16 +211,8 @@ class KFACState(Pausable):
             learning_rates=self._learning_rates,
             registered=weakref.ref(self),
         )
-        self._learning_rates(kl_clip is not None)  # says what is wrong with them
-        if group.rank() == 0:
-            warn_of_large(self.passing)
-            warn_of_adaptive(optimizer, layers)
-        self._compression = (
-            None if codec is None else Compression(codec, self._setup.loss_scale, self, has_work=True)
-        )
-        self._flush: Callable[[], None] = lambda: None  # alone nothing is under way between steps
-        self._is_deferred = False
-        self._preconditioner = Preconditioner(self._setup, place(agreed, group.size(), inverse_steps))
+        scale = self._preconditioner.loss_scale
+        self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
         logger.info("%s", self)
 
     def said(self) -> dict[str, object]:
@@ -224,7 +224,7 @@ class KFACState(Pausable):
         if not clips:
             return {}
         rates = learning_rates(self.optimizer)
-        check_held(self._setup.named, rates)
+        check_held(self._named, rates)
         return rates
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -237,23 +237,23 @@ class KFACState(Pausable):
     @property
     def owners(self) -> dict[str, int]:
         """Rank of each layer that K-FAC treats, by the layer's name."""
-        names = [layer.name for layer in self._setup.layers]
-        return dict(zip(names, self._preconditioner.owners, strict=True))
+        owned = self._preconditioner
+        return {layer.name: owner for layer, owner in zip(owned.layers, owned.owners, strict=True)}
 
     def report(self) -> str:
         """Describe the layers, their owners, the owners' loads, and what passes through. Not collective."""
-        setup, owned, lines = self._setup, self._preconditioner, [repr(self)]
-        for index, (cost, owner) in enumerate(zip(setup.costs, owned.owners, strict=True)):
+        owned, lines = self._preconditioner, [repr(self)]
+        for index, (cost, owner) in enumerate(zip(owned.costs, owned.owners, strict=True)):
             lines.append(
                 f"{cost.name}: A {cost.a_dim}, G {cost.g_dim}"
                 + (f", {cost.groups} groups" if cost.groups > 1 else "")
-                + f", rank {owner}, {1e3 * cost.step_s(setup.inverse_steps):.3g} ms"
+                + f", rank {owner}, {1e3 * cost.step_s(owned.inverse_steps):.3g} ms"
                 + (", spread over all ranks" if index in owned.solvers else "")
             )
             if (own := owned.curvatures.get(index)) is not None:
                 counts = {"times damped further": own.strained, "batches dropped": own.dropped}
                 lines[-1] += "".join(f", {count} {what}" for what, count in counts.items() if count)
-        loads = loads_s(setup.costs, owned.owners, setup.world_size, setup.inverse_steps)
+        loads = loads_s(owned.costs, owned.owners, owned.world_size, owned.inverse_steps)
         lines += [f"rank {rank} works for {1e3 * load_s:.3g} ms a step" for rank, load_s in enumerate(loads)]
         lines += [f"{name} passes through: {reason}" for name, reason in self.passing.items()]
         return "\n  ".join(lines)
@@ -325,16 +325,16 @@ class KFACState(Pausable):
             logger.warning(
                 "a codec's residuals are not saved; call drain() before the step before state_dict()"
             )
-        setup, owned = self._setup, self._preconditioner
+        owned = self._preconditioner
         owned.traffic.settle()
-        own = {setup.layers[index].name: each.state_dict() for index, each in owned.curvatures.items()}
-        states = {name: state for each in told_by_all(setup.group, own) for name, state in each.items()}
+        own = {owned.layers[index].name: each.state_dict() for index, each in owned.curvatures.items()}
+        states = {name: state for each in told_by_all(owned.group, own) for name, state in each.items()}
         return {
             "steps": self.steps,
-            "solver": setup.solver,
-            "world_size": setup.world_size,
+            "solver": owned.solver,
+            "world_size": owned.world_size,
             "owners": list(owned.owners),
-            "layers": {layer.name: states[layer.name] for layer in setup.layers},
+            "layers": {layer.name: states[layer.name] for layer in owned.layers},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -346,18 +346,17 @@ class KFACState(Pausable):
         Raises ``ValueError`` if the state is of another model, or of another ``solver``.
         """
         self._flush()
-        setup = self._setup
-        expected, got = [layer.name for layer in setup.layers], list(state["layers"])
-        if sorted(expected) != sorted(got) or state["solver"] != setup.solver:
+        owned = self._preconditioner
+        expected, got = [layer.name for layer in owned.layers], list(state["layers"])
+        if sorted(expected) != sorted(got) or state["solver"] != owned.solver:
             raise ValueError(
-                f"expected the state of layers {expected} with solver={setup.solver!r}, got {got} with "
+                f"expected the state of layers {expected} with solver={owned.solver!r}, got {got} with "
                 f"solver={state['solver']!r}; make the model and KFACState as they were when it was saved"
             )
-        same = state["world_size"] == setup.world_size
-        owners = state["owners"] if same else self._preconditioner.owners
-        self._preconditioner.close()
-        self._preconditioner = owned = Preconditioner(setup, owners, state["steps"])
-        for index, layer in enumerate(setup.layers):
+        same = state["world_size"] == owned.world_size
+        owned.close()
+        owned.begin(state["owners"] if same else owned.owners, state["steps"])
+        for index, layer in enumerate(owned.layers):
             saved = state["layers"][layer.name]
             is_spread = index in owned.spread and saved.get("root") is not None
             curvature = owned.curvatures.get(index) or owned.curvature(index)
@@ -377,9 +376,10 @@ class KFACState(Pausable):
         self._preconditioner.close()
 
     def __repr__(self) -> str:
+        owned = self._preconditioner
         return (
-            f"KFACState({len(self._setup.layers)} layers, {len(self._preconditioner.curvatures)} of them on rank "
-            f"{self._setup.rank} of {self._setup.world_size}, solver={self._setup.solver!r}, {self._setup.hypers})"
+            f"KFACState({len(owned.layers)} layers, {len(owned.curvatures)} of them on rank {owned.rank} of "
+            f"{owned.world_size}, solver={owned.solver!r}, {owned.hypers})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -404,7 +404,7 @@ class KFACState(Pausable):
                 "KFACState(model, optimizer) for it"
             )
         self._flush, self._is_deferred = flush, True
-        self._setup.registered = weakref.ref(state)
+        self._preconditioner.registered = weakref.ref(state)
 
     def enter(self, bucket: dist.GradBucket) -> None:
         """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
@@ -480,7 +480,7 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         group = resolve_group(state.process_group)
         if not state.agreement.made:
             state.agreement.make(group, state.said)
-        if turns_disabled():
+        if environment.is_set(environment.DISABLE):
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
         turn = cast(Turn | None, state.mutex)

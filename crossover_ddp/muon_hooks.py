@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Muon
 
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.muon import (
     Directions,

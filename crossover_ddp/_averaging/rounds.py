@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._engine.endings import on_destruction
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp.errors import ExchangeError
 
 from .centre import Centre, moving_rate_for

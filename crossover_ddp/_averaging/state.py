@@ -36,9 +36,8 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import split
+from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, compare, guarded, split
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, compare, guarded
 from crossover_ddp._engine.links import GradientFuture
 from crossover_ddp._engine.turns import check_turn
 from crossover_ddp._system import environment

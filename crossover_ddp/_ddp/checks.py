@@ -70,8 +70,9 @@ def flat_gradients(bucket: Bucket) -> torch.Tensor:
             "build the embedding with sparse=False"
         )
     if buffer.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise UnsupportedConfigurationError(
-            f"expected gradients of {_names(_DTYPES)}, got bucket {bucket.index()} with dtype={buffer.dtype}; "
+            f"expected gradients of {known}, got bucket {bucket.index()} with dtype={buffer.dtype}; "
             "convert the parameters"
         )
     return buffer
@@ -107,7 +108,9 @@ def check_copyable(model: DistributedDataParallel) -> None:
     """Refuse a model whose gradients can neither stay in DDP's buckets nor be copied out of them later."""
     reasons = {
         "find_unused_parameters=True": model.find_unused_parameters,
-        "complex parameters": any(p is not None and p.is_complex() for p in _parameters_of(model.module)),
+        "complex parameters": any(
+            p is not None and p.is_complex() for _, p in named_parameters_of(model.module)
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -117,10 +120,15 @@ def check_copyable(model: DistributedDataParallel) -> None:
             )
 
 
+def is_joined(model: DistributedDataParallel) -> bool:
+    """Tell whether a model is inside of Join."""
+    config = getattr(model, "_join_config", None)
+    return config is not None and config.enable
+
+
 def check_not_joined(model: DistributedDataParallel, why: str) -> None:
     """Refuse Join, in whose shadow passes a rank neither steps nor runs forward; ``why`` that is needed."""
-    config = getattr(model, "_join_config", None)
-    if config is not None and config.enable:
+    if is_joined(model):
         raise UnsupportedConfigurationError(
             f"expected as many steps on all ranks, got a model inside of Join: {why}; give all ranks as many batches "
             "(DistributedSampler does)"
@@ -250,7 +258,7 @@ def _holders(
     found = [
         model
         for model, network in networks
-        if network is not None and any(parameter is other for other in _parameters_of(network))
+        if network is not None and any(parameter is other for _, other in named_parameters_of(network))
     ]
     _known_models.update(found)
     return found
@@ -299,15 +307,6 @@ def named_parameters_of(network: torch.nn.Module) -> Iterator[tuple[str, torch.T
         # Not a dictionary: of a scripted module, which has no guards.
         for name, parameter in dict.items(own) if isinstance(own, dict) else own.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
-
-
-def _parameters_of(network: torch.nn.Module) -> Iterator[torch.Tensor | None]:
-    for _, parameter in named_parameters_of(network):
-        yield parameter
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def names_of(parameters: list[torch.Tensor], model: DistributedDataParallel) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .layout import Layout, Span
+from .layout import Span
 
 
 class Content(NamedTuple):
@@ -19,15 +19,15 @@ class Content(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """A flat tensor, and who owns which part of it."""
+    """A flat tensor, and how many elements of it each rank owns."""
 
     tensor: Tensor
-    layout: Layout
+    layout: tuple[int, ...]
 
     def part(self, rank: int) -> Tensor:
         """Return what ``rank`` owns."""
-        span = self.layout.part(rank)
-        return self.tensor[span.start : span.stop]
+        own: Tensor = self.tensor.split(self.layout)[rank]
+        return own
 
 
 class Run(NamedTuple):

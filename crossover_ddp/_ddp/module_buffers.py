@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .checks import model_of, wants_buffers_broadcast
+from .checks import is_joined, model_of, wants_buffers_broadcast
 
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
 Agree = Callable[[int], bool]
@@ -169,8 +169,7 @@ def _size(source: _Source, device: torch.device) -> int:
 
 def _broadcasts(model: DistributedDataParallel) -> bool:
     """Whether DDP itself would broadcast rank 0's buffers."""
-    own_way = model._join_config.enable or hasattr(model, "buffer_hook")
-    return wants_buffers_broadcast(model) and not own_way
+    return wants_buffers_broadcast(model) and not is_joined(model) and not hasattr(model, "buffer_hook")
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:

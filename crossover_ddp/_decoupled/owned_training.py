@@ -118,9 +118,9 @@ def pack(bucket: dist.GradBucket, owned: OwnedOptimizers, world_size: int) -> Pa
         for parameter, _, span in contents
     ]
     plan = packing(world_size, tuple(items))
-    there = buffer.new_empty(plan.there.numel)
+    there = buffer.new_empty(sum(plan.there))
     # No piece is larger than its gradient: as many elements in all means as many of each.
-    back = there if plan.back.numel == plan.there.numel else buffer.new_empty(plan.back.numel)
+    back = there if sum(plan.back) == sum(plan.there) else buffer.new_empty(sum(plan.back))
     for each, place in zip(contents, plan.items, strict=True):
         _part(there, place.there).copy_(_part(buffer, each.span))
     withhold(buffer)
@@ -241,12 +241,12 @@ async def summed(packed: Packed, link: Link) -> None:
 
     ``step()`` begins the way back as a journey of its own on the same link, see `OwnedTraining._update_owned`.
     """
-    await link.reduce_scatter(packed.there.tensor, packed.there.layout.lengths)
+    await link.reduce_scatter(packed.there.tensor, packed.there.layout)
 
 
 async def _brought_back(back: Sharded, link: Link) -> None:
     """Bring what owners have made of them to all."""
-    await link.all_gather(back.tensor, back.layout.lengths)
+    await link.all_gather(back.tensor, back.layout)
 
 
 class OwnedUpdates(Updates):

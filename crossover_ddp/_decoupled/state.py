@@ -21,8 +21,8 @@ from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
 from crossover_ddp._compression.planning import plan_from as plan_codec_from
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
+from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.hook import Agreement, Pausable, check_state, guarded
 from crossover_ddp._owners.optimizer import check_not_intercepted, check_separable
 from crossover_ddp._tuning.model import BucketPlan, decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError

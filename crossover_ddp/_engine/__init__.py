@@ -2,5 +2,5 @@
 
 A journey, such as a bucket's, is a coroutine over a `links.Link`, whose collectives are all that there is between
 ranks. `exchange.Exchange` starts journeys and brings back what became of them; `journeys` lets them go from thread to
-thread; `gloo`, `native` and `staged` are links.
+thread; `links`, `gloo` and `staged` hold links and the networks that make them.
 """

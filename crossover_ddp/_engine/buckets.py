@@ -1,4 +1,4 @@
-"""Buckets of one backward pass, and how a failure among them reaches the training thread.
+"""Buckets of one backward pass, and what every hook does: ranks agree on arguments, failures reach the training thread.
 
 [Note: errors after backward] An exception must not leave a hook: DDP is unusable afterwards. An exception in the Future
 that the hook returned surfaces as a misleading cast error. So a failing bucket is completed like any other, and the
@@ -8,26 +8,32 @@ another one. Where nothing will look for the error (outside of a backward pass, 
 does carry the exception.
 """
 
+import contextlib
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
 
+from crossover_ddp._ddp.checks import PYTHON_REDUCER
 from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._system import environment
 from crossover_ddp._timeline.record import Timeline
-from crossover_ddp.errors import ExchangeError
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .journeys import Gate, Milestone, Trip
 from .links import GradientFuture, Layout, Link, Place
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
+Said = TypeVar("Said")
 
 _STEPS_KEPT: Final = 16
+_LONGEST: Final = 300
 
 
 class Backward:
@@ -56,7 +62,7 @@ class Backward:
         The first bucket's watch catches early failures; the last one's sees the end of backward even if earlier
         buckets were ready in a nested backward pass that ended before.
         """
-        if (not self.ready or is_last) and _queue(self._at_end_of_backward):
+        if (not self.ready or is_last) and after_backward(self._after_ddp):
             with self._lock:
                 self._watching += 1
 
@@ -67,18 +73,12 @@ class Backward:
                 self._error = self._error or error
             return self._watching > 0
 
-    def refuse(self, grad_bucket: dist.GradBucket, error: Exception) -> GradientFuture:
-        """Answer a bucket of which nothing was sent: it completes as it is."""
-        future = GradientFuture()
-        if self.leave(error):
-            future.set_result(grad_bucket.buffer())
+    def complete(self, future: GradientFuture, result: Tensor, error: BaseException | None) -> None:
+        """Complete a bucket's Future; it carries an error for which nobody will look."""
+        if error is None or self.leave(error):
+            future.set_result(result)
         else:
             future.set_exception(error)  # type: ignore[arg-type]
-        return future
-
-    def _at_end_of_backward(self) -> None:
-        if not _queue(self._after_ddp):
-            self._after_ddp()
 
     def _after_ddp(self) -> None:
         # A nested backward pass (re-entrant checkpointing) may end before the last bucket: from then on
@@ -199,10 +199,7 @@ class Bucket(Trip):
         if self.deferred:
             return
         with self.place.side():
-            if error is None or self.backward.leave(error):
-                self.future.set_result(self.result)
-            else:
-                self.future.set_exception(error)  # type: ignore[arg-type]
+            self.backward.complete(self.future, self.result, error)
 
 
 async def split(bucket: Bucket, link: Link) -> None:
@@ -235,13 +232,8 @@ def _nothing() -> None:
     return None
 
 
-class StepRecord(NamedTuple):
-    """One step that backward waited for; seconds since the exchange before it was done.
-
-    ``buckets``: bytes, and when the bucket's hook was called.
-    """
-
-    buckets: tuple[tuple[int, float], ...]
+StepRecord = tuple[tuple[int, float], ...]
+"""One step that backward waited for: of each bucket its bytes, and the seconds from the exchange before to its hook."""
 
 
 class StepRecords:
@@ -254,10 +246,9 @@ class StepRecords:
         """Note a step of ``buckets`` (bytes, moment of the hook); ``begin_s`` None: unknown, it does not count."""
         if begin_s is None or not buckets:
             return
-        record = StepRecord(tuple([(size_bytes, ready_s - begin_s) for size_bytes, ready_s in buckets]))
-        if self._steps and sizes_of(self._steps[-1]) != sizes_of(record):
+        if self._steps and [nbytes for nbytes, _ in self._steps[-1]] != [nbytes for nbytes, _ in buckets]:
             self._steps.clear()
-        self._steps.append(record)
+        self._steps.append(tuple([(nbytes, ready_s - begin_s) for nbytes, ready_s in buckets]))
 
     def last(self) -> list[StepRecord]:
         """Return the recorded steps."""
@@ -265,9 +256,115 @@ class StepRecords:
 
     def compute_s(self) -> float | None:
         """Return the median seconds from an exchange's end to the next step's last bucket; None without a record."""
-        return statistics.median(each.buckets[-1][1] for each in self._steps) if self._steps else None
+        return statistics.median(buckets[-1][1] for buckets in self._steps) if self._steps else None
 
 
-def sizes_of(record: StepRecord) -> list[int]:
-    """Return the bytes of a step's buckets."""
-    return [size_bytes for size_bytes, _ in record.buckets]
+# --- what every hook and every state of a hook has in common ---------------------------------------------------------
+
+
+def guarded(
+    bucket: dist.GradBucket | tuple[Tensor, ...],
+    answer: Callable[[], GradientFuture],
+    *,
+    refused: Callable[[], None] | None = None,
+) -> GradientFuture:
+    """Return ``answer()``; what it raises is raised by ``backward()`` instead.
+
+    ``refused`` is called first if there is one. Only where torch's python reducer calls the hook the error leaves it,
+    for nobody else would hear of it.
+    """
+    if isinstance(bucket, tuple):
+        raise UnsupportedConfigurationError(PYTHON_REDUCER)
+    try:
+        return answer()
+    except Exception as error:
+        if refused is not None:
+            refused()
+        backward, future = Backward(), GradientFuture()
+        backward.watch(is_last=True)
+        backward.complete(future, bucket.buffer(), error)  # as it is: nothing was sent
+        return future
+
+
+def check_state(state: object, kind: type, remedy: str) -> None:
+    """Refuse a state that is not of ``kind``, such as another hook's; ``remedy`` says what to do instead."""
+    if not isinstance(state, kind):
+        raise UnsupportedConfigurationError(
+            f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
+        )
+
+
+class _HasMutex(Protocol):
+    @property
+    def mutex(self) -> Any: ...
+
+
+class Pausable:
+    """A state with ``mutex``, which may be None."""
+
+    @contextlib.contextmanager
+    def paused(self: _HasMutex) -> Iterator[None]:
+        """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
+        with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
+            yield
+
+
+class Agreement:
+    """A comparison of what the ranks of a process group say, at the first bucket and after each load; then it is made.
+
+    torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def forget(self) -> None:
+        """Compare again at the next bucket."""
+        self.made = False
+
+    def make(self, group: dist.ProcessGroup, said: Callable[[], Mapping[str, object]]) -> None:
+        """Raise unless all ranks say the same, once.
+
+        Args:
+            group: whose ranks compare.
+            said: returns this rank's values by name, which are compared by their ``repr``; not called with
+                ``CROSSOVER_DISABLE=1``.
+
+        On failure: ``UnsupportedConfigurationError`` on all ranks; the next bucket compares again. ``ExchangeError`` if
+        a peer is gone.
+
+        **Collective**.
+        """
+        if not self.made:
+            if group.size() > 1:
+                disabled = environment.is_set(environment.DISABLE)
+                compare(group, {environment.DISABLE: int(disabled), **({} if disabled else said())})
+            self.made = True
+
+
+def compare(group: dist.ProcessGroup, said: Mapping[str, object]) -> None:
+    """Raise on all ranks of ``group`` unless all say the same; see `Agreement.make`. **Collective**."""
+    everyone = told_by_all(group, {name: repr(value) for name, value in said.items()})
+    for name in said:
+        values = [each.get(name, "nothing") for each in everyone]
+        if len({*values}) > 1:
+            by_rank = ", ".join(f"{rank}: {value[:_LONGEST]}" for rank, value in enumerate(values))
+            raise UnsupportedConfigurationError(
+                f"expected the same {name} on all ranks, got {name} by rank {{{by_rank}}}; pass the same everywhere, "
+                "and call load_state_dict on all ranks or on none"
+            )
+
+
+def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
+    """Return by rank what the ranks of ``group`` say. **Collective**.
+
+    On failure: ``ExchangeError`` if a peer is gone.
+    """
+    everyone: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(everyone, said, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; restart the job"
+        ) from error
+    return everyone

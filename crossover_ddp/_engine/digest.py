@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import model_of, named_parameters_of
+from crossover_ddp._ddp.checks import is_joined, model_of, named_parameters_of
 from crossover_ddp._system import environment
 from crossover_ddp.errors import ReplicasDifferError
 
-from .buckets import after_backward
-from .hook import told_by_all
+from .buckets import after_backward, told_by_all
 from .journeys import Trip
 from .links import Link
 
@@ -157,18 +156,13 @@ def _nobody() -> None:
 
 def _compared(model: DistributedDataParallel | None) -> dict[str, Tensor]:
     """Return what must be the same on all ranks now, by name; empty if that is not known."""
-    if model is None or _is_joined(model):
+    if model is None or is_joined(model):
         return {}
     ignored = getattr(model, "parameters_to_ignore", ())
     found = {name: each for name, each in named_parameters_of(model.module) if each is not None}
     if any(hasattr(each, "_in_backward_optimizers") for each in found.values()):  # may be about to change
         return {}
     return {name: each for name, each in found.items() if name not in ignored}
-
-
-def _is_joined(model: DistributedDataParallel) -> bool:
-    config = getattr(model, "_join_config", None)
-    return config is not None and config.enable
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -13,25 +13,34 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import check_group, flat_gradients, largest_bytes
+from crossover_ddp._ddp.checks import check_group, flat_gradients, largest_bytes, resolve_group
 from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp._timeline.record import Detail
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
 from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward
 from .digest import Digests
-from .endings import let_gloo_go, on_destruction
 from .gloo import Gloo
 from .journeys import Journey, Trip
-from .links import Alone, Begin, Device, GradientFuture, Layout, Link, Network, Place, equal_layout
-from .native import Native
+from .links import (
+    Alone,
+    Begin,
+    Device,
+    GradientFuture,
+    Layout,
+    Link,
+    Native,
+    Network,
+    Place,
+    equal_layout,
+)
 from .spans import TracedLink, timeline_of
 from .staged import Staged
 from .turns import Turn, TurnLink, behind, check_turn
@@ -40,6 +49,7 @@ Way = Callable[[Link], Coroutine[Any, Any, None]]
 Around = Callable[[Link], Link]
 Step = Callable[[], Coroutine[Any, Any, None]]
 
+_LET_GO_S: Final = 0.1
 _END_S: Final = 0.5
 _NEEDED_BY_OTHERS_S: Final = 30.0
 _DESTROYED: Final = "the process group was destroyed; make a new one"
@@ -78,13 +88,14 @@ class Exchange:
         self._leave_group = on_destruction(group, self._end)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Exchange":
-        """Return the one of ``group``, which lives as long as that. Not collective."""
+    def of(cls, process_group: dist.ProcessGroup | None) -> "Exchange":
+        """Return the one of a group, None for the default one, which lives as long as that. Not collective."""
+        group = dist.group.WORLD if process_group is None else process_group
         with cls._registry_lock:
-            found = cls._of_group.get(group)
-            if found is None:
-                found = cls._of_group[group] = cls(group)
-            return found
+            if group is None or group not in cls._of_group:
+                group = resolve_group(process_group)
+                cls._of_group[group] = cls(group)
+            return cls._of_group[group]
 
     def begin(
         self,
@@ -155,7 +166,7 @@ class Exchange:
             if hands_back:
                 bucket.hand_back()
             journey = way(bucket, bucket.link)
-        self._send(bucket, journey, None if turns is None or bucket.deferred else turns.take)
+        self._start(bucket, journey, bucket.place, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1:
             self._send_buffers(bucket, grad_bucket, state, late=late_buffers or bucket.deferred)
         return bucket
@@ -173,7 +184,7 @@ class Exchange:
         link = self.network(grad_bucket.buffer().device).link()
         with self._refusing(grad_bucket, backward, turn):
             bucket = self._bucket(grad_bucket, link, backward, turn)
-        self._send(bucket, behind(backward.futures, bucket, link, turn))
+        self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place)
         return bucket.future
 
     @contextlib.contextmanager
@@ -231,8 +242,9 @@ class Exchange:
         self, grad_bucket: dist.GradBucket, link: Link, backward: Backward, turn: Turn | None
     ) -> Bucket:
         """Return the bucket; raise what makes its exchange impossible."""
-        flat, group = flat_gradients(grad_bucket), self._group()
-        if grad_bucket.parameters()[0] not in self._checked and group is not None:
+        flat, group = grad_bucket.buffer(), self._group()
+        if group is not None and grad_bucket.parameters()[0] not in self._checked:
+            flat_gradients(grad_bucket)  # its parameters do not change their kind
             check_group(grad_bucket, group)
             self._checked[grad_bucket.parameters()[0]] = True
         if turn is not None:
@@ -249,18 +261,11 @@ class Exchange:
             return link
         return TracedLink(link, self._timeline, ready_s=time.monotonic(), **details)
 
-    def _send(self, bucket: Bucket, way: Coroutine[Any, Any, None], then: Step | None = None) -> None:
-        launched = bucket.compute_ends if bucket.last and not bucket.keeps_turn else None
-        self._start(bucket, way, bucket.place, launched, then)
-
     def _start(
-        self,
-        trip: Trip,
-        way: Coroutine[Any, Any, None],
-        place: Place,
-        launched: Callable[[], None] | None = None,
-        then: Step | None = None,
+        self, trip: Trip, way: Coroutine[Any, Any, None], place: Place, then: Step | None = None
     ) -> None:
+        ends_compute = isinstance(trip, Bucket) and trip.last and not trip.keeps_turn
+        launched = cast(Bucket, trip).compute_ends if ends_compute else None
         ended = functools.partial(self._ended, trip, place)
         journey = trip.journey = Journey(_between(place.follow(), way, then), ended, place.side, launched)
         with self._lock:
@@ -444,3 +449,38 @@ async def _between(begin: Begin, way: Coroutine[Any, Any, None], then: Step | No
     await way
     if then is not None:
         await then()
+
+
+def on_destruction(
+    process_group: dist.ProcessGroup, end: Callable[[], Any], *, at_exit: bool = True
+) -> Callable[[], object]:
+    """Call ``end`` in ``destroy_process_group``, or else when the interpreter exits if ``at_exit``.
+
+    A group object that a DDP model has used is never collected (torch 2.15), so its end cannot be seen. But
+    torch's registry holds the only handle of the group's store, and drops it when the group is destroyed.
+
+    Returns:
+        What takes that back.
+    """
+    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if store_of is not None:
+            finalizer = weakref.finalize(store_of(process_group), end)
+            finalizer.atexit = at_exit
+            return finalizer.detach
+    return lambda: None
+
+
+def let_collectives_go(process_group: dist.ProcessGroup) -> None:
+    """Wait a moment after torch's own collectives, for a process that may end right behind them.
+
+    gloo's threads let go of a collective a moment after it, and abort a process that ends by then
+    (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
+    """
+    if "gloo" in dist.get_backend(process_group):
+        let_gloo_go()
+
+
+def let_gloo_go() -> None:
+    """See `let_collectives_go`; where the group may be gone by now."""
+    time.sleep(_LET_GO_S)

@@ -30,20 +30,22 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .endings import stop_workers
-from .journeys import Station
-from .links import CHANNEL_BITS, Channels, Layout, Link, Place, in_halves, parts
+from crossover_ddp.errors import UnsupportedConfigurationError
+
+from .journeys import Station, stop_all
+from .links import Layout, Link, Place, in_halves, living, parts
 
 # gloo matches messages by an int32 tag: bit 30 is ours, far from what users count up from 0; then the channel, and the
 # number of the collective.
 _PRIVATE_TAG: Final = 1 << 30
-_NUMBER_BITS: Final = 30 - CHANNEL_BITS
+_CHANNEL_BITS: Final = 4
+_NUMBER_BITS: Final = 30 - _CHANNEL_BITS
 _STAGES: Final = 8  # collectives of one link, at most
 # Measured, see docs/measurements.md: two pieces of a part keep the link busy while the first one is added; below the
 # lower bound the cost per message shows, above the upper one nothing is gained.
@@ -63,6 +65,34 @@ _MIN_RING_BYTES: Final = 4 << 20
 _UNEVEN: Final = 1.2  # the largest part over the mean
 
 
+class Channels:
+    """Numbers that set the messages of a process group's networks apart; ranks take them in the same order."""
+
+    _used: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def take(cls, group: dist.ProcessGroup) -> int:
+        """Return the smallest number that nobody on ``group`` has."""
+        with cls._lock:
+            used = cls._used.setdefault(group, set())
+            free = set(range(1 << _CHANNEL_BITS)) - used
+            if not free:
+                raise UnsupportedConfigurationError(
+                    f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
+                    "states that are no longer in use"
+                )
+            used.add(min(free))
+            return min(free)
+
+    @classmethod
+    def give_back(cls, group: dist.ProcessGroup | None, channel: int) -> None:
+        """Let somebody else have a number of whose messages none is under way."""
+        with cls._lock:
+            if group is not None:
+                cls._used.get(group, set()).discard(channel)
+
+
 class Gloo:
     """The connections of a group, threads, and memory for sums.
 
@@ -75,7 +105,7 @@ class Gloo:
     alignment_bytes = 1
 
     def __init__(self, group: dist.ProcessGroup, place: Place, *, divides: bool = True) -> None:
-        self._group, self.place, self.divides = weakref.ref(group), place, divides
+        self.group, self.place, self.divides = weakref.ref(group), place, divides
         self.rank, self.size = group.rank(), group.size()
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = Station("crossover-reduce", place.adopt_thread)
@@ -104,15 +134,11 @@ class Gloo:
 
     def send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send."""
-        return self._alive().send([piece], rank, tag)
-
-    def all_reduce(self, flat: Tensor) -> dist.Work:
-        """Begin to add up."""
-        return self._alive().allreduce([flat])
+        return living(self.group).send([piece], rank, tag)
 
     def receive(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to receive."""
-        return self._alive().recv([piece], rank, tag)
+        return living(self.group).recv([piece], rank, tag)
 
     def interrupt(self) -> None:
         """See `links.Network`.
@@ -127,9 +153,9 @@ class Gloo:
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
-            Channels.give_back(self._group(), self._channel)
+            Channels.give_back(self.group(), self._channel)
         workers = [self.reducing, self.computing, *self._relays, self.gathering, self.settling]
-        return stop_workers(workers, timeout_s)
+        return stop_all(workers, timeout_s)
 
     def relay(self) -> Station:
         """Lend a thread for one gather, see [Note: around a ring]."""
@@ -145,11 +171,6 @@ class Gloo:
         """Let another gather have the thread, for which nothing remains but the rest of this journey."""
         with self._lock:
             self._idle_relays.append(relay)
-
-    def _alive(self) -> dist.ProcessGroup:
-        if (group := self._group()) is None:
-            raise RuntimeError("the process group was destroyed while an exchange was under way")
-        return group
 
 
 class _GlooLink:
@@ -211,7 +232,7 @@ class _GlooLink:
         if self.size > 2 or flat.dtype not in _ADDED_ALIKE:
             await in_halves(self, flat, layout)
             return
-        work = net.all_reduce(flat.div_(self.size) if net.divides else flat)
+        work = living(net.group).allreduce([flat.div_(self.size) if net.divides else flat])
         await net.gathering
         work.wait()
 

@@ -7,8 +7,10 @@ the rest of it, and lets it go on later, on a thread of its own choice.
 ``await``: it would be entered on one thread and left on another. `Journey` enters it around each piece of the way.
 """
 
+import functools
 import threading
-from collections.abc import Callable, Coroutine, Generator
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +29,20 @@ class Station(Worker):
         yield self.put
 
 
+def stop_all(stations: Sequence[Station], timeout_s: float) -> bool:
+    """End all threads after what they have; return whether each did in ``timeout_s`` seconds.
+
+    A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before.
+    """
+    _stop_in_order(stations)
+    return all(station.join(timeout_s) for station in stations)
+
+
+def _stop_in_order(stations: Sequence[Station]) -> None:
+    if stations:
+        stations[0].stop(then=functools.partial(_stop_in_order, stations[1:]))
+
+
 class Gate:
     """Where journeys wait until it is opened, once, on whatever thread; there they go on, the latest one first."""
 
@@ -39,9 +55,10 @@ class Gate:
         """Go on when it is open."""
         yield self._put
 
-    async def passed_first(self) -> None:
+    @types.coroutine
+    def passed_first(self) -> Stops:
         """Open it, and go on before all that wait."""
-        await _Yield(self._put_and_open)
+        yield self._put_and_open
 
     def open(self) -> None:
         """Let all go on that wait, and all later ones at once. May be called again."""
@@ -61,14 +78,6 @@ class Gate:
     def _put_and_open(self, go_on: Job) -> None:
         self._put(go_on)
         self.open()
-
-
-class _Yield:
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
-
-    def __await__(self) -> Stops:
-        yield self._stop
 
 
 class Journey:

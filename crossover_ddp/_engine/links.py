@@ -9,29 +9,31 @@ each piece of the way, so that memory which a journey allocates belongs to it, t
 [Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
 stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
 that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
+
+[Note: one order] Ranks that issue a backend's own collectives in different orders wait for each other for ever. So all
+are issued by the thread that starts the journey, among the model's own: nothing there is awaited.
 """
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import ClassVar, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp._system.cuda_driver import adopt_thread
-from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .endings import stop_workers
-from .journeys import Station
+from .journeys import Station, stop_all
 
 GradientFuture = torch.futures.Future[torch.Tensor]
 Begin = Callable[[], Awaitable[None]]
 Layout = Sequence[int]
-"""Number of elements of each rank's part of a flat tensor, in rank order; the ``lengths`` of `_ddp.layout.Layout`."""
-CHANNEL_BITS: Final = 4
+"""Number of elements of each rank's part of a flat tensor, in rank order."""
+# Torch 2.14 gave them new names, and warns of the old ones.
+_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _AS_IT_IS: Final = contextlib.nullcontext()
 
 
@@ -136,39 +138,22 @@ def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
     return list(flat.split(list(layout)))
 
 
+def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return the elements of each part if all are equal, and multiples; the last one has what is left over, too."""
+    share = numel // parts // multiple * multiple
+    return (*(share,) * (parts - 1), numel - share * (parts - 1))
+
+
 def equal_layout(flat: Tensor, network: Network) -> Layout:
-    """Cut equally, where the network likes it; the last rank has what is left over."""
-    multiple = max(1, network.alignment_bytes // flat.itemsize)
-    share = flat.numel() // network.size // multiple * multiple
-    return [share] * (network.size - 1) + [flat.numel() - share * (network.size - 1)]
+    """Cut equally, where the network likes it."""
+    return equal_lengths(flat.numel(), network.size, max(1, network.alignment_bytes // flat.itemsize))
 
 
-class Channels:
-    """Numbers that set the messages of a process group's networks apart; ranks take them in the same order."""
-
-    _used: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    @classmethod
-    def take(cls, group: dist.ProcessGroup) -> int:
-        """Return the smallest number that nobody on ``group`` has."""
-        with cls._lock:
-            used = cls._used.setdefault(group, set())
-            free = set(range(1 << CHANNEL_BITS)) - used
-            if not free:
-                raise UnsupportedConfigurationError(
-                    f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
-                    "states that are no longer in use"
-                )
-            used.add(min(free))
-            return min(free)
-
-    @classmethod
-    def give_back(cls, group: dist.ProcessGroup | None, channel: int) -> None:
-        """Let somebody else have a number of whose messages none is under way."""
-        with cls._lock:
-            if group is not None:
-                cls._used.get(group, set()).discard(channel)
+def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    """Return the group."""
+    if (found := group()) is None:
+        raise RuntimeError("the process group was destroyed while an exchange was under way")
+    return found
 
 
 async def in_halves(link: Link, flat: Tensor, layout: Layout) -> None:
@@ -228,7 +213,7 @@ class Alone(Link):
 
     def close(self, timeout_s: float) -> bool:
         """See `Network`."""
-        return all([self.place.close(timeout_s), stop_workers([self._settling], timeout_s)])
+        return all([self.place.close(timeout_s), stop_all([self._settling], timeout_s)])
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`."""
@@ -246,6 +231,56 @@ class Alone(Link):
     async def settle(self) -> None:
         """See `Link`."""
         await self._settling
+
+
+class Native(Alone):
+    """A backend's own collectives, NCCL's and its like: as `Alone` a network, and its own link, see [Note: one order].
+
+    On a device all goes to the stream that is current, which `Journey` has chosen.
+
+    Args:
+        group: whose collectives; held weakly.
+        place: of its tensors.
+    """
+
+    in_program_order = True
+    alignment_bytes = 128  # NCCL is much slower on parts that begin elsewhere (pytorch#195450, nccl#413)
+
+    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
+        super().__init__(place)
+        self._group = weakref.ref(group)
+        self.rank, self.size = group.rank(), group.size()
+
+    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """See `Link`: an equal front in one collective, each longer part's rest by itself."""
+        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
+        flat.div_(self.size)
+        if front.numel():
+            _wait(_REDUCE_SCATTER(front.chunk(self.size)[self.rank], front, group=group, async_op=True))
+        for owner, part in rest:
+            _wait(dist.reduce(part, group=group, group_dst=owner, async_op=True))
+        return parts(flat, layout)[self.rank]
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+        group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
+        if front.numel():
+            _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
+        for owner, part in rest:
+            _wait(dist.broadcast(part, group=group, group_src=owner, async_op=True))
+
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        """See `Link`."""
+        sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
+        _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))
+
+    def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """Return what is cut equally, but for the last rank's rest; or nothing, and all parts that are not empty."""
+        share = layout[0]
+        if all(length == share for length in layout[:-1]) and layout[-1] >= share:
+            front, last = flat[: share * self.size], flat[share * self.size :]
+            return front, [(self.size - 1, last)] if last.numel() else []
+        return flat[:0], [(owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()]
 
 
 class Device(Place):
@@ -304,7 +339,7 @@ class Device(Place):
 
     def close(self, timeout_s: float) -> bool:
         """See `Place`."""
-        return stop_workers([self._following], timeout_s)
+        return stop_all([self._following], timeout_s)
 
 
 def sleeping_event() -> torch.cuda.Event:
@@ -318,3 +353,10 @@ async def _at_once() -> None:
 
 def _nothing() -> None:
     return None
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Have the current stream (on a CPU this thread) wait."""
+    if work is None:
+        raise RuntimeError("this process is not a rank of the process group")
+    work.wait()

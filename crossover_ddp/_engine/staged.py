@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .endings import stop_workers
-from .journeys import Station
+from .journeys import Station, stop_all
 from .links import Device, Layout, Link, Network, parts, sleeping_event
 
 Pair = tuple[Tensor, Tensor]
@@ -46,7 +45,7 @@ class Staged:
 
     def close(self, timeout_s: float) -> bool:
         """See `links.Network`: in the order in which journeys come by."""
-        closed = [self.place.close(timeout_s), stop_workers([self._copying], timeout_s)]
+        closed = [self.place.close(timeout_s), stop_all([self._copying], timeout_s)]
         return all([*closed, self._inner.close(timeout_s)])
 
     async def down(self, pairs: Sequence[Pair]) -> None:

@@ -24,7 +24,7 @@ All ranks send the same groups in the same order. They are added to the running 
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -319,45 +319,31 @@ class FactorTraffic:
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float = 0.0, after: Gate | None = None) -> None:
-        """Begin to add factors to the running means of their owners, of which ``decay`` remains."""
+        """Begin to add factors to the running means of their owners, of which ``decay`` remains.
+
+        They leave ``after`` a gate was opened, and are added when those have been which left before.
+        """
         exchange, like = Exchange.of(self._group), self._layers[0].weight
-        messages = None
+        messages = None  # if no other rank has a share in them
         if exchange.size > 1 and not self._local:
             tells = exchange.sends_messages(like.device)
             messages = FactorMessages(factors, exchange.rank, exchange.size, like, tells=tells)
         former, self.arrived = self.arrived, Gate()
         here = self.arrived
 
-        def way(link: Link) -> Coroutine[Any, Any, None]:
-            return self._bring(factors, messages, decay, after, former, here, link)
+        async def bring(link: Link) -> None:
+            if after is not None and not link.in_program_order:
+                await after
+            means = map(self._alone, factors) if messages is None else await messages.travel(link)
 
-        self._newest = exchange.begin(way, like.device, "factors of K-FAC")
+            await link.compute()
+            await former
+            with torch.autocast(like.device.type, enabled=False):
+                for factor, mean in means:
+                    self._add(factor, mean, decay)
+            here.open()
 
-    async def _bring(
-        self,
-        factors: Sequence[Factor],
-        messages: FactorMessages | None,
-        decay: float,
-        after: Gate | None,
-        former: Gate,
-        here: Gate,
-        link: Link,
-    ) -> None:
-        """Bring factors to their owners, who add the means over the ranks to the running means.
-
-        They leave ``after`` a gate was opened, are added when it is open that those are which left before (``former``),
-        and open ``here``. Without ``messages`` no other rank has a share in them.
-        """
-        if after is not None and not link.in_program_order:
-            await after
-        means = map(self._alone, factors) if messages is None else await messages.travel(link)
-
-        await link.compute()
-        await former
-        with torch.autocast(self._layers[0].weight.device.type, enabled=False):
-            for factor, mean in means:
-                self._add(factor, mean, decay)
-        here.open()
+        self._newest = exchange.begin(bring, like.device, "factors of K-FAC")
 
     def _alone(self, factor: Factor) -> tuple[Factor, BatchFactor]:
         """Return an own factor as a mean of one rank's."""

@@ -205,7 +205,16 @@ def _zero_padding(module: nn.Conv2d) -> list[int]:
 def factor_of(columns: Tensor) -> Tensor:
     """Return C Cᵀ of [groups, d, count], exactly symmetric."""
     with torch.no_grad(), torch.autocast(columns.device.type, enabled=False):
-        return _gram(columns)
+        size = columns.shape[1]
+        gram = columns.new_empty(columns.shape[0], size, size)
+        for low in range(0, size, _GRAM_STRIP):
+            high = min(low + _GRAM_STRIP, size)
+            strip = columns[:, low:high] @ columns[:, low:].mT
+            block, beside = strip[..., : high - low], strip[..., high - low :]
+            gram[:, low:high, low:high] = (block + block.mT) / 2
+            gram[:, low:high, high:] = beside
+            gram[:, high:, low:high] = beside.mT
+        return gram
 
 
 BatchFactor = Tensor | Columns
@@ -223,19 +232,6 @@ def is_finite(batch: BatchFactor) -> Tensor:
         # No element of C Cᵀ is greater than the sum of all squares.
         return torch.isfinite(torch.linalg.vector_norm(batch.source) ** 2)
     return torch.isfinite(batch).all()
-
-
-def _gram(columns: Tensor) -> Tensor:
-    size = columns.shape[1]
-    gram = columns.new_empty(columns.shape[0], size, size)
-    for low in range(0, size, _GRAM_STRIP):
-        high = min(low + _GRAM_STRIP, size)
-        strip = columns[:, low:high] @ columns[:, low:].mT
-        block, beside = strip[..., : high - low], strip[..., high - low :]
-        gram[:, low:high, low:high] = (block + block.mT) / 2
-        gram[:, low:high, high:] = beside
-        gram[:, high:, low:high] = beside.mT
-    return gram
 
 
 @lru_cache(maxsize=256)

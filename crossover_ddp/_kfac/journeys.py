@@ -28,7 +28,7 @@ from crossover_ddp._owners.packing import Item, packing
 from .curvature import Curvature
 from .factor_traffic import Factor
 from .factors import gradient_matrix, split_gradient
-from .layers import LayerShape
+from .layers import Layer
 from .spread import SpreadSolver, rows_of, sides, spread_numel
 
 
@@ -64,15 +64,15 @@ Hyper = float | Callable[[int], float]
 
 
 class HyperNow(NamedTuple):
-    """The hyper-parameters in one step, and what is due in it."""
+    """The hyper-parameters in one step, as in `Hypers`, and what is due in it."""
 
     damping: float
     decay: float
     kl_clip: float | None
-    takes_factors: bool
-    inverts: bool
     factor_steps: int
     inverse_steps: int
+    takes_factors: bool
+    inverts: bool
 
 
 class Hypers(NamedTuple):
@@ -102,13 +102,11 @@ class Hypers(NamedTuple):
         if kl_clip is not None and not kl_clip > 0:
             raise ValueError(f"expected kl_clip > 0, got kl_clip={kl_clip}; pass None for no clip")
         takes, inverts = step % int(every) == 0, step % int(inverts_every) == 0
-        return HyperNow(damping, decay, kl_clip, takes, inverts, int(every), int(inverts_every))
+        return HyperNow(damping, decay, kl_clip, int(every), int(inverts_every), takes, inverts)
 
     def arguments(self, step: int) -> dict[str, object]:
         """Return their values in ``step`` by name; raise as `at`."""
-        now = self.at(step)
-        values = (now.damping, now.decay, now.kl_clip, now.factor_steps, now.inverse_steps)
-        return dict(zip(self._fields, values, strict=True))
+        return dict(zip(self._fields, self.at(step), strict=False))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
@@ -198,52 +196,46 @@ class Step:
         self.scale = (self.now.kl_clip / total).sqrt().clamp(max=1.0)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class BucketLayer:
     """A layer whose gradients DDP's buckets have brought.
 
     Args:
-        index, shape, parameter: of the layer: its place, its shape, its weight.
+        index, layer: its number, and itself.
         weight, bias: gradients in DDP's buckets.
         lr, bias_lr: of its weight and its bias.
         whole: to be opened when it is written, if an earlier bucket has a part of it.
+        owner: a rank.
+        curvature: of the layer, if this rank owns it.
+        is_spread: whether all ranks are to have its solver.
+        solver: that all ranks have.
 
     Attributes:
-        items: what travels: by owner, how many elements.
-        spans: where; set before anything is packed.
+        spans: where it travels, for each of `items`; set before it is packed.
     """
 
     index: int
-    shape: LayerShape
-    parameter: Tensor
+    layer: Layer
     weight: Tensor
     bias: Tensor | None
     lr: float
     bias_lr: float
     whole: Gate | None
-
-    def __post_init__(self) -> None:
-        self.items: Sequence[tuple[int, int]] = ()
-        self.spans: Sequence[Span] = ()
-
-
-@dataclass(eq=False, kw_only=True)
-class Whole(BucketLayer):
-    """A layer that goes to its owner.
-
-    Args:
-        owner: a rank.
-        curvature: of the layer, if this rank owns it.
-        sends_solver: whether its owner sends its solver to all ranks in this step.
-    """
-
     owner: int
     curvature: Curvature | None
-    sends_solver: bool
+    is_spread: bool
+    solver: SpreadSolver | None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.items = [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
+        self.shape, self.spans = self.layer.shape, list[Span]()
+
+
+class Whole(BucketLayer):
+    """A layer that goes to its owner."""
+
+    def items(self, size: int) -> list[tuple[int, int]]:
+        """Return what travels between so many ranks: by owner, how many elements."""
+        return [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
 
     def pack(self, flat: Tensor) -> None:
         """Write the gradients."""
@@ -260,7 +252,7 @@ class Whole(BucketLayer):
         # Not to send plain gradients for a whole period where the first factors were not finite.
         return self.curvature is not None and (now.inverts or self.curvature.solver is None)
 
-    def work(self, now: HyperNow) -> Tensor | None:
+    def work(self, now: HyperNow, rank: int) -> Tensor | None:
         """Precondition the mean, if this rank is the owner; return the layer's term of the KL clip's sum, if any."""
         curvature = self.curvature
         if curvature is None:
@@ -297,23 +289,15 @@ class Whole(BucketLayer):
         return weight * self.lr**2 + bias * self.bias_lr**2
 
 
-@dataclass(eq=False, kw_only=True)
 class Rows(BucketLayer):
-    """A layer of which each rank preconditions some rows; see `Whole`.
-
-    Args:
-        solver: that all ranks have.
-        rank, size: of this process.
-    """
+    """A layer of which each rank preconditions some rows; see `Whole`."""
 
     solver: SpreadSolver
-    rank: int
-    size: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._rows, self._width = rows_of(self.shape, self.size), sides(self.shape)[1]
-        self.items = [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
+    def items(self, size: int) -> list[tuple[int, int]]:
+        """Return as `Whole.items`: each rank owns its rows."""
+        self._rows, self._width = rows_of(self.shape, size), sides(self.shape)[1]
+        return [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
 
     def pack(self, flat: Tensor) -> None:
         """Write each rank's rows of T ∇."""
@@ -326,9 +310,9 @@ class Rows(BucketLayer):
         """Tell that all ranks have it."""
         return False
 
-    def work(self, now: HyperNow) -> Tensor | None:
+    def work(self, now: HyperNow, rank: int) -> Tensor | None:
         """Precondition this rank's rows; return their term of the KL clip's sum, if any."""
-        own = self._parts[self.rank]
+        own = self._parts[rank]
         # See [Note: copies before products] in `factors`.
         turned = own.to(self.solver.right.dtype, copy=True)
         made = turned @ self.solver.right
@@ -358,7 +342,7 @@ class Packed:
         contents: of the bucket.
         layers: those that the bucket completes.
         passes: spans of ``buffer`` that pass through.
-        size: number of ranks.
+        rank, size: of this process.
         free: by number of a bucket, memory that has travelled for it before.
         solvers: of spread layers.
         factors: opened when all factors that have left so far are in the running means.
@@ -370,6 +354,7 @@ class Packed:
     contents: Sequence[Content]
     layers: Sequence[Whole | Rows]
     passes: tuple[Span, ...]
+    rank: int
     size: int
     free: dict[int, Tensor]
     solvers: dict[int, SpreadSolver]
@@ -377,27 +362,26 @@ class Packed:
     elsewhere: Sequence[Gate]
 
     def __post_init__(self) -> None:
-        items = tuple([Item(owner, n, n) for layer in self.layers for owner, n in layer.items])
-        made = packing(self.size, items, self.passes)
-        self.layout, self._passing = made.there.lengths, made.passing
-        flat, like = (
-            self.free.pop(self.number, None),
-            (made.there.numel, self.buffer.dtype, self.buffer.device),
+        items = [layer.items(self.size) for layer in self.layers]
+        made = packing(
+            self.size, tuple([Item(owner, n, n) for each in items for owner, n in each]), self.passes
         )
-        if flat is None or (flat.numel(), flat.dtype, flat.device) != like:
-            flat = self.buffer.new_empty(made.there.numel)
+        self.layout, self._passing = made.there, made.passing
+        flat, numel = self.free.pop(self.number, self.buffer[:0]), sum(made.there)
+        if (flat.numel(), flat.dtype, flat.device) != (numel, self.buffer.dtype, self.buffer.device):
+            flat = self.buffer.new_empty(numel)
         self.flat = flat
         places = iter(made.items)
         with self._exact():
-            for layer in self.layers:
-                layer.spans = [next(places).there for _ in layer.items]
+            for layer, each in zip(self.layers, items, strict=True):
+                layer.spans = [next(places).there for _ in each]
                 layer.pack(flat)
         for span, place in self._passing:
             _part(flat, place.there).copy_(_part(self.buffer, span))
 
     async def share_solvers(self, link: Link) -> None:
         """Copy solvers of spread layers that are new in this step from their owners to all."""
-        new = [layer for layer in self.layers if isinstance(layer, Whole) and layer.sends_solver]
+        new = [layer for layer in self.layers if layer.is_spread and layer.solver is None]
         if not new:
             return
         new.sort(key=lambda layer: layer.owner)
@@ -423,7 +407,7 @@ class Packed:
     def work(self, layer: Whole | Rows, now: HyperNow) -> Tensor | None:
         """Precondition what of a layer is this rank's; return its term of the KL clip's sum, if any."""
         with self._exact():
-            return layer.work(now)
+            return layer.work(now, self.rank)
 
     def unload(self, scale: Tensor | None) -> None:
         """Write what came back into DDP's buckets, directions times ``scale``; None for 1."""
@@ -447,9 +431,9 @@ class Packed:
         """List where parameters of two dimensions or more travel, which a codec may round; no layer is spread then."""
         found = []
         for each in self.layers:
-            (span,), ((owner, _),) = each.spans, each.items
+            (span,) = each.spans
             stop = span.start + each.weight.numel()
-            found.append(Run(each.parameter, 0, owner, Span(span.start, stop)))
+            found.append(Run(each.layer.weight, 0, each.owner, Span(span.start, stop)))
         for span, place in self._passing:
             for parameter, _, own in self.contents:
                 begin, stop = max(own.start, span.start), min(own.stop, span.stop)

@@ -16,8 +16,8 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.journeys import Gate
 from crossover_ddp._engine.links import Link
+from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.gpu_mutex import turns_disabled
 
 from .capture import FactorCapture, WaitingDirections
 from .curvature import SOLVERS, Curvature
@@ -63,17 +63,16 @@ def check_held(named: Sequence[Mapping[str, nn.Parameter]], rates: Mapping[int, 
         )
 
 
-@dataclass(eq=False)
-class KFACSetup:
-    """What a KFACState sets up once: the layers, what they cost, and the arguments that do not change.
+@dataclass(eq=False, kw_only=True)
+class Preconditioner:
+    """Packs each bucket, counts steps, and has the layers that this rank owns.
 
     Args:
         model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
         layers: of the model.
         costs: of the layers, in the same order.
-        hypers: see ``KFACState``.
-        group: the ranks of the job.
-        solver, pi, sharing, accumulated: see ``KFACState``.
+        owners: of the layers, at first.
+        hypers, group, solver, pi, sharing, accumulated: see ``KFACState``.
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
         loss_scale: of this moment.
@@ -81,13 +80,20 @@ class KFACSetup:
         registered: the state that the model's hook is registered with, weakly.
 
     Attributes:
-        rank, world_size: of this process.
         inverse_steps: how often solvers are made at the beginning.
+        spread: the layers that all ranks precondition together, see [Note: spread layers] in `spread`.
+        steps: how many have been.
+        curvatures: of the layers that this rank owns, by index.
+        solvers: of spread layers, which all ranks have; none before the first, and after factors that were no numbers.
+        capture: of this rank's factors.
+        traffic: how they travel.
+        free: by bucket, what has travelled in its place.
     """
 
     model: weakref.ref[nn.Module]
     layers: Sequence[Layer]
     costs: Sequence[LayerCost]
+    owners: Sequence[int]
     hypers: Hypers
     group: dist.ProcessGroup
     solver: Literal["inverse", "eigen"]
@@ -101,56 +107,39 @@ class KFACSetup:
     registered: weakref.ref[Any]
 
     def __post_init__(self) -> None:
-        self.waiting = WaitingDirections(self.layers)
-        self.named = [layer.parameters() for layer in self.layers]
         self.rank, self.world_size = self.group.rank(), self.group.size()
         self.inverse_steps = self.hypers.at(0).inverse_steps
+        self.spread = frozenset(index for index, cost in enumerate(self.costs) if cost.spread)
+        self._waiting = WaitingDirections(self.layers)
+        self._named = [layer.parameters() for layer in self.layers]
+        parts = [(index, each) for index, named in enumerate(self._named) for each in named.values()]
+        self._layer_of = {id(parameter): index for index, parameter in parts}
+        self.begin(self.owners)
 
-
-class Preconditioner:
-    """Packs each bucket, counts steps, and has the layers that this rank owns; made anew when the owners change.
-
-    Args:
-        setup: of the state.
-        owners: of each layer.
-        steps: how many have been.
-
-    Attributes:
-        setup, owners, steps: as given.
-        curvatures: of the layers that this rank owns, by index.
-        spread: the layers that all ranks precondition together, see [Note: spread layers] in `spread`.
-        solvers: of these, which all ranks have; none before the first, and after factors that were no numbers.
-        capture: of this rank's factors.
-        traffic: how they travel.
-        free: by bucket, what has travelled in its place.
-    """
-
-    def __init__(self, setup: KFACSetup, owners: Sequence[int], steps: int = 0) -> None:
-        self.setup, self.owners, self.steps = setup, tuple(owners), steps
+    def begin(self, owners: Sequence[int], steps: int = 0) -> None:
+        """Have the layers of which this rank is among ``owners``, with nothing known, after so many steps."""
+        self.owners, self.steps = tuple(owners), steps
         self.curvatures: dict[int, Curvature] = {
-            index: self.curvature(index) for index, owner in enumerate(owners) if owner == setup.rank
+            index: self.curvature(index) for index, owner in enumerate(owners) if owner == self.rank
         }
-        self.spread = frozenset(index for index, cost in enumerate(setup.costs) if cost.spread)
         self.solvers: dict[int, SpreadSolver] = {}
         self.capture = FactorCapture(
-            setup.layers,
-            model=setup.model(),
-            sharing=setup.sharing,
-            accumulated=setup.accumulated,
-            loss_scale=setup.loss_scale,
-            only=self.curvatures if setup.local else None,
-            ranks=1 if setup.local else setup.world_size,
+            self.layers,
+            model=self.model(),
+            sharing=self.sharing,
+            accumulated=self.accumulated,
+            loss_scale=self.loss_scale,
+            only=self.curvatures if self.local else None,
+            ranks=1 if self.local else self.world_size,
         )
         self.traffic = FactorTraffic(
-            setup.layers,
+            self.layers,
             self.owners,
             curvatures=self.curvatures,
             capture=self.capture,
-            group=setup.group,
-            local=setup.local,
+            group=self.group,
+            local=self.local,
         )
-        parts = [(index, each) for index, named in enumerate(setup.named) for each in named.values()]
-        self._layer_of = {id(parameter): index for index, parameter in parts}
         self.free: dict[int, Tensor] = {}
         self._step: Step | None = None
         self._is_refused = self._model_seen = self._closed = False
@@ -158,12 +147,11 @@ class Preconditioner:
 
     def curvature(self, index: int) -> Curvature:
         """Make what an owner of a layer has, with nothing known yet."""
-        setup = self.setup
         return Curvature(
-            setup.layers[index].shape,
-            solver=SOLVERS[setup.solver],
-            pi=setup.pi,
-            start="identity" if setup.sharing == "kfac-pytorch" else "batch",
+            self.layers[index].shape,
+            solver=SOLVERS[self.solver],
+            pi=self.pi,
+            start="identity" if self.sharing == "kfac-pytorch" else "batch",
         )
 
     def close(self) -> None:
@@ -177,12 +165,12 @@ class Preconditioner:
     def _prepare_step(self, after: Gate | None = None) -> None:
         """Capture what the next step needs; send what it builds on ``after`` the former one's gradients."""
         now, traffic = self._now(), self.traffic
-        self.capture.active = now.takes_factors and not turns_disabled()
+        self.capture.active = now.takes_factors and not environment.is_set(environment.DISABLE)
         traffic.trails = now.takes_factors and not now.inverts and traffic.can_trail
         traffic.leave(after, all_groups=now.takes_factors or now.inverts)
 
     def _now(self) -> HyperNow:
-        now = self.setup.hypers.at(self.steps)
+        now = self.hypers.at(self.steps)
         return now._replace(takes_factors=False, inverts=False) if self._closed else now
 
     @torch.no_grad()
@@ -210,7 +198,7 @@ class Preconditioner:
         ended, self._step, after = self._step, None, None
         if ended is not None:
             after = ended.written
-            self.setup.waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
+            self._waiting.wait({self._layer_of[parameter] for parameter in ended.waiting})
             self.traffic.end_step()
             if ended.now.takes_factors and self.traffic.trails:
                 self.traffic.hold(ended.taken, min(ended.now.factor_steps, _MOST_GROUPS), ended.now.decay)
@@ -221,8 +209,8 @@ class Preconditioner:
 
     def _begin(self, device: torch.device) -> Step:
         now = self._now()
-        rates = self.setup.learning_rates(now.kl_clip is not None)
-        step = Step(now, rates, self.setup.loss_scale(), device)
+        rates = self.learning_rates(now.kl_clip is not None)
+        step = Step(now, rates, self.loss_scale(), device)
         if self._is_refused:
             step.refuse()
         return step
@@ -239,7 +227,7 @@ class Preconditioner:
         step, traffic = self._step, self.traffic
         contents = [each._replace(gradient=each.gradient.data) for each in contents_of(bucket, buffer)]
         self._check_known(bucket, contents)
-        self.setup.waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
+        self._waiting.check([self._layer_of[id(p)] for p, *_ in contents if id(p) in self._layer_of])
         layers, passing, elsewhere = self._completed(step, contents)
         if bucket.is_last() and not step.is_refused:
             self._check_whole(step)
@@ -255,7 +243,8 @@ class Preconditioner:
             contents,
             layers,
             passing,
-            size=self.setup.world_size,
+            rank=self.rank,
+            size=self.world_size,
             free=self.free,
             solvers=self.solvers,
             factors=traffic.arrived,
@@ -269,7 +258,7 @@ class Preconditioner:
         step.expect()
         if bucket.last:
             step.end()
-        bucket.keeps_turn = step.now.inverts and self.setup.keeps_turn
+        bucket.keeps_turn = step.now.inverts and self.keeps_turn
         return precondition(packed, step, bucket, link)
 
     def _completed(
@@ -284,38 +273,34 @@ class Preconditioner:
                 continue
             step.waiting[id(parameter)] = gradient
             begun.add(index)
-            if all(id(each) in step.waiting for each in self.setup.named[index].values()):
+            if all(id(each) in step.waiting for each in self._named[index].values()):
                 complete.append(self._bucket_layer(step, index))
                 begun.remove(index)
         return complete, tuple(passing), [step.whole.setdefault(index, Gate()) for index in sorted(begun)]
 
     def _bucket_layer(self, step: Step, index: int) -> Whole | Rows:
-        layer, solver = self.setup.layers[index], None
-        weight = step.waiting[id(layer.weight)]
+        layer = self.layers[index]
+        weight, solver = step.waiting[id(layer.weight)], None if step.now.inverts else self.solvers.get(index)
         lr = step.rates.get(id(layer.weight), 0.0)  # without a clip it is not read
         bias_lr = lr if layer.bias is None else step.rates.get(id(layer.bias), 0.0)
-        if not step.now.inverts:
-            solver = self.solvers.get(index)
-        common: dict[str, Any] = {
-            "index": index,
-            "shape": layer.shape,
-            "parameter": layer.weight,
-            "weight": weight.mT if layer.shape.transposed else weight,
-            "bias": None if layer.bias is None else step.waiting[id(layer.bias)],
-            "lr": lr,
-            "bias_lr": bias_lr,
-            "whole": step.whole.get(index),
-        }
         # A bias of another rate has no part of its own in the rows' share of the clip's sum.
-        if solver is not None and bias_lr == lr:
-            size = self.setup.world_size
-            return Rows(**common, solver=solver, rank=self.setup.rank, size=size)
-        sends = index in self.spread and solver is None
-        curvature = self.curvatures.get(index)
-        return Whole(**common, owner=self.owners[index], curvature=curvature, sends_solver=sends)
+        kind = Rows if solver is not None and bias_lr == lr else Whole
+        return kind(
+            index=index,
+            layer=layer,
+            weight=weight.mT if layer.shape.transposed else weight,
+            bias=None if layer.bias is None else step.waiting[id(layer.bias)],
+            lr=lr,
+            bias_lr=bias_lr,
+            whole=step.whole.get(index),
+            owner=self.owners[index],
+            curvature=self.curvatures.get(index),
+            is_spread=index in self.spread,
+            solver=solver,
+        )
 
     def _check_known(self, bucket: dist.GradBucket, contents: Sequence[Content]) -> None:
-        network = self.setup.model()
+        network = self.model()
         if network is None or bucket.index() or self._model_seen:
             return
         known = {id(parameter) for parameter in network.parameters()}
@@ -324,12 +309,12 @@ class Preconditioner:
                 "expected the hook on the model that KFACState was made of, got a bucket with other parameters; "
                 "make a KFACState for each model"
             )
-        self.traffic.adopt(model_of(bucket, state=self.setup.registered()))
+        self.traffic.adopt(model_of(bucket, state=self.registered()))
         self._model_seen = True
 
     def _check_whole(self, step: Step) -> None:
         """Refuse a layer of which only a part has come: neither a plain gradient nor a direction would be exchanged."""
-        for named in self.setup.named:
+        for named in self._named:
             missing = [name for name, parameter in named.items() if id(parameter) not in step.waiting]
             if 0 < len(missing) < len(named):
                 raise UnsupportedConfigurationError(

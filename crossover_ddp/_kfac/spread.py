@@ -24,7 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from crossover_ddp._ddp.layout import Layout, Span
+from crossover_ddp._ddp.layout import Span, spans_of
+from crossover_ddp._engine.links import equal_lengths
 
 from .factors import pack_triangle, triangle_numel, unpack_triangle
 from .layers import LayerShape
@@ -38,8 +39,7 @@ def sides(shape: LayerShape) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def rows_of(shape: LayerShape, world_size: int) -> tuple[Span, ...]:
     """Return each rank's rows of T ∇. They depend on nothing else, so that a resumed run rounds as before."""
-    layout = Layout.equal(sides(shape)[0], world_size)
-    return tuple([layout.part(rank) for rank in range(world_size)])
+    return spans_of(equal_lengths(sides(shape)[0], world_size))
 
 
 def spread_numel(shape: LayerShape) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from crossover_ddp._engine.endings import let_collectives_go
+from crossover_ddp._engine.exchange import let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 

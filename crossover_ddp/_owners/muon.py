@@ -212,7 +212,7 @@ class Packed(NamedTuple):
         moves = [*zip(self.spans, self.plan.items, strict=True), *self.plan.passing]
         if all(span == place.there for span, place in moves):
             return self.flat
-        there = self.flat.new_empty(self.plan.there.numel)
+        there = self.flat.new_empty(sum(self.plan.there))
         for span, place in moves:
             _part(there, place.there).copy_(_part(self.flat, span))
         return there
@@ -290,11 +290,11 @@ class Directions:
     async def _travel(self, packed: Packed, link: Link) -> None:
         """Bring each matrix to its owner whole, and its direction back to all."""
         there, plan = packed.there(), packed.plan
-        await link.reduce_scatter(there, plan.there.lengths)
+        await link.reduce_scatter(there, plan.there)
         await link.compute()
         self._orthogonalise(packed, there)
         del there
-        await link.all_gather(packed.back, plan.back.lengths)
+        await link.all_gather(packed.back, plan.back)
         self._unload(packed)
 
     def end(self) -> None:
@@ -329,7 +329,7 @@ class Directions:
         norms = [Item(owner, 0, -(-_NORM_BYTES // itemsize)) for owner in owners]
         passing = tuple([span for number, span in contents if number is None])
         plan = packing(self._world_size, tuple(items), passing, tuple(norms))
-        back = flat.new_empty(plan.back.numel)  # of the hook's stream, as `muon.step` is, which reads it
+        back = flat.new_empty(sum(plan.back))  # of the hook's stream, as `muon.step` is, which reads it
         round_.travelled.append(back)
         return Packed(round_, plan, numbers, spans, flat, back)
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from crossover_ddp._ddp.layout import Layout, Span
+from crossover_ddp._ddp.layout import Span, spans_of
 
 
 class Item(NamedTuple):
@@ -42,8 +42,8 @@ class Packing:
         behind: places, in the order of the items behind.
     """
 
-    there: Layout
-    back: Layout
+    there: tuple[int, ...]
+    back: tuple[int, ...]
     items: tuple[Place, ...]
     passing: tuple[tuple[Span, Place], ...]
     behind: tuple[Place, ...]
@@ -67,8 +67,9 @@ def packing(
     cut = list(cut_up(passing, fill_up(both, sum(span.numel for span in passing))))
     all_items = (*items, *(Item(owner, span.numel, span.numel) for span, owner in cut), *behind)
     offsets += _stack(all_items[len(items) :], there, back)
-    layouts = Layout.of_lengths(there), Layout.of_lengths(back)
-    starts = [(layouts[0].part(each.owner).start, layouts[1].part(each.owner).start) for each in all_items]
+    lengths = tuple(there), tuple(back)
+    parts = [spans_of(each) for each in lengths]
+    starts = [(parts[0][each.owner].start, parts[1][each.owner].start) for each in all_items]
     places = [
         Place(owner, Span(out + a, out + a + numel_there), Span(home + b, home + b + numel_back))
         for (owner, numel_there, numel_back), (out, home), (a, b) in zip(
@@ -78,7 +79,7 @@ def packing(
     owned, passed = len(items), len(items) + len(cut)
     spans = [span for span, _ in cut]
     return Packing(
-        *layouts,
+        *lengths,
         tuple(places[:owned]),
         tuple(zip(spans, places[owned:passed], strict=True)),
         tuple(places[passed:]),
@@ -105,7 +106,7 @@ def fill_up(filled: Sequence[int], numel: int) -> tuple[int, ...]:
             break
     shares = [0] * len(filled)
     for place, rank in enumerate(sorted(lowest)):
-        # The last ones get the odd elements, as in Layout.equal.
+        # The last ones get the odd elements, as in `equal_lengths`.
         shares[rank] = level - filled[rank] + (place >= count - over)
     return tuple(shares)
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._ddp.layout import Layout
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.links import Device, Link
-from crossover_ddp._engine.native import Native
+from crossover_ddp._engine.links import Device, Link, Native, equal_lengths
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -20,10 +18,10 @@ pytestmark = pytest.mark.gpu
 TIMEOUT_S = 120.0
 NUMEL = 300_007  # several pieces, and a remainder
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
-    "equal": Layout.equal,
-    "uneven": lambda numel, parts: Layout.of_lengths([numel // 10, *[0] * (parts - 2), numel - numel // 10]),
-    "one owner": lambda numel, parts: Layout.of_lengths([0] * (parts - 1) + [numel]),
+LAYOUTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "equal": equal_lengths,
+    "uneven": lambda numel, parts: (numel // 10, *[0] * (parts - 2), numel - numel // 10),
+    "one owner": lambda numel, parts: (*[0] * (parts - 1), numel),
 }
 
 
@@ -65,7 +63,7 @@ def average(rank: int, world_size: int) -> list[str]:
     for dtype in DTYPES:
         for name, cut in LAYOUTS.items():
             tensors = [addend(rank, dtype).to(device) for _ in range(3)]
-            ways = [functools.partial(both_halves, each, cut(NUMEL, world_size).lengths) for each in tensors]
+            ways = [functools.partial(both_halves, each, cut(NUMEL, world_size)) for each in tensors]
             for trip in [exchange.begin(way, device, "it") for way in ways]:
                 trip.wait()
             if not all(torch.equal(each.cpu(), mean(world_size, dtype)) for each in tensors):

@@ -15,7 +15,7 @@ from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
-from crossover_ddp._engine import gloo, links
+from crossover_ddp._engine import gloo
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._turns import channel
 from crossover_ddp._turns.segment import TurnSegment
@@ -112,7 +112,7 @@ def start_near_wrap(*, left: int) -> Iterator[None]:
 
     def begin(self: gloo.Gloo, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
-        self._channel = (1 << links.CHANNEL_BITS) - 1
+        self._channel = (1 << gloo._CHANNEL_BITS) - 1
         self._numbers = itertools.count((1 << gloo._NUMBER_BITS) // gloo._STAGES - left)
 
     with mock.patch.object(gloo.Gloo, "__init__", begin):

@@ -289,7 +289,7 @@ class SparseBucket:
             "index": 0,
             "is_last": True,
             "buffer": torch.zeros(3).to_sparse(),
-            "parameters": [],
+            "parameters": [torch.zeros(3)],
             "gradients": [],
         }[name]
         return lambda: value

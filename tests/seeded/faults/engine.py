@@ -4,10 +4,10 @@ from typing import Final
 
 from tests.seeded.fault import Fault
 
-_BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _LINKS, _NATIVE, _SPANS, _STAGED, _TURNS = (
+_BUCKETS, _EXCHANGE, _GLOO, _JOURNEYS, _LINKS, _SPANS, _STAGED, _TURNS = (
     f"crossover_ddp/_engine/{name}.py"
     for name in (
-        *("buckets", "exchange", "gloo", "journeys", "links", "native", "spans", "staged"),
+        *("buckets", "exchange", "gloo", "journeys", "links", "spans", "staged"),
         "turns",
     )
 )
@@ -103,8 +103,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "ranks that have joined are compared",
         "crossover_ddp/_engine/digest.py",
-        "config is not None and config.enable",
-        "config is not None and not config.enable",
+        "if model is None or is_joined(model):",
+        "if model is None or not is_joined(model):",
         (_REPLICAS, "-k", "joined or one_error and split"),
     ),
     Fault(
@@ -131,8 +131,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "an error of a bucket leaves the hook's Future",
         _BUCKETS,
-        "            if error is None or self.backward.leave(error):\n",
-        "            if error is None:\n",
+        "        if error is None or self.leave(error):\n",
+        "        if error is None:\n",
         (_FAILURES, "-k", "dead_peer and split"),
     ),
     Fault(
@@ -201,13 +201,13 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "a second model of the same shapes is not compared with the hook's group",
         "crossover_ddp/_engine/exchange.py",
-        "if grad_bucket.parameters()[0] not in self._checked and group is not None:",
+        "if group is not None and grad_bucket.parameters()[0] not in self._checked:",
         "if not self._checked and group is not None:",
         ("tests/defects/test_hooks.py", "-k", "hooks_group and split"),
     ),
     Fault(
         "by collectives a rest that the last rank has is not summed",
-        _NATIVE,
+        _LINKS,
         "return front, [(self.size - 1, last)] if last.numel() else []",
         "return front, []",
         (_TABLE, "-k", "native-split-many_buckets-2"),
@@ -263,7 +263,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the side stream does not wait for a backend's own collectives",
-        _NATIVE,
+        _LINKS,
         "    work.wait()\n",
         "    pass\n",
         (_DEVICES, "-k", "late_changes and nccl"),
@@ -284,9 +284,9 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "on a backend of its own a codec's messages are decoded before they have come",
-        _NATIVE,
-        "_wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True))",
-        "dist.all_to_all_single(incoming, outgoing, **sizes, group=self._alive(), async_op=True)",
+        _LINKS,
+        "_wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))",
+        "dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True)",
         (_BITS, "-k", "same_bits"),
     ),
     Fault(

@@ -18,8 +18,8 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     Fault(
         "rank 0's buffers count inside of Join, too, where it has run out of inputs",
         "crossover_ddp/_ddp/module_buffers.py",
-        "own_way = model._join_config.enable or hasattr(",
-        "own_way = hasattr(",
+        " and not is_joined(model) and not hasattr(",
+        " and not hasattr(",
         (_CONFORMANCE, "-k", "split-joined_ranks_with_buffers-2"),
     ),
     Fault(
@@ -52,21 +52,21 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a state of another hook is taken for its own",
-        "crossover_ddp/_engine/hook.py",
+        "crossover_ddp/_engine/buckets.py",
         "    if not isinstance(state, kind):",
         "    if state is None and not isinstance(state, kind):",
         ("tests/defects/test_hooks.py", "-k", "another_hooks_state and crossover-kfac"),
     ),
     Fault(
         "torch's python reducer is answered as if backward would raise",
-        "crossover_ddp/_engine/hook.py",
+        "crossover_ddp/_engine/buckets.py",
         "    if isinstance(bucket, tuple):\n        raise UnsupportedConfigurationError(PYTHON_REDUCER)\n",
         "",
         ("tests/defects/test_hooks.py", "-k", "python_reducer and split-step"),
     ),
     Fault(
         "ranks do not compare their arguments",
-        "crossover_ddp/_engine/hook.py",
+        "crossover_ddp/_engine/buckets.py",
         "            if group.size() > 1:",
         "            if group.size() > 99:",
         ("tests/defects/test_codecs.py", "-k", "other_codecs and compressed-none"),

@@ -46,8 +46,8 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "the KL clip has the first step's learning rate for good",
         "crossover_ddp/_kfac/preconditioner.py",
-        "rates = self.setup.learning_rates(now.kl_clip is not None)",
-        "rates = self.__dict__.setdefault('rates', self.setup.learning_rates(now.kl_clip is not None))",
+        "rates = self.learning_rates(now.kl_clip is not None)",
+        "rates = self.__dict__.setdefault('rates', self.learning_rates(now.kl_clip is not None))",
         ("tests/multiprocess/test_kfac_situations.py", "-k", "scheduler"),
     ),
     Fault(
@@ -81,7 +81,7 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "factors are computed with CROSSOVER_DISABLE=1, too",
         "crossover_ddp/_kfac/preconditioner.py",
-        "self.capture.active = now.takes_factors and not turns_disabled()",
+        "self.capture.active = now.takes_factors and not environment.is_set(environment.DISABLE)",
         "self.capture.active = now.takes_factors",
         (_DEFECTS, "-k", "disabled"),
     ),
@@ -123,8 +123,8 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "a layer is spread although its bias has a learning rate of its own",
         "crossover_ddp/_kfac/preconditioner.py",
-        "if solver is not None and bias_lr == lr:",
-        "if solver is not None:",
+        "if solver is not None and bias_lr == lr else",
+        "if solver is not None else",
         (_DEFECTS, "-k", "learning_rate and spread"),
     ),
     Fault(

@@ -82,7 +82,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 26: a mistake of our own leaves the hook",
-        "crossover_ddp/_engine/hook.py",
+        "crossover_ddp/_engine/buckets.py",
         "    except Exception as error:\n        if refused",
         "    except ArithmeticError as error:\n        if refused",
         _REFUSED,

@@ -111,5 +111,5 @@ def test_records_of_other_buckets_are_forgotten() -> None:
     assert not records.last()
     records.add([(400, 11.0)], 10.0)
     records.add([(100, 11.0), (300, 12.0)], 10.0)
-    assert [len(record.buckets) for record in records.last()] == [2]
-    assert records.last()[0].buckets[-1] == pytest.approx((300, 2.0))
+    assert [len(record) for record in records.last()] == [2]
+    assert records.last()[0][-1] == pytest.approx((300, 2.0))
