@@ -4,6 +4,7 @@ Every rank is the only one in namespaces of its own, and each thinks that it is 
 rest on a process id, on an inherited descriptor, or on a parent.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -110,19 +111,17 @@ def await_that(condition: Any, job: Job) -> None:
 class Machine:
     """What starts jobs in containers, and where they write."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, containers: Sequence[Sequence[Container]]) -> None:
         self._directory = directory
-        self._stack = stack
+        self._containers = iter(containers)
         self.group = new_group()
 
     def start(self, name: str, seed: int, steps: int = STEPS, hook: str = "crossover") -> Job:
-        containers = [self._stack.enter_context(Container(rank)) for rank in range(RANKS)]
+        containers = next(self._containers)
         logs = [self._directory / f"{name}-rank{rank}" for rank in range(RANKS)]
         stop = self._directory / f"{name}-stop"
         order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": str(stop)}
         order |= {"port": free_port(), "address": "127.0.0.1"}
-        for container in containers:
-            container.hear()
         pids = [
             container.bear(order | {"log": str(log)}) for container, log in zip(containers, logs, strict=True)
         ]
@@ -130,10 +129,19 @@ class Machine:
         return Job(containers, logs, stop)
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+@pytest.fixture(scope="module")
+def containers() -> Iterator[list[list[Container]]]:
+    """Two jobs' containers, which import torch at the same time and once for all tests; the last one may kill some."""
     with ExitStack() as stack:
-        yield Machine(tmp_path, stack)
+        made = [[stack.enter_context(Container(rank)) for rank in range(RANKS)] for _ in range(2)]
+        for container in itertools.chain(*made):
+            container.hear()
+        yield made
+
+
+@pytest.fixture
+def machine(tmp_path: Path, containers: list[list[Container]]) -> Machine:
+    return Machine(tmp_path, containers)
 
 
 def losses(job: Job) -> list[list[float]]:

@@ -12,7 +12,7 @@ import pytest
 from tests.faults import mutex_campaign
 from tests.faults.oracles import FOREVER, Leftovers, Rank, Story, read_rank, violations
 from tests.faults.schedules import FAULTS, MEDDLINGS, Deed, JobPlan, Schedule, schedule
-from tests.harness.campaign import SEED
+from tests.harness.campaign import SEED, only_in_campaign
 
 SHORT_EVENTS = 120
 BROKEN_SEEDS, BROKEN_EVENTS = (11, 6, 3, 24), 20
@@ -49,6 +49,7 @@ def run_broken(tmp_path: Path, sabotage: str) -> tuple[int, dict[str, Any]]:
     raise AssertionError(f"nobody noticed {sabotage}: {violations}")
 
 
+@only_in_campaign
 @pytest.mark.quiet
 def test_the_campaign_notices_a_broken_package(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(SABOTAGES)) as pool:

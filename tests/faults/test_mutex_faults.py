@@ -199,7 +199,7 @@ def test_a_stop_holds_the_sibling_up_for_one_lease(
 
 def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
     group = new_group()
-    fate = Fate((0, 1), "between", 2 * AT_ONCE_S)
+    fate = Fate((0, 1), "between", AT_ONCE_S + 1.5)
     survivors, _ = run_with_fate(group, fate, tmp_path / "event", LONG_LEASE_S)
     assert longest(survivors) < AT_ONCE_S
     assert not files_of(group)

@@ -8,8 +8,6 @@ the same run without a mutex, and with the wait for siblings' events left out.
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -36,7 +34,7 @@ from tests.gpu.races import (
     take_turn,
     tell,
 )
-from tests.harness import Job, run_jobs
+from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.leaks import LEFT_BEHIND
 from tests.unit.turns.mutexes import membership_of
 
@@ -101,17 +99,15 @@ print(device_name(torch.device("cuda", int(sys.argv[1]))))
 """
 
 
-def name_where_visible(devices: str, index: int) -> str:
+def name_where_visible(directory: Path, devices: str, index: int) -> str:
     """Return the name of a device in a process that sees these devices, as ``CUDA_VISIBLE_DEVICES`` says."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PRINT_NAME, str(index)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.strip()
+    script = directory / "print_name.py"
+    script.write_text(PRINT_NAME)
+    visible = {
+        "CUDA_VISIBLE_DEVICES": devices
+    }  # which CUDA reads when it is first used, not when it is loaded
+    with spawn_script(script, 1, args=[str(index)], environment=visible, forked=True) as ranks:
+        return ranks.wait(TIMEOUT_S)[0].strip()
 
 
 def visible_here() -> list[str]:
@@ -119,18 +115,18 @@ def visible_here() -> list[str]:
     return listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it() -> None:
+def test_a_gpu_has_one_name_by_whatever_number_a_process_knows_it(tmp_path: Path) -> None:
     name = device.device_name(torch.device("cuda", 0))
-    assert name_where_visible(visible_here()[0], 0) == name
-    assert name_where_visible(name, 0) == name  # CUDA takes the UUID as well
+    assert name_where_visible(tmp_path, visible_here()[0], 0) == name
+    assert name_where_visible(tmp_path, name, 0) == name  # CUDA takes the UUID as well
 
 
 @pytest.mark.gpu(count=2)
-def test_two_gpus_keep_their_names_when_their_numbers_are_swapped() -> None:
+def test_two_gpus_keep_their_names_when_their_numbers_are_swapped(tmp_path: Path) -> None:
     names = [device.device_name(torch.device("cuda", index)) for index in range(2)]
     assert names[0] != names[1]
     swapped = ",".join(reversed(visible_here()[:2]))
-    assert [name_where_visible(swapped, index) for index in (1, 0)] == names
+    assert [name_where_visible(tmp_path, swapped, index) for index in (1, 0)] == names
 
 
 # --- deaths --------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_state_of_owners_comes_to_each_ranks_own_device(way: str, backend: str) 
     assert run_ranks(consolidated, 2, args=(way,), backend=backend) == [{"cuda:0"}, {"cuda:1"}]
 
 
-LATE_S = 0.2
+LATE_S = 0.1
 
 
 def first_wait_s(rank: int, world_size: int) -> list[float]:
