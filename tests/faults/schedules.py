@@ -113,10 +113,6 @@ class Schedule:
     faults: tuple[str, ...]
     """The kinds of the faults, in order of time; a stop and its end are one."""
 
-    def meddled(self, group: int) -> list[Blow]:
-        """The blows to the files of a group."""
-        return [blow for blow in self.blows if blow.kind in MEDDLINGS and blow.group in (group, -1)]
-
 
 class _Writer:
     """Writes one schedule; knows who lives at the time it has come to."""

@@ -27,7 +27,6 @@ extern "C" __global__ void busy(unsigned long long* marks, int duration_ns) {
 }
 """
 WARM_UP_S = 0.3  # until the clocks of a device that was idle no longer rise
-MAX_NS = 2**31 - 1  # NVRTC's launcher passes a C int
 
 
 @functools.cache

@@ -1,6 +1,5 @@
-"""Decoupled training in real ranks: the path of plain DDP, clipping, checkpoints, turns, and the loss of a peer."""
+"""Decoupled training in real ranks: what one rank may do alone, and plans of buckets."""
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -15,16 +14,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from crossover_ddp import (
     DecoupledState,
-    GPUMutex,
     UnsupportedConfigurationError,
     decoupled_hook,
-    reduce_scatter_all_gather_hook,
 )
 from tests.harness import run_ranks
-from tests.harness.campaign import IN_CAMPAIGN
 
-# 32 show what 200 show, if not as surely: `make campaign` takes all.
-STEPS = 200 if IN_CAMPAIGN else 32
 CAP_MB = 0.002
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -46,7 +40,7 @@ def network() -> nn.Module:
 
 
 class Training:
-    """A model under plain DDP, with the split hook, or decoupled."""
+    """A model under plain DDP, or decoupled."""
 
     def __init__(
         self,
@@ -54,55 +48,35 @@ class Training:
         optimizer: str,
         way: str = "plain",
         *,
-        mutex: GPUMutex | None = None,
-        dtype: torch.dtype = torch.float32,
         options: dict[str, Any] | None = None,
         hook: Callable[..., Any] = decoupled_hook,
     ) -> None:
-        self.dtype = dtype
         options = options or {"bucket_cap_mb": CAP_MB}
-        self.model = DistributedDataParallel(network().to(dtype), gradient_as_bucket_view=True, **options)
+        self.model = DistributedDataParallel(network(), gradient_as_bucket_view=True, **options)
         self.optimizer = MAKERS[optimizer](self.model)
-        self.state = (
-            DecoupledState(self.optimizer, mutex=mutex, defer="always") if way == "decoupled" else None
-        )
+        self.state = DecoupledState(self.optimizer, defer="always") if way == "decoupled" else None
         if self.state is not None:
             self.model.register_comm_hook(self.state, hook)
-        elif way == "split":
-            self.model.register_comm_hook(None, reduce_scatter_all_gather_hook)
         self.generator = torch.Generator().manual_seed(50 + rank)
-        self.deferred = 0
 
-    def backward(self) -> float:
-        images = torch.randn(8, 1, 6, 6, generator=self.generator).to(self.dtype)
+    def backward(self) -> None:
+        images = torch.randn(8, 1, 6, 6, generator=self.generator)
         targets = torch.randint(0, 10, (8,), generator=self.generator)
-        loss = nn.functional.cross_entropy(self.model(images), targets)
-        loss.backward()
-        return float(loss.detach())
+        nn.functional.cross_entropy(self.model(images), targets).backward()
 
-    def step(self, accumulate: int = 1) -> list[float]:
-        losses = []
-        for part in range(accumulate):
-            with contextlib.nullcontext() if part == accumulate - 1 else self.model.no_sync():
-                losses.append(self.backward())
+    def step(self) -> None:
+        self.backward()
         self.optimizer.step()
-        self.deferred += bool(self.state is not None and self.state.stats()["deferred"])
         self.optimizer.zero_grad()
-        return losses
 
     def end(self) -> torch.Tensor:
         self.model.eval()
-        self.model(torch.zeros(1, 1, 6, 6, dtype=self.dtype))  # between two steps buffers may differ
+        self.model(torch.zeros(1, 1, 6, 6))  # between two steps buffers may differ
         values = self.model.module.state_dict().values()
         flat = torch.cat([value.flatten().double() for value in values])
         if self.state is not None:
             self.state.close()
         return flat
-
-
-def path(training: Training, steps: int, accumulate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = [loss for _ in range(steps) for loss in training.step(accumulate)]
-    return torch.tensor(losses), training.end()
 
 
 def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:

@@ -10,10 +10,8 @@ _WORKER = "crossover_ddp/_system/worker.py"
 _TURN = "tests/journeys/test_turn_and_futures.py"
 _FAILURES = "tests/journeys/test_failures.py"
 _ENDS = "tests/journeys/test_ends.py"
-_TOLD = "tests/journeys/test_spans.py"
 _DEVICES = "tests/journeys/test_devices.py"
 _BITS = "tests/journeys/test_bits_and_buffers.py"
-_BEFORE = (_TURN, "-k", "before_anybody_hears")
 _REFUSED = (_FAILURES, "-k", "refused_bucket_is and 1-")
 
 RISKS: Final[tuple[Fault, ...]] = (

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +22,6 @@ from crossover_ddp._ddp.checks import check_group, model_of
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
-
-Search = Callable[[], list[DistributedDataParallel]]
 
 
 class Watched(DistributedDataParallel):

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import pickle
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,8 +22,6 @@ from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.layers import Layer, LayerShape, find_layers
 
 pytestmark = pytest.mark.torch_version
-
-Loss = Callable[[Tensor], Tensor]
 
 
 class Captured(NamedTuple):
