@@ -1,16 +1,22 @@
 """What a device adds: late copies, late kernels, late collectives, and a device for each rank. On the fake one."""
 
 import functools
+import os
+import signal
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from crossover_ddp import ExchangeError, reduce_scatter_all_gather_hook
 from tests.harness import close_pools, run_ranks
-from tests.harness.training import Training
+from tests.harness.training import Training, hooked
 from tests.harness.turn import RecordingTurn
 
 pytestmark = pytest.mark.fake_cuda
@@ -109,3 +115,27 @@ def test_beside_a_sibling_the_turn_is_taken_when_the_device_has_the_first_gradie
     late = {"FAKE_NCCL_US": str(int(LATE_S * 1e6))}
     for waits_s in run_ranks(first_wait_s, 2, backend="nccl", environment=late):
         assert min(waits_s) > LATE_S
+
+
+def told_of_a_dead_peer(rank: int, world_size: int) -> list[str]:
+    """Rank 1 is killed in its third step; return what rank 0 is told, twice."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    model = hooked(nn.Linear(4, 4).cuda(), reduce_scatter_all_gather_hook, group, process_group=group)
+    errors = []
+    for step in range(4):
+        if rank and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+        except ExchangeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_where_the_host_waits_for_nccl_a_dead_peer_is_an_error_after_the_groups_timeout() -> None:
+    environment = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_DIST_USE_NCCL2": "0"}
+    deaths = {1: signal.SIGKILL}
+    told, _ = run_ranks(told_of_a_dead_peer, 2, backend="nccl", environment=environment, deaths=deaths)
+    assert len(told) == 2 and told[0] == told[1]
+    assert "of bucket 0 failed: " in told[0]
