@@ -23,6 +23,7 @@ from crossover_ddp.comm_hooks import (
 )
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.conformance.reference import kfac_in_float64
 from tests.harness import inside
 from tests.multiprocess.identity_codec import Identity
 
@@ -138,6 +139,8 @@ NO_VIEWS = {
 IN_DOUBLE = {"several_dtypes": "float64"}
 AS_MANY_STEPS = dict.fromkeys(("joined_ranks", "joined_ranks_with_buffers"), "as many steps")
 
+KFAC: Final[dict[str, Any]] = {"damping": 0.03, "factor_decay": 0.9, "kl_clip": 1e-5, "inv_update_steps": 1}
+
 PLAIN = Row(None)
 HOOKS: dict[str, Row] = {
     "split": Row(lambda model, optimizers: (None, reduce_scatter_all_gather_hook), takes_turns=False),
@@ -185,6 +188,20 @@ HOOKS: dict[str, Row] = {
         refuses={**IN_DOUBLE, **NO_SEARCH},
     ),
     "kfac_of_nothing": Row(kfac_of_nothing),
+    "kfac": Row(
+        lambda model, optimizers, **turn: (KFACState(model, optimizers[0], **KFAC, **turn), kfac_hook),
+        like="kfac_in_float64",
+        lossy=True,
+        tolerance=2.0**12,
+        refuses={
+            "several_dtypes": "float16",
+            **dict.fromkeys(("complex_parameters", "fewer_elements_than_ranks"), "a layer that K-FAC treats"),
+        },
+        differs={
+            "mixed_precision_by_autocast": "layers round to bfloat16, the reference does not",
+            "refused_bucket": "factors of a refused bucket do not count",
+        },
+    ),
     "muon_of_nothing": Row(muon_of_nothing, is_like_others=True),
     "muon": Row(
         lambda model, optimizers, **turn: (MuonState(optimizers[0], **turn), muon_hook),  # type: ignore[arg-type]
@@ -199,5 +216,11 @@ HOOKS: dict[str, Row] = {
         optimizers=adamw,
         reads="never",
         refuses={**AS_MANY_STEPS, **NO_SEARCH, "complex_parameters": "complex"},
+    ),
+}
+# Rows that others walk with, and that are no hooks of ours.
+ORACLES: Final[dict[str, Row]] = {
+    "kfac_in_float64": Row(
+        lambda model, optimizers: kfac_in_float64(model, optimizers[0], **KFAC), takes_turns=False
     ),
 }

@@ -1,12 +1,15 @@
-"""Plain DDP with its additions in the order in which owners add."""
+"""What hooks walk with: plain DDP with its additions in the order in which owners add, and K-FAC in float64."""
 
 import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from crossover_ddp.kfac_hooks import KFACState
 from tests.harness.oracles import tree_sum
+from tests.multiprocess.kfac_oracle import Oracle, Settings, factors_of_call
 
 
 class Additions:
@@ -42,3 +45,100 @@ def _add_in_order(state: Additions, bucket: dist.GradBucket) -> torch.futures.Fu
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(state.mean(bucket))
     return future
+
+
+class KFACOracle:
+    """K-FAC of the definition behind DDP: each bucket waits for the last one, and all are preconditioned together.
+
+    Args:
+        model: under DDP.
+        layers: the names of the layers that are preconditioned.
+        optimizer: whose learning rates enter the clip.
+        settings: of the run.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[str], optimizer: torch.optim.Optimizer, settings: Settings
+    ) -> None:
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._layers = {name: model.get_submodule(name) for name in layers}
+        self._optimizer = optimizer
+        self._oracle = Oracle(settings, self._learning_rate)
+        self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
+        # By which calls there were so many micro-batches: a forward may have no backward, or share one.
+        self._forward, self._forwards, self._backwards = 0, set[int](), set[int]()
+        self._buckets: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
+        model.register_forward_pre_hook(self._begun)
+        for name, module in self._layers.items():
+            module.register_forward_hook(functools.partial(self._called, name))
+
+    def _learning_rate(self, name: str) -> float:
+        return next(
+            float(group["lr"])
+            for group in self._optimizer.param_groups
+            if any(self._names[parameter] == name for parameter in group["params"])
+        )
+
+    def _begun(self, *_: Any) -> None:
+        self._forward += 1
+
+    def _called(self, name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Note a call when its gradient comes."""
+        if output.requires_grad and module.training:
+            output.register_hook(functools.partial(self._came, name, inputs[0].detach(), self._forward))
+
+    def _came(self, name: str, x: Tensor, forward: int, y: Tensor) -> None:
+        self._calls[name].append((x.double().cpu(), y.double().cpu()))
+        self._forwards.add(forward)
+        self._backwards.add(torch._C._current_graph_task_id())
+
+    def answer(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._buckets.append((bucket, future))
+        if bucket.is_last():
+            self._precondition()
+        return future
+
+    def _precondition(self) -> None:
+        mean: dict[str, Tensor] = {}
+        for bucket, _ in self._buckets:
+            flat = bucket.buffer()
+            everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, flat)
+            flat.copy_(tree_sum([each / len(everyone) for each in everyone]))
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                mean[self._names[parameter]] = gradient.double().cpu().view(parameter.shape)
+        directions = self._oracle.step_of(mean, self._factors(), self._layers)
+        for bucket, future in self._buckets:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                gradient.copy_(directions[self._names[parameter]].view_as(gradient))
+            future.set_result(bucket.buffer())
+        self._buckets.clear()
+
+    def _factors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Return A and G of all ranks that have called a layer."""
+        own = {}
+        micro_batches = min(len(self._forwards), len(self._backwards))
+        self._forwards.clear()
+        self._backwards.clear()
+        for name, calls in self._calls.items():
+            pairs = [factors_of_call(self._layers[name], x, y, len(x), "expand") for x, y in calls]
+            if pairs:
+                a, g = (torch.stack(list(each)) for each in zip(*pairs, strict=True))
+                own[name] = (a.mean(0), g.sum(0) * micro_batches)
+            calls.clear()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return {name: [each[name] for each in everyone if name in each] for name in self._layers}
+
+
+def kfac_in_float64(model: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> tuple[Any, Any]:
+    """Return the state and the hook. Which layers are preconditioned is the hook's own word."""
+    state = KFACState(model, optimizer, **settings)
+    layers = list(state.owners)
+    state.close()
+    return KFACOracle(model.module, layers, optimizer, Settings(**settings)), _precondition_at_the_end
+
+
+def _precondition_at_the_end(state: KFACOracle, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return state.answer(bucket)

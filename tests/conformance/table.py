@@ -15,7 +15,7 @@ def table() -> str:
 
 def _results(row: Row) -> str:
     if row.lossy:
-        found = "near"
+        found = f"near {row.like.replace('_', ' ')}" if row.like else "near"
     elif row.like:
         found = f"the bits of `{row.like}`"
     else:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conformance import cases
 from tests.conformance.backends import BACKENDS, SHORT, Backend
 from tests.conformance.cases import CASES, Results, Wrap, seeded
-from tests.conformance.hooks import HOOKS, Row
+from tests.conformance.hooks import HOOKS, ORACLES, Row
 from tests.conformance.reference import adding
 from tests.conformance.table import table
 from tests.harness import RankError
@@ -116,7 +116,7 @@ def findings_of_rank(
 def references_of_rank(
     rank: int, world_size: int, backend: str, reference: Reference, names: list[str]
 ) -> dict[str, Packed]:
-    row = ORDERED[reference] if isinstance(reference, tuple) else HOOKS[reference]
+    row = ORDERED[reference] if isinstance(reference, tuple) else {**HOOKS, **ORACLES}[reference]
     with BACKENDS[backend].around():
         return {case: pack(run_case(case, rank, world_size, row)) for case in names}
 
@@ -150,7 +150,9 @@ def is_rounded(hook: str, row: Row, case: str, world_size: int, backend: Backend
 
 def reference_of(row: Row, world_size: int, backend: Backend) -> Reference:
     """Return what a row walks with: another hook, plain DDP, or plain DDP that adds in the owners' order."""
-    return row.like or (row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers)
+    if row.like and not backend.switches_off:
+        return row.like
+    return row.order if world_size > 2 and backend.adds_in_order else None, row.optimizers
 
 
 ORDERED = {

@@ -1,6 +1,6 @@
 """K-FAC in float64, written down from the definition: one process, the data of all ranks, dense linear algebra."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +31,12 @@ class Oracle:
 
     Args:
         settings: of the run.
+        lr: of all parameters, or of the one of a name.
         owners: by layer name, for ``factors="local"``.
     """
 
     settings: Settings
-    lr: float
+    lr: float | Callable[[str], float]
     owners: Mapping[str, int] = field(default_factory=dict)
     running: dict[str, list[Tensor]] = field(default_factory=dict)
     frozen: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -48,19 +49,34 @@ class Oracle:
         mean = {
             name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in ranks[0].gradients
         }
+        if self.settings.factors == "local":
+            taken = {name: [ranks[self.owners[name]]] for name in ranks[0].layers}
+        else:
+            taken = {name: ranks for name in ranks[0].layers}
+        sharing = self.settings.weight_sharing
+        factors = {name: [run.factors(name, sharing) for run in runs] for name, runs in taken.items()}
+        return self.step_of(mean, factors, ranks[0].layers)
+
+    def step_of(
+        self,
+        mean: dict[str, Tensor],
+        factors: Mapping[str, Sequence[tuple[Tensor, Tensor]]],
+        layers: Mapping[str, nn.Module],
+    ) -> dict[str, Tensor]:
+        """Return the gradients by parameter name, of their mean and the ranks' own factors A and G by layer name."""
         if self.steps % self.settings.factor_update_steps == 0:
-            for name in ranks[0].layers:
-                self._update(name, ranks)
+            for name, pairs in factors.items():
+                if pairs:
+                    self._update(name, pairs)
         if self.steps % self.settings.inv_update_steps == 0:
             self.frozen = {name: [factor.clone() for factor in pair] for name, pair in self.running.items()}
         self.steps += 1
-        return self._precondition(mean, ranks[0].layers)
+        return self._precondition(mean, layers)
 
-    def _update(self, name: str, ranks: "Sequence[RankRun]") -> None:
-        if self.settings.factors == "local":
-            ranks = [ranks[self.owners[name]]]
-        pairs = [run.factors(name, self.settings.weight_sharing) for run in ranks]
+    def _update(self, name: str, pairs: "Sequence[tuple[Tensor, Tensor]]") -> None:
         batch = [torch.stack(list(of_ranks)).mean(0) for of_ranks in zip(*pairs, strict=True)]
+        if not all(bool(factor.isfinite().all()) for factor in batch):
+            return
         old = self.running.get(name)
         decay = self.settings.factor_decay
         self.running[name] = (
@@ -72,16 +88,20 @@ class Oracle:
     def _precondition(self, mean: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         found, total = {}, 0.0
         for name, module in layers.items():
+            if name not in self.frozen:  # nobody has called it yet
+                continue
             has_bias = f"{name}.bias" in mean
             matrix = as_matrix(module, mean[f"{name}.weight"], mean.get(f"{name}.bias"))
             direction = self._solve(matrix, *self.frozen[name])
-            total += self.lr**2 * float((direction * matrix).sum())
             weight = direction[..., :-1] if has_bias else direction
             found[f"{name}.weight"] = weight.reshape(mean[f"{name}.weight"].shape)
             if has_bias:
                 found[f"{name}.bias"] = direction[..., -1].reshape(-1)
+        for name, value in found.items():
+            lr = self.lr(name) if callable(self.lr) else self.lr
+            total += lr**2 * float((value * mean[name]).sum())
         clip = self.settings.kl_clip
-        scale = 1.0 if clip is None else min(1.0, (clip / abs(total)) ** 0.5)
+        scale = 1.0 if clip is None or not total else min(1.0, (clip / abs(total)) ** 0.5)
         self.least_scale = min(self.least_scale, scale)
         return mean | {name: scale * value for name, value in found.items()}
 
@@ -150,19 +170,23 @@ class RankRun:
     def factors(self, name: str, sharing: str) -> tuple[Tensor, Tensor]:
         """Return A, the mean over the layer's calls, and G, their sum: [groups, d, d]."""
         module = self.layers[name]
-        pairs = [self._of_call(module, x, y, sharing) for x, y in self.calls[name]]
+        pairs = [factors_of_call(module, x, y, self._samples, sharing) for x, y in self.calls[name]]
         return torch.stack([a for a, _ in pairs]).mean(0), torch.stack([g for _, g in pairs]).sum(0)
 
-    def _of_call(self, module: nn.Module, x: Tensor, y: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
-        # [samples, positions, groups, features]
-        a, g = input_rows(module, x), output_rows(module, y) * self._samples
-        if sharing == "reduce":
-            a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
-        samples, positions = a.shape[:2]
-        return (
-            torch.einsum("nsgi,nsgj->gij", a, a) / (samples * positions),
-            torch.einsum("nsgi,nsgj->gij", g, g) / samples,
-        )
+
+def factors_of_call(
+    module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str
+) -> tuple[Tensor, Tensor]:
+    """Return A and G of one call, of its inputs and of the gradients of its outputs."""
+    # [samples, positions, groups, features]
+    a, g = input_rows(module, x), output_rows(module, y) * loss_samples
+    if sharing == "reduce":
+        a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
+    samples, positions = a.shape[:2]
+    return (
+        torch.einsum("nsgi,nsgj->gij", a, a) / (samples * positions),
+        torch.einsum("nsgi,nsgj->gij", g, g) / samples,
+    )
 
 
 def input_rows(module: nn.Module, x: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""K-FAC in the situations of real training code, against the independent float64 computation, between two ranks."""
+"""K-FAC in situations that the conformance table has not, against the float64 computation, between two ranks."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import tqdm
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
@@ -30,63 +28,42 @@ EXACT, COARSE = 1e-4, 0.05  # float32 and bfloat16 against float64
 class Network(nn.Module):
     """Convolutions and linear layers without a norm, so that parts of a batch are a batch."""
 
-    def __init__(self, *, checkpointed: bool = False, reentrant: bool = False, spare: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(2, 6, 3, padding=1)
         self.second = nn.Conv2d(6, 4, 3, stride=2)
         self.hidden = nn.Linear(36, 12)
         self.head = nn.Linear(12, 5)
-        self.spare = nn.Linear(3, 3) if spare else None
-        self._checkpointed, self._reentrant = checkpointed, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._checkpointed:
-            x = x.requires_grad_()  # the reentrant kind asks for it
-            return self.head(checkpoint(self._body, x, use_reentrant=self._reentrant))  # type: ignore[no-any-return]
-        return self.head(self._body(x))  # type: ignore[no-any-return]
-
-    def _body(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        return torch.tanh(self.hidden(x.flatten(1)))
+        return self.head(torch.tanh(self.hidden(x.flatten(1))))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Situation:
-    """How the model is wrapped, called and stepped.
+    """How the model is wrapped and called.
 
     Args:
         model: makes the network; the oracle computes with a plain `Network`.
         ddp: options of DDP.
         wrap: around the DDP model.
-        parts: backward passes per step.
         dtype: of parameters and inputs.
         autocast: whether forward runs in bfloat16.
-        scheduler: whether the learning rate changes.
         tolerance: of the greatest error of a layer, relative to its greatest element.
     """
 
     model: Callable[[], nn.Module] = Network
     ddp: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-    parts: int = 1
     dtype: torch.dtype = torch.float32
     autocast: bool = False
-    scheduler: bool = False
     channels_last: bool = False
     tolerance: float = EXACT
 
 
 SITUATIONS = {
-    "accumulation": Situation(parts=3),
-    "bucket views": Situation(ddp={"gradient_as_bucket_view": True}),
-    "static graph": Situation(ddp={"static_graph": True}),
-    "unused parameters": Situation(model=partial(Network, spare=True), ddp={"find_unused_parameters": True}),
-    "checkpointing": Situation(model=partial(Network, checkpointed=True)),
-    "reentrant checkpointing": Situation(
-        model=partial(Network, checkpointed=True, reentrant=True), ddp={"static_graph": True}
-    ),
     "channels last": Situation(channels_last=True),
-    "scheduler": Situation(scheduler=True),
     "autocast": Situation(autocast=True, tolerance=COARSE),
     "bfloat16 parameters": Situation(dtype=torch.bfloat16, tolerance=COARSE),
 }
@@ -113,7 +90,6 @@ def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DistributedDataParallel(network, **({"bucket_cap_mb": 0.002} | situation.ddp))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if situation.scheduler else 1.0)
     settings = Settings()
     state = KFACState(ddp, optimizer, damping=settings.damping, factor_decay=settings.factor_decay,
                       kl_clip=settings.kl_clip, inv_update_steps=1)  # fmt: skip
@@ -122,40 +98,25 @@ def errors(situation: Situation, rank: int, world_size: int) -> Iterator[float]:
     plain = getattr(network, "_orig_mod", network)
     oracle = Oracle(settings, LR)
     for step in range(STEPS):
-        oracle.lr = optimizer.param_groups[0]["lr"]
         replicas = [reference(plain) for _ in range(0 if rank else world_size)]
         optimizer.zero_grad()
         inputs, targets = batch(rank, step)
         if situation.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        parts = list(zip(inputs.chunk(situation.parts), targets.chunk(situation.parts), strict=True))
-        for part, (x, y) in enumerate(parts):
-            with ddp.no_sync() if part < len(parts) - 1 else contextlib.nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=situation.autocast):
-                    output = model(x.to(situation.dtype, copy=True))
-                    loss = nn.functional.cross_entropy(output, y) / len(parts)
-                loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=situation.autocast):
+            loss = nn.functional.cross_entropy(model(inputs.to(situation.dtype, copy=True)), targets)
+        loss.backward()
         wide = [(x.double(), y) for x, y in (batch(each, step) for each in range(world_size))]
-        expected = step_for_all(oracle, replicas, wide, without_spare(plain))
-        if isinstance(spare := getattr(plain, "spare", None), nn.Module):
-            expected |= {f"spare.{name}": torch.zeros_like(p) for name, p in spare.named_parameters()}
-            for parameter in spare.parameters():
-                assert parameter.grad is None or not parameter.grad.any()
-        yield relative_error(without_spare(plain), expected)
+        yield relative_error(plain, step_for_all(oracle, replicas, wide, plain))
         optimizer.step()
-        schedule.step()
     assert oracle.least_scale < 1, "the clip is to be seen at work"
     state.close()
 
 
 def reference(network: nn.Module) -> nn.Module:
     replica = Network()
-    replica.load_state_dict({k: v for k, v in network.state_dict().items() if not k.startswith("spare")})
+    replica.load_state_dict(network.state_dict())
     return replica.double()
-
-
-def without_spare(network: nn.Module) -> nn.Module:
-    return nn.ModuleDict({name: module for name, module in network.named_children() if name != "spare"})
 
 
 def errors_of_rank(rank: int, world_size: int, compiled: bool) -> dict[str, list[float]]:

@@ -48,7 +48,7 @@ KFAC: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_kfac/preconditioner.py",
         "rates = self.learning_rates(now.kl_clip is not None)",
         "rates = self.__dict__.setdefault('rates', self.learning_rates(now.kl_clip is not None))",
-        ("tests/multiprocess/test_kfac_situations.py", "-k", "scheduler"),
+        ("tests/conformance/test_conformance.py", "-k", "gloo-kfac-schedule"),
     ),
     Fault(
         "factors travel in steps that take none, too",
