@@ -166,13 +166,9 @@ def load_text(*, context: int, vocabulary: int) -> Data:
     return Data(train, Text(train=False, context=context, vocabulary=vocabulary), vocabulary)
 
 
-def sampler_of(
-    samples: Samples, seed: int = 0, ranks: tuple[int, int] | None = None
-) -> DistributedSampler[Any]:
-    """Deal whole batches out among the ranks; ``ranks`` is (rank, world size) where there is no process group."""
-    rank, world_size = ranks or (dist.get_rank(), dist.get_world_size())
-    # A Dataset by its methods, not by inheritance.
-    return DistributedSampler(samples, world_size, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
+def sampler_of(samples: Samples, seed: int = 0) -> DistributedSampler[Any]:
+    """Deal whole batches out among the ranks."""
+    return DistributedSampler(samples, seed=seed, drop_last=True)  # type: ignore[arg-type]  # by its methods
 
 
 def epoch_batches(

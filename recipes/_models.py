@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -236,30 +235,3 @@ def make(sizes: Sizes, classes: int) -> nn.Module:
         context=sizes.context,
         options=sizes.model_options,
     )
-
-
-def build(
-    preset: str, seed: int, batch_size: int | None = None
-) -> tuple[
-    nn.Module,
-    Callable[[int, int], Iterator[_data.Batch]],
-    Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-]:
-    """Build a preset for a benchmark: the model, an endless iterator of batches per rank, the loss.
-
-    The same seed gives the same model on every rank. ``batches(rank, world)`` goes over the training
-    set again and again, in another order each time. ``batch_size``: instead of the preset's, for shorter steps.
-    """
-    chosen = PRESETS[preset]
-    data = load_data(chosen)
-    torch.manual_seed(seed)
-    model = make(chosen, data.classes)
-
-    def batches(rank: int, world: int) -> Iterator[_data.Batch]:
-        sampler = _data.sampler_of(data.train, seed, (rank, world))
-        for epoch in itertools.count():
-            yield from _data.epoch_batches(
-                data.train, sampler, epoch=epoch, batch_size=batch_size or chosen.batch_size
-            )
-
-    return model, batches, loss_of

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, Final
@@ -117,7 +117,7 @@ def job_figures(
         alone: no other job shared the devices and links.
         warm_up: steps to leave out, as long as others remain.
     """
-    settled = {rank: _without_warm_up(log, warm_up) for rank, log in steps.items()}
+    settled = {rank: log[warm_up:] if len(log) > warm_up else log for rank, log in steps.items()}
     own = [span for span in spans if span.job == job]
     exchanges = _settled_spans(own, "exchange", settled)
     computes = _settled_spans(own, "compute", settled)
@@ -128,20 +128,17 @@ def job_figures(
         ranks=len(steps) or len({span.rank for span in own}),
         steps=max((len(log) for log in steps.values()), default=0),
         step_s=_over_ranks(settled, "length_s"),
-        busy_s=(_mean_busy_s(settled) if alone else None) or _median_of(computes),
+        # The kernel counts a core's busy time in ticks of 10 ms: the mean keeps what a median rounds.
+        busy_s=(_over_ranks(settled, "core_busy_s", fmean) if alone else None) or _median_of(computes),
         exposed_s=_median_of(exchanges),
         wire_s=None if wire_bytes is None else wire_s(wire_bytes, rate_mbit),
         wire_bytes=wire_bytes,
         turns=sum(span.kind == "compute" and span.rank == 0 for span in own),
         makespan_s=makespan_s(steps.values()),
-        step_times_s=[round(step.length_s, 6) for step in _first(steps)],
+        step_times_s=[round(step.length_s, 6) for step in steps[min(steps)]] if steps else [],
         spans={kind: Statistics.of(lengths) for kind, lengths in _lengths_by_kind(own).items()},
         handover=Statistics.of(handovers_s(spans, job)),
     )
-
-
-def _without_warm_up(log: Sequence[MeteredStep], warm_up: int) -> Sequence[MeteredStep]:
-    return log[warm_up:] if len(log) > warm_up else log
 
 
 def _settled_spans(
@@ -155,25 +152,14 @@ def _settled_spans(
     ]
 
 
-def _over_ranks(logs: Mapping[int, Sequence[MeteredStep]], name: str) -> float | None:
+def _over_ranks(
+    logs: Mapping[int, Sequence[MeteredStep]], name: str, middle: Callable[[list[float]], float] = median
+) -> float | None:
     # The slowest or most loaded rank: the others wait for it.
-    medians = []
-    for log in logs.values():
-        values = [getattr(step, name) for step in log]
-        known = [value for value in values if value is not None]
-        if known:
-            medians.append(float(median(known)))
-    return max(medians, default=None)
-
-
-def _mean_busy_s(logs: Mapping[int, Sequence[MeteredStep]]) -> float | None:
-    # The kernel counts a core's busy time in ticks of 10 ms: the mean keeps what a median rounds.
-    means = []
-    for log in logs.values():
-        known = [step.core_busy_s for step in log if step.core_busy_s is not None]
-        if known:
-            means.append(fmean(known))
-    return max(means, default=None)
+    known = [
+        [getattr(step, name) for step in log if getattr(step, name) is not None] for log in logs.values()
+    ]
+    return max((float(middle(values)) for values in known if values), default=None)
 
 
 def _median_of(lengths_s: Sequence[float]) -> float | None:
@@ -186,10 +172,6 @@ def makespan_s(logs: Iterable[Sequence[MeteredStep]]) -> float | None:
     if not filled:
         return None
     return max(log[-1].end_s for log in filled) - min(log[0].begin_s for log in filled)
-
-
-def _first(steps: Mapping[int, Sequence[MeteredStep]]) -> Sequence[MeteredStep]:
-    return steps[min(steps)] if steps else []
 
 
 def _lengths_by_kind(spans: Iterable[TimelineSpan]) -> dict[str, list[float]]:

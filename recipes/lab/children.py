@@ -9,12 +9,10 @@ environment is not found. Finding processes needs psutil. Our design.
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -82,29 +80,6 @@ class Child(subprocess.Popen[Any]):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, number)
 
-    def tell(self, order: Any) -> None:
-        """Write a line of JSON to its standard input, which must be a pipe for text."""
-        assert self.stdin is not None
-        self.stdin.write(json.dumps(order) + "\n")
-        self.stdin.flush()
-
-    def hear(self, timeout_s: float) -> Any:
-        """Return its next line of JSON on standard output, a pipe for text; one that says nothing in time is killed.
-
-        Raises `EOFError` if it ends instead.
-        """
-        assert self.stdout is not None
-        watchdog = threading.Timer(timeout_s, self.signal_session, [signal.SIGKILL])
-        watchdog.start()
-        try:
-            line = self.stdout.readline()
-        finally:
-            watchdog.cancel()
-            watchdog.join()
-        if not line:
-            raise EOFError(f"expected an answer of process {self.pid} within {timeout_s:.0f} s, got its end")
-        return json.loads(line)
-
 
 def wait_any(children: Iterable[Child], timeout_s: float) -> None:
     """Block until one of the children has ended, or the time is over."""
@@ -138,56 +113,25 @@ def marked(variable: str) -> Iterator[tuple[int, str]]:
             yield process.pid, variables[variable]
 
 
-def mark_of(pid: int, variable: str) -> str | None:
-    """Return the value of a variable that a process of this user was started with; None if there is none."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        found: str | None = process.environ().get(variable) if process.uids().real == os.getuid() else None
-    except (psutil.Error, OSError):  # it has ended
-        return None
-    return found
-
-
-def with_mark(variable: str, value: str) -> list[int]:
-    """Return the processes that carry this very mark."""
-    return [pid for pid, found in marked(variable) if found == value]
-
-
-def send(pids: Iterable[int], *numbers: int) -> None:
-    """Send signals to processes; those that have ended are passed over."""
-    for pid in pids:
-        for number in numbers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-
-def end_marked(variable: str, value: str, *, grace_s: float = 0.0) -> list[int]:
-    """End every process with this mark, politely first if ``grace_s`` is more than 0; return who had to be killed."""
-    if grace_s:
-        found = with_mark(variable, value)
-        send(found, signal.SIGTERM, signal.SIGCONT)
-        _wait_for_all(found, grace_s)
+def end_marked(variable: str, value: str) -> list[int]:
+    """Kill every process with this mark; return which these were."""
     killed: set[int] = set()
     # Again until none is found: one may fork between the look and the kill.
     for _ in range(_ATTEMPTS):
-        found = with_mark(variable, value)
+        found = [pid for pid, mark in marked(variable) if mark == value]
         if not found:
             break
-        send(found, signal.SIGKILL)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         killed.update(found)
-        _wait_for_all(found, _SURELY_S)
+        deadline_s = time.monotonic() + _SURELY_S
+        for pid in found:
+            _wait_for_one([pid], deadline_s - time.monotonic())
     return sorted(killed)
 
 
 # --- waiting ------------------------------------------------------------------------------------------------------
-
-
-def _wait_for_all(pids: Iterable[int], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    for pid in pids:
-        _wait_for_one([pid], deadline_s - time.monotonic())
 
 
 def _wait_for_one(pids: Iterable[int], timeout_s: float) -> None:

@@ -86,18 +86,7 @@ def one_after_the_other(runs: Sequence[Run]) -> dict[str, float | None]:
 def measure_link(args: argparse.Namespace) -> int:
     with make_cluster(args) as cluster:
         figures = measure(cluster, duration_s=args.duration)
-    if args.json:
-        print(json.dumps(figures))
-        return 0
-    idle, loaded = figures["round_trip_idle_ms"], figures["round_trip_loaded_ms"]
-    print(f"rate               {figures['rate_mbit']:g} Mbit/s, MTU {figures['mtu']}")
-    print(
-        f"goodput            {figures['goodput_mbit']:.1f} Mbit/s ({figures['goodput_per_rate']:.1%} of the rate)"
-    )
-    print(f"wire per payload   {figures['wire_bytes_per_payload_byte']:.4f} bytes per byte")
-    print(f"1-byte round trip  {idle['median']:.2f} ms idle (longest {idle['max']:.2f})")
-    print(f"                   {loaded['median']:.2f} ms behind bulk both ways (longest {loaded['max']:.2f})")
-    print(f"dropped packets    {figures['dropped_packets']}")
+    print(json.dumps(figures, indent=None if args.json else 2))
     return 0
 
 

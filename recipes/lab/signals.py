@@ -2,14 +2,12 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
-_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ATTEMPTS: Final = 100
-_Handler = Callable[[int, FrameType | None], Any] | int | None
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -31,68 +29,38 @@ def endings_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def undisturbed() -> AbstractContextManager[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then let them have their effect.
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, then let each have its effect.
 
-    The block must end by itself. A signal that comes while the block is being entered waits too.
+    The block must end by itself. A signal in the very moment in which handlers are replaced is not held back; what it
+    leaves behind, the next lab removes.
 
     [Note: held back by handlers] Masking signals does not help: a signal for the whole process goes to any thread that
     does not mask it (torch has several), and Python then runs the handler in the main thread, masked or not. So the
     handlers themselves are replaced. Python runs them in the main thread only; in any other one this does nothing.
     """
-    return _Undisturbed()
+    came: list[int] = []
+    replaced = {}
+    if threading.current_thread() is threading.main_thread():
+        # Ignored (nohup): nothing to hold back. None: a handler not from Python, which cannot be put back.
+        handlers = {number: signal.getsignal(number) for number in ENDINGS}
+        replaced = {n: each for n, each in handlers.items() if each not in (signal.SIG_IGN, None)}
+    for number in replaced:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        _raise_all(sorted({*came}))
 
 
-class _Undisturbed(AbstractContextManager[None]):
-    """Replaces the handlers of signals that end a process; see `undisturbed`."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, _Handler] = {}
-        self._came: list[int] = []
-        self._raised: BaseException | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._insist(self._hold)
-
-    def __exit__(self, *_: object) -> None:
-        self._insist(self._restore)
-        self._deliver()
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            raise raised
-
-    def _insist(self, change: Callable[[], None]) -> None:
-        """Complete a change although handlers raise in the middle of it; keep what they raise for later."""
-        for _ in range(_ATTEMPTS):
-            try:
-                return change()
-            except BaseException as raised:
-                self._raised = raised
-        assert self._raised is not None
-        raise self._raised
-
-    def _hold(self) -> None:
-        for number in _ENDINGS:
-            handler = self._before.setdefault(number, signal.getsignal(number))
-            # Ignored (nohup): nothing to hold back. None: a handler not from Python, which cannot be put back.
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, self._note)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number not in self._came:
-            self._came.append(number)
-
-    def _deliver(self) -> None:
-        """Raise the signals that came; each takes effect even if the handler of the one before raises."""
-        try:
-            while self._came:
-                signal.raise_signal(self._came.pop(0))
-        finally:
-            if self._came:
-                self._deliver()
+def _raise_all(numbers: list[int]) -> None:
+    """Raise signals; each takes effect even if the handler of the one before raises."""
+    try:
+        for number in numbers[:1]:
+            signal.raise_signal(number)
+    finally:
+        if numbers[1:]:
+            _raise_all(numbers[1:])

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab import signals
-from lab.signals import undisturbed
+from lab.signals import ENDINGS, undisturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 # The kernel gives a signal for the process to the main thread if that does not mask it, and to another one if it does.
@@ -82,14 +81,14 @@ def noted() -> Iterator[list[int]]:
         numbers.append(number)
         raise InterruptedError(number)
 
-    before = {number: signal.signal(number, handler) for number in signals._ENDINGS}
+    before = {number: signal.signal(number, handler) for number in ENDINGS}
     yield numbers
     for number, each in before.items():
         signal.signal(number, each)
 
 
 def handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in signals._ENDINGS]
+    return [signal.getsignal(number) for number in ENDINGS]
 
 
 def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> None:
@@ -98,7 +97,7 @@ def test_each_signal_that_came_has_its_effect_afterwards(noted: list[int]) -> No
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.raise_signal(number)
         assert noted == []
-    assert sorted(noted) == sorted(signals._ENDINGS)
+    assert sorted(noted) == sorted(ENDINGS)
     assert handlers() == before
 
 
@@ -138,44 +137,3 @@ def test_in_another_thread_nothing_is_changed(noted: list[int]) -> None:
     thread.start()
     thread.join()
     assert seen == [before]
-
-
-@pytest.mark.parametrize("number", signals._ENDINGS)
-def test_a_signal_at_any_line_of_entering_and_leaving_is_neither_lost_nor_breaks_the_block(
-    number: signal.Signals, noted: list[int]
-) -> None:
-    before, place = handlers(), 0
-    while _with_signal_at(place, number):
-        assert noted == [number], place
-        assert handlers() == before, place
-        noted.clear()
-        place += 1
-    assert place > 20
-    assert noted == []
-
-
-def _with_signal_at(place: int, number: int) -> bool:
-    """Send the signal before the so-manieth line within ``undisturbed``; tell whether there was one."""
-    lines, ran, held = 0, False, undisturbed()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename != signals.__file__:
-            return None
-        # Before the attempt begins, and once handlers are back, the effect is to be at once.
-        if event == "line" and frame.f_code.co_name in ("_hold", "_restore", "_deliver", "_note"):
-            lines += 1
-            if lines == place + 1:
-                signal.raise_signal(number)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with held:
-            ran = True
-    except InterruptedError:
-        assert lines > place
-    finally:
-        sys.settrace(None)
-    assert ran, place
-    return lines > place

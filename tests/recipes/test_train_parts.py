@@ -56,17 +56,16 @@ def test_torchvision_wants_three_channels() -> None:
 @pytest.mark.parametrize("name", sorted(_models.PRESETS))
 def test_presets_have_the_size_they_promise(name: str, process_group: dist.ProcessGroup) -> None:
     preset = _models.PRESETS[name]
-    model, batches, loss_of = _models.build(name, seed=3)
-    inputs, targets = next(batches(0, 2))
-    assert len(inputs) == len(targets) == preset.batch_size
-    sizes = bucket_sizes(model, inputs[:2], targets[:2], loss_of, preset.bucket_cap_mb)
+    data = _models.load_data(preset)
+    inputs, targets = map(torch.stack, zip(*(data.train[index] for index in range(2)), strict=True))
+    sizes = bucket_sizes(_models.make(preset, data.classes), inputs, targets, preset.bucket_cap_mb)
     assert sum(sizes) < 1e6 if name == "tiny" else 2e6 <= sum(sizes) <= 6e6
     assert 4 <= len(sizes) <= 8
     if name == "gpt":
         assert 0.5 <= sizes[-1] / sum(sizes) <= 0.6
 
 
-def bucket_sizes(model, inputs, targets, loss_of, cap_mb: float) -> list[int]:
+def bucket_sizes(model, inputs, targets, cap_mb: float) -> list[int]:
     """Return the bytes of each bucket in the order of the exchange, from the second iteration on."""
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     sizes: list[int] = []
@@ -80,25 +79,8 @@ def bucket_sizes(model, inputs, targets, loss_of, cap_mb: float) -> list[int]:
     ddp.register_comm_hook(None, hook)
     for _ in range(2):
         sizes.clear()
-        loss_of(ddp(inputs), targets).backward()
+        _models.loss_of(ddp(inputs), targets).backward()
     return sizes
-
-
-def test_presets_are_deterministic_and_ranks_share_the_data() -> None:
-    (first, batches, _), (again, _, _) = _models.build("gpt", 5), _models.build("gpt", 5)
-    for one, two in zip(first.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two)
-    mine, theirs = next(batches(0, 2))[0], next(batches(1, 2))[0]
-    assert torch.equal(mine, next(batches(0, 2))[0])
-    assert not torch.equal(mine, theirs)
-
-
-def test_batches_never_end() -> None:
-    _, batches, _ = _models.build("gpt", 0)
-    endless = batches(0, 8)
-    per_epoch = len(_models.load_data(_models.PRESETS["gpt"]).train) // 8 // 40
-    seen = [next(endless)[0] for _ in range(2 * per_epoch)]
-    assert not torch.equal(seen[0], seen[per_epoch])
 
 
 def test_gpt_shares_its_embedding_with_its_head_and_looks_only_back() -> None:
