@@ -7,26 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import lab
 from lab import Cluster, Job, load_run
 from tests.harness._preloaded import ForkedScript
+from tests.recipes.test_lab import SHOW_ENVIRONMENT, shaped, unshaped
 
 ROOT = Path(__file__).resolve().parents[2]
-_REASON = lab.why_not_shaped()
-needs_root = [
-    pytest.mark.root,
-    pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
-]
-shaped = pytest.param(True, marks=needs_root, id="shaped")
-unshaped = pytest.param(False, id="unshaped")
 pytestmark = pytest.mark.timeout(120)
 
-PLACE = """
-import json, os
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSSOVER_DEVICE")
-print(json.dumps({**{n: os.environ[n] for n in names}, "cores": sorted(os.sched_getaffinity(0)),
-                  "net": os.stat("/proc/self/ns/net").st_ino}))
-"""
 # Trains until the hosts have met three times; ranks may make different numbers of steps.
 WILD = """
 import json, time, torch, torch.distributed as dist
@@ -64,7 +51,7 @@ def told(directory: Path, ranks: int) -> list[dict[str, float]]:
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
 def test_local_ranks_share_a_node(on_links: bool, tmp_path: Path) -> None:
     with Cluster(ranks_per_node=2, shaped=on_links) as cluster:
-        cluster.run([Job("a", ["python", "-c", PLACE])], 60, out=tmp_path)
+        cluster.run([Job("a", ["python", "-c", SHOW_ENVIRONMENT])], 60, out=tmp_path)
         assert cluster.ranks == [(0, 0), (0, 1), (1, 0), (1, 1)]
         cores = cluster.cores
     found = told(tmp_path / "a", 4)

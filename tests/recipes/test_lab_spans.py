@@ -6,7 +6,6 @@ from hypothesis import given
 from lab.spans import (
     Statistics,
     TimelineSpan,
-    extent_s,
     handovers_s,
     occupancy,
     slices,
@@ -76,8 +75,3 @@ def test_a_long_run_without_siblings_is_quick() -> None:
 
 def _turn(job: str, begin_s: float) -> list[TimelineSpan]:
     return [span(job, "compute", begin_s + 1, begin_s + 1.5), span(job, "wait", begin_s + 1.9, begin_s + 2)]
-
-
-def test_extent() -> None:
-    assert extent_s([]) == (0.0, 0.0)
-    assert extent_s([span("a", "compute", 3, 9), span("b", "wait", 4, 7)]) == (3, 9)

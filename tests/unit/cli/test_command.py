@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from crossover_ddp import cli
 from crossover_ddp.cli.output import columns, say
 
 ROOT = Path(__file__).resolve().parents[3]
-LINES = re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
 COMMANDS = ("status", "doctor", "run", "timeline", "advise", "plan")
 
 
@@ -40,13 +38,6 @@ def test_help_starts_without_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "exit codes:" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "line", re.findall(r"^    crossover-ddp (.+)$", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
-)
-def test_lines_of_the_document_are_commands(line: str) -> None:
-    assert cli.parse(shlex.split(line, comments=True)).command in COMMANDS
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
