@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +26,9 @@ GPT = "gpt"
 class Block(nn.Module):
     """One layer of a transformer: attention, then a feed-forward network, each added to its input."""
 
-    def __init__(self, dim: int, heads: int, *, causal: bool = True) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.causal = causal
         self.norm_attention = nn.LayerNorm(dim)
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.projection = nn.Linear(dim, dim)
@@ -45,7 +44,7 @@ class Block(nn.Module):
         batch, length, dim = hidden.shape
         parts = self.query_key_value(hidden).view(batch, length, 3, self.heads, dim // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, length, dim)
 
 
@@ -124,13 +123,10 @@ def _known_models(library: str | None) -> dict[str, list[str]]:
     import timm
     import torchvision
 
-    listings: dict[str, Callable[[], list[str]]] = {
-        "timm": timm.list_models,
-        "torchvision": torchvision.models.list_models,
-    }
-    if library is not None and library not in listings:
+    known = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
+    if library is not None and library not in known:
         raise ValueError(f"expected a model library timm or torchvision, got {library!r}; write timm:NAME")
-    return {each: listing() for each, listing in listings.items() if library in (None, each)}
+    return known if library is None else {library: known[library]}
 
 
 def _make_timm(

@@ -189,7 +189,11 @@ class Network:
 
     def sent_bytes(self, node: int) -> int:
         """Wire bytes that left a node since the network was built."""
-        return _counter(self._device_line(node), 8)
+        text = subprocess.run(
+            [*self.enter(node), "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
+        ).stdout
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+        return int(line.split(":", 1)[1].split()[8])
 
     def dropped(self) -> int:
         """Packets the shapers dropped since the network was built. More than 0 spoils timings."""
@@ -202,13 +206,6 @@ class Network:
             with contextlib.suppress(LabError):
                 delete_namespace(self._made[-1])
             self._made.pop()
-
-    def _device_line(self, node: int) -> str:
-        text = subprocess.run(
-            [*self.enter(node), "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
-        ).stdout
-        (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
-        return line
 
     def _build(self, cores: Sequence[int | None]) -> None:
         for node in range(self.nodes):
@@ -267,10 +264,6 @@ def _cpu_mask(core: int) -> str:
     # The kernel reads groups of 32 bits, separated by commas.
     groups = [f"{1 << core >> shift & 0xFFFFFFFF:08x}" for shift in range(core // 32 * 32, -1, -32)]
     return ",".join(groups)
-
-
-def _counter(line: str, column: int) -> int:
-    return int(line.split(":", 1)[1].split()[column])
 
 
 def delete_namespace(name: str) -> None:
