@@ -3,27 +3,340 @@
 For links that take longer for a step's gradients than the step computes. Parameters are averaged now and then, and
 the exchange runs while training goes on. After local SGD (arXiv 1805.09767), DaSGD (arXiv 2006.00441), DiLoCo
 (arXiv 2311.08105), EASGD (arXiv 1412.6651) and EA-wild (HPC Asia 2020). What they do on DDP's reducer is our design.
+
+[Note: the way around the reducer] The hook hands each bucket back at once with this rank's own gradients. So DDP never
+waits, and neither does ``optimizer.step()``. What is exchanged are parameters and buffers, from a hook before the
+model's forward: there the training thread is between two steps, whatever the optimizer did or skipped.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
-from typing import Literal
+import contextlib
+import hashlib
+import logging
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._averaging.centre import moving_rate_for
+from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
 from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, check_outer
-from crossover_ddp._averaging.rounds import ElasticRound
+from crossover_ddp._averaging.replica import FlatBlock, Replica, Rule, blocks_of
 from crossover_ddp._averaging.schedule import Schedule
-from crossover_ddp._averaging.state import AveragingState, answer_bucket
-from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._tuning.model import AveragingPlan
+from crossover_ddp._ddp.checks import (
+    OWN_BUFFERS,
+    OnlyModel,
+    check_forward,
+    check_group,
+    check_not_capturing,
+    check_not_joined,
+    flat_gradients,
+    needed_model_of,
+    resolve_group,
+    wants_buffers_broadcast,
+)
+from crossover_ddp._ddp.compiled import OwnHook
+from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, compare, guarded, split
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import GradientFuture
+from crossover_ddp._engine.turns import check_turn
+from crossover_ddp._system import environment
+from crossover_ddp._tuning.link_probe import recorded_by_all
+from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
+from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .gpu_mutex import GPUMutex
 
 __all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "local_sgd_hook"]
+
+logger = logging.getLogger(__name__)
+
+_TIMES_KEPT: Final = 64
+_WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
+_OWN: Final = "crossover_ddp."
+_KFAC: Final = "crossover_ddp._kfac"
+
+
+class AveragingState(Pausable):
+    """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
+
+    See [Note: the clock] in ``_averaging/schedule.py``.
+    """
+
+    def __init__(self, rule: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None) -> None:
+        self.process_group = process_group
+        self.mutex = mutex
+        self.agreement = Agreement()
+        self._rule = rule
+        self._replica: Replica | None = None  # none before the first backward()
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._only = OnlyModel()
+        self._hooks = contextlib.ExitStack()
+        self._steps = self._acted = 0
+        self._mean_of: int | None = None
+        self._is_told = self._began = self._is_closed = self._is_disabled = False
+        self._failure: Exception | None = None
+        self._begin_s: float | None = None
+        self._step_s: deque[float] = deque(maxlen=_TIMES_KEPT)
+
+    def average(self) -> None:
+        """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
+
+        What is in flight is applied first. Call it between two steps: at the end of training, or before a checkpoint
+        of which training shall go on to the last bit. Integer buffers stay each rank's own.
+
+        On failure: ``ExchangeError`` when a peer dies or the group's timeout passes;
+        ``UnsupportedConfigurationError`` if the mean is not finite, or before the first ``backward()``.
+
+        **Collective**: all ranks, after as many steps.
+        """
+        replica = self._known()
+        if replica is not None:
+            self._take_mean(replica, "average()", leave=False)
+            self._mean_of = self._steps
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model hold the mean during the block, for evaluation or a checkpoint, and its own values after it.
+
+        Training goes on as if the block had not been there. It takes a copy of the parameters. Failures are those of
+        `average`. **Collective**: all ranks enter it, after as many steps.
+
+        Example::
+
+            with state.averaged():
+                torch.save(model.module.state_dict(), path)
+        """
+        replica = self._known()
+        if replica is None:
+            yield
+            return
+        with torch.no_grad():
+            own = replica.copy()
+        try:
+            self._take_mean(replica, "averaged()", leave=True)
+            former, self._mean_of = self._mean_of, self._steps
+            yield
+            self._mean_of = former
+        finally:
+            with torch.no_grad():
+                replica.write(own)
+
+    def plan(self) -> AveragingPlan:
+        """Choose ``sync_every``, ``delay`` and ``fragments`` for this model on this link.
+
+        From the steps so far and a few probes of the link, five megabytes in all. What longer intervals cost in
+        convergence is not in it: it takes the shortest for which no step waits.
+
+        Returns:
+            Rank 0's plan, the same on all ranks.
+
+        On failure: ``UnsupportedConfigurationError`` on a GPU, where the host's clock does not tell when kernels run,
+        and before two steps were made.
+
+        **Collective**: all ranks, between two steps, with nothing else on the wire.
+        """
+        replica, group = self._replica, resolve_group(self.process_group)
+        blocks = [] if replica is None else replica.blocks
+        if any(block.device.type != "cpu" for block in blocks):
+            raise UnsupportedConfigurationError(
+                "expected a model on the CPU, got one on a device whose kernels the host's clock does not see; "
+                "measure C and M with `crossover-ddp advise`"
+            )
+        if group.size() == 1:
+            raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1")
+        # The median of a local step between two acts, or what other steps compute.
+        own_s = statistics.median(self._step_s) if self._step_s else Exchange.of(group).records.compute_s()
+        known_s, link = recorded_by_all(group, None if replica is None else own_s, "train some steps first")
+        return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters of this rank: steps, exchanges, their bytes, and seconds spent waiting. Not collective."""
+        waited_s = 0.0 if self._replica is None else self._replica.waited_s
+        return {"steps": self._steps, "waited_s": waited_s, **self._rule.stats()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
+
+        The same on all ranks, so that any rank can save it, and any number of ranks resume from it. Exchanges in
+        flight are not in it: save inside of `averaged`, or after `average`, where the parameters contain them.
+
+        **Collective**: all ranks, between two steps.
+        """
+        self._raise_failure()
+        self._catch_up()
+        if self._mean_of != self._steps and self._rule.stats().get("in_flight"):
+            logger.warning(
+                "exchanges in flight after step %d are lost to who loads this state_dict(): call it inside of "
+                "state.averaged(), or after state.average()",
+                self._steps,
+            )
+        with torch.no_grad():
+            return {"steps": self._steps, "kept": self._rule.kept() if self._began else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called; on all ranks, before the first ``backward()``. Not collective.
+
+        A rank that has not loaded what the others have is refused at the next ``backward()``, on all ranks. Raises
+        ``ValueError`` for the state of another model or of other arguments.
+        """
+        if set(state) != {"steps", "kept"} or not isinstance(state["steps"], int):
+            raise ValueError(
+                f"expected a state dict with 'steps' and 'kept', got keys {sorted(state)}; pass what state_dict() "
+                "returned"
+            )
+        if self._began:
+            raise ValueError(
+                f"expected a state that has not trained yet, got one after {self._steps} steps; make a new state and "
+                "register it with a new DistributedDataParallel, then load"
+            )
+        if state["kept"] is not None:
+            self._rule.load(state["kept"])
+        self._steps = self._acted = state["steps"]
+        self.agreement.forget()
+
+    def close(self) -> None:
+        """Let the model go; later backward passes average gradients as the split hook does. Call `average` before.
+
+        Not collective, but all ranks must, after as many steps.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._hooks.close()
+            self._rule.close()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Stay behind when the model is copied or pickled, as its hook does: it acts for one model only."""
+        logger.warning("a copied model trains without its averaging state; register a new one")
+        return _LeftBehind, ()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def _answer(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
+        """Answer ``bucket``; raises what makes local steps impossible."""
+        if self._is_closed:
+            return Exchange.of(group).carry(bucket, split, state=self).future
+        self._raise_failure()
+        gradients = flat_gradients(bucket)
+        self._only.enter(bucket, self)
+        if self._replica is None:
+            self._replica = self._adopt(bucket, group)
+        if not self.agreement.made:
+            self.agreement.make(group, self._said)
+        exchange = self._replica.exchange
+        if self._rule.is_local(self._steps):
+            if not self._began:
+                self._began, self._acted = True, self._steps
+                with torch.no_grad():
+                    self._rule.begin(self._replica)
+            future = exchange.network(gradients.device).place.future()
+            future.set_result(gradients)
+        else:
+            future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
+        if bucket.is_last():
+            self._steps += 1
+        return future
+
+    def _adopt(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Replica:
+        check_turn(self.mutex, group)
+        check_group(bucket, group)
+        model = _model_behind(bucket, self)
+        check_forward(model, "parameters are averaged before it")
+        if self._rule.has_local_steps:
+            _check_waits_for_nobody(model)
+        check_not_joined(model, _WITHOUT_DATA)
+        replica = Replica(blocks_of(model), group, self.mutex)
+        self._model = weakref.ref(model)
+        before = OwnHook(torch.compiler.disable(self._before_forward))
+        self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
+        self._hooks.callback(model.module.register_state_dict_pre_hook(OwnHook(self._tell_apart)).remove)
+        logger.info("averaging: %s with %s", type(model.module).__name__, self._rule.settings)
+        return replica
+
+    def _said(self) -> Mapping[str, object]:
+        assert self._replica is not None
+        return {"steps": self._steps, **self._rule.settings, "model": _digest_of(self._replica.blocks)}
+
+    # --- between two steps -----------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._is_closed:
+            return
+        self._raise_failure()
+        if self._acted == self._steps and self._begin_s is not None:
+            return
+        if self._began and self._begin_s is not None:
+            self._step_s.append((time.monotonic() - self._begin_s) / (self._steps - self._acted))
+        self._catch_up()
+        self._begin_s = time.monotonic()
+
+    def _catch_up(self) -> None:
+        """Do what is due after the steps so far."""
+        if self._began:
+            if (model := self._model()) is not None:
+                check_not_joined(model, _WITHOUT_DATA)
+            with self._noting_failure(), torch.no_grad():
+                for steps in range(self._acted + 1, self._steps + 1):
+                    self._acted = steps
+                    self._rule.act(steps)
+        self._acted = self._steps
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Note a failure: no later step may go on as if nothing had happened."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _known(self) -> Replica | None:
+        """Return the model's replica; None if nothing differs, since every step was a plain all-reduce."""
+        self._raise_failure()
+        self._catch_up()
+        if self._replica is None and not environment.is_set(environment.DISABLE):
+            raise UnsupportedConfigurationError(
+                "expected a model, got a state whose hook was never called; register it, and call backward() before"
+            )
+        return self._replica
+
+    def _take_mean(self, replica: Replica, call: str, *, leave: bool) -> None:
+        """Replace parameters by their mean, for ``call``; see `Rule.at_rest`. **Collective**."""
+        with self._noting_failure(), torch.no_grad():
+            if replica.exchange.size > 1:
+                # A rank that does not call would take this exchange for its next one.
+                steps = {"steps": self._steps} if self._rule.steps_together else {}
+                compare(replica.group, {"call": call, **steps})
+            with self._rule.at_rest(leave=leave) if self._began else contextlib.nullcontext():
+                replica.take_mean(self._steps)
+
+    def _tell_apart(self, *_: Any) -> None:
+        """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
+        differs = self._began and self._mean_of != self._steps
+        if differs and not self._is_told and self._replica is not None and self._replica.exchange.size > 1:
+            self._is_told = True
+            logger.warning(
+                "this state_dict() is of one rank's replica, which differs from the others' after step %d: enter "
+                "state.averaged(), or call state.average(), on all ranks before a checkpoint",
+                self._steps,
+            )
+
+
+class _LeftBehind:
+    """What a copied model has in the place of the state."""
 
 
 class LocalSGDState(AveragingState):
@@ -61,7 +374,7 @@ class LocalSGDState(AveragingState):
     in bounded time: restart the job.
 
     **Collective**: every rank registers the hook, with the same arguments, and makes as many steps.
-    ``CROSSOVER_DISABLE=1`` makes it a plain all-reduce.
+    ``CROSSOVER_DISABLE=1``, set before, makes it a plain all-reduce.
 
     Example::
 
@@ -101,7 +414,7 @@ def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futur
     """Hand the bucket back with this rank's own gradients; see `LocalSGDState` for what is averaged when.
 
     Nothing travels here: parameters leave, are waited for and written by a hook before the model's next training
-    forward, on the thread that calls it (``_averaging/state.py``). A failure is raised there, and by all that follows.
+    forward, on the thread that calls it (`AveragingState`). A failure is raised there, and by all that follows.
 
     Args:
         state: made once per model.
@@ -212,3 +525,77 @@ def elastic_hook(state: ElasticState, bucket: dist.GradBucket) -> torch.futures.
         model.register_comm_hook(ElasticState(sync_every=10, mode="wild"), elastic_hook)
     """
     return answer_bucket(state, bucket, ElasticState)
+
+
+# --- what both hooks do ------------------------------------------------------------------------------------------
+
+
+def answer_bucket(
+    state: AveragingState, bucket: dist.GradBucket, kind: type[AveragingState]
+) -> torch.futures.Future[torch.Tensor]:
+    """Answer for both hooks, whose state is of ``kind``."""
+
+    def answer() -> torch.futures.Future[torch.Tensor]:
+        check_state(state, kind, "register the hook of that state, or make another one")
+        group = resolve_group(state.process_group)
+        if not state.agreement.made:
+            state._is_disabled = environment.is_set(environment.DISABLE)
+        if state._is_disabled:
+            state.agreement.make(group, dict)
+            return allreduce_hook(group, bucket)
+        check_not_capturing(bucket)
+        return state._answer(group, bucket)
+
+    return guarded(bucket, answer)
+
+
+# --- what cannot train without waiting -----------------------------------------------------------------------------
+
+
+def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
+    """Return the model that ``state`` was registered with, by itself."""
+    model = needed_model_of(bucket, state=state)
+    for hook, registered in getattr(model, "_comm_hooks", ()):
+        if registered is not state or not getattr(hook, "__module__", _OWN).startswith(_OWN):
+            raise UnsupportedConfigurationError(
+                f"expected this hook registered by itself, got it inside of {getattr(hook, '__qualname__', hook)}: "
+                "local steps send no gradients, so a wrapper has nothing to compress and no turn to give away; "
+                "register it directly (and pass mutex= for turns)"
+            )
+    return model
+
+
+def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
+    """Refuse what makes ranks wait for each other in every step."""
+    if model.find_unused_parameters:
+        raise UnsupportedConfigurationError(
+            "expected find_unused_parameters=False, got True: DDP would exchange a map of used parameters in every "
+            "step; build DistributedDataParallel(..., find_unused_parameters=False) and let every parameter take part"
+        )
+    if wants_buffers_broadcast(model) and any(True for _ in model.module.buffers()):
+        raise UnsupportedConfigurationError(
+            f"expected {OWN_BUFFERS}=False, got True: DDP would broadcast rank 0's buffers in every step; build "
+            f"DistributedDataParallel(..., {OWN_BUFFERS}=False), buffers are averaged with the parameters"
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedConfigurationError(
+                f"expected modules without collectives, got SyncBatchNorm {name}, which waits for all ranks in every "
+                "step; use BatchNorm, whose statistics are averaged with the parameters"
+            )
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(str(getattr(hook, "__module__", "")).startswith(_KFAC) for hook in hooks):
+            raise UnsupportedConfigurationError(
+                f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
+                "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"
+            )
+
+
+def _digest_of(blocks: Sequence[FlatBlock]) -> str:
+    """Return a short text that differs where names, shapes or dtypes do."""
+    said = [
+        (entry.name, tuple(entry.get().shape), str(block.dtype))
+        for block in blocks
+        for entry in block.entries
+    ]
+    return f"{len(said)} tensors, {hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"

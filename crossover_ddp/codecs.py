@@ -9,23 +9,20 @@ the same parameter ("error feedback"). Parameters of one dimension travel exact.
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._compression.choice import CodecChoice, PerPair
-from crossover_ddp._compression.codec import Codec, Encoded
-from crossover_ddp._compression.compression import Compression, around, state_of
-from crossover_ddp._compression.half import Half
-from crossover_ddp._compression.int8 import Int8
-from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
+from crossover_ddp._compression.choice import CodecChoice, Encoded, PerPair
+from crossover_ddp._compression.codec import Codec, Half, Int8
+from crossover_ddp._compression.compression import CodedState
+from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded, split
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import check_state, guarded
 from crossover_ddp._system import environment
 
 from .gpu_mutex import GPUMutex
@@ -46,7 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class CompressedState(Pausable):
+class CompressedState(CodedState):
     """State of `compressed_hook`: gradients travel coded in both halves, and what is left out is sent later.
 
     The gradients are not those of plain DDP, but the same on all ranks to the last bit. With one rank they are its own.
@@ -69,7 +66,7 @@ class CompressedState(Pausable):
     residuals stay finite.
 
     **Collective**: all ranks make the state with the same arguments and register the hook; all call `drain` before the
-    same step. ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.
+    same step. ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce.
 
     Example::
 
@@ -85,65 +82,17 @@ class CompressedState(Pausable):
         mutex: GPUMutex | None = None,
         compare_replicas: bool = True,
     ) -> None:
-        self.process_group = process_group
-        self.compare_replicas = compare_replicas
-        self.codec = codec
+        super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.mutex = mutex
-        self.agreement = Agreement()
-        self._loss_scale = loss_scale
-        self._compression = None if codec is None else Compression(codec, loss_scale, self)
+        self._is_disabled = False
         logger.info("%r", self)
-
-    def drain(self) -> None:
-        """Let the next step travel exact, residuals included: a checkpoint after it needs none of them.
-
-        **Collective**: all ranks must call it between the same two steps. Does nothing without a codec.
-        """
-        if self._compression is not None:
-            self._compression.drain()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
-
-        After `drain` and a step there are none, and any number of ranks may go on without this.
-        """
-        return state_of(self._compression)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.
-
-        Not collective, but all ranks must. A rank that did not exist then passes ``{"residuals": {}, "loss_scale":
-        None}``; with another number of ranks the sum of residuals is divided by the new number.
-        """
-        if self._compression is not None:
-            self._compression.load(state["residuals"], state["loss_scale"])
 
     def stats(self) -> dict[str, float]:
         """Return "steps", "sent_bytes", "rate" (over an exact exchange's) and "residual_bytes". Not collective.
 
         Bytes and rate are those of the coded steps. Empty without a codec.
         """
-        return {} if self._compression is None else self._compression.stats()
-
-    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose the weakest codec that hides as much as any: from the steps so far and a few probes of the link.
-
-        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``.
-
-        Args:
-            candidates: the weakest first; None: no codec. Default: none, ``Half()``, ``Int8()``, ``SIDCo(0.05)``,
-                ``SIDCo(0.01)``.
-
-        Returns:
-            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
-
-        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
-        clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
-        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
-
-        **Collective**: all ranks of the job, between two steps.
-        """
-        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
+        return {} if self.compression is None else self.compression.stats()
 
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"
@@ -181,12 +130,10 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         group = resolve_group(cast(dist.ProcessGroup, state.process_group))
         if not state.agreement.made:
             state.agreement.make(group, lambda: {"codec": state.codec})
-        if environment.is_set(environment.DISABLE):
+            state._is_disabled = environment.is_set(environment.DISABLE)
+        if state._is_disabled:
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        way = around(state._compression, bucket, group)
-        exchange = Exchange.of(group)
-        with exchange.comparing(bucket, state, state.compare_replicas):
-            return exchange.carry(bucket, split, turn=state.mutex, state=state, around=way).future
+        return state._carry(bucket, group, state.mutex)
 
     return guarded(bucket, answer)

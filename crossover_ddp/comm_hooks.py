@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.choice import CodecChoice
-from crossover_ddp._compression.compression import Compression, around, state_of
-from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
+from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.buckets import Agreement, Pausable, after_backward, check_state, guarded, split
+from crossover_ddp._engine.buckets import after_backward, check_state, guarded, split
 from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system import environment
@@ -97,7 +96,7 @@ def reduce_scatter_all_gather_hook(
     return guarded(bucket, answer)
 
 
-class CrossoverState(Pausable):
+class CrossoverState(CodedState):
     """State of `crossover_hook`: gives the job's turn on its devices to a sibling while gradients travel.
 
     ``CrossoverState()`` alone is enough. The gradients are the same as with plain DDP, with or without siblings:
@@ -138,13 +137,8 @@ class CrossoverState(Pausable):
         hook_state: Any = None,
         compare_replicas: bool = True,
     ) -> None:
-        self.process_group = process_group
-        self.compare_replicas = compare_replicas
+        super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.hook_state = hook_state
-        self.codec = codec
-        self._loss_scale = loss_scale
-        self.compression = None if codec is None else Compression(codec, loss_scale, self)
-        self.agreement = Agreement()
         self.turn: Turn = mutex if mutex is not None else JobTurn(process_group)
 
     @property
@@ -159,24 +153,6 @@ class CrossoverState(Pausable):
         """
         counters = self.mutex.stats() if self.mutex is not None else {}
         return counters if self.compression is None else {**counters, "codec": self.compression.stats()}
-
-    def drain(self) -> None:
-        """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
-        if self.compression is not None:
-            self.compression.drain()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals; see `CompressedState.state_dict`. Not collective."""
-        return state_of(self.compression)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with residuals of `state_dict`; see `CompressedState.load_state_dict`. Not collective."""
-        if self.compression is not None:
-            self.compression.load(state["residuals"], state["loss_scale"])
-
-    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
-        """Choose a codec; see `CompressedState.plan_codec`. **Collective**."""
-        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
 
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.
@@ -231,11 +207,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        compression, turn = state.compression, _turn_of(state, bucket)
-        way = around(compression, bucket, group)
-        exchange = Exchange.of(group)
-        with exchange.comparing(bucket, state, state.compare_replicas):
-            return exchange.carry(bucket, split, turn=turn, state=state, around=way).future
+        return state._carry(bucket, group, _turn_of(state, bucket))
 
     return guarded(bucket, answer)
 

@@ -1,24 +1,44 @@
-"""The centre of elastic averaging, each owner its part, in float32.
+"""The centre of elastic averaging, each owner its part, in float32, and the rounds in which ranks pull it.
 
 [Note: elastic pull] With rate α a rank takes δ = α(x - c) off its parameters, and the centre gets the sum of all ranks'
 δ: what one loses the other gains. The distance of the ranks' mean to the centre shrinks by 1 - α(n + 1) if n ranks
 pull, so α must be less than 2 / (n + 1). After EASGD (arXiv 1412.6651, and its authors' mpiT).
+
+[Note: rounds] All ranks' threads go through the same rounds. A round begins with a table: who offers, how many steps
+that rank has done, who wants to hold, and how often each rank offers. Those that offer pull and are pulled; the others'
+threads send their parts of the centre. So a slow rank delays nobody: its thread is there although its training is not.
+A thread joins the next round when it has an offer, or at the latest when the fastest rank should have one. A pull that
+a slow rank has not collected yet waits for it, and the rank offers nothing meanwhile: nothing is counted twice, and
+nothing is lost. Our design.
+
+[Note: holding] Rounds stop on all ranks behind the same table: that in which every rank wants to hold. Until then they
+go on, so that a rank that has ended its steps early serves the slower ones.
 """
 
-from collections.abc import Sequence
-from typing import Final
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.gloo import tree_sum
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout, Link, parts
+from crossover_ddp.errors import ExchangeError
 
 from .replica import all_finite, gather
 
 MOVING: Final = 0.9
 """β of EASGD: by default the ranks' rates add up to it."""
+_FIRST_PACE_S: Final = 0.05
+_FIRST_INTERVAL_S: Final = 0.2
+_LONGEST_PACE_S: Final = 5.0
+_ROUNDS_KEPT: Final = 100_000
+_JOIN_TIMEOUT_S: Final = 5.0
 
 
 def moving_rate_for(ranks: int, given: float | None) -> float:
@@ -111,3 +131,201 @@ class Centre:
             parts(whole, layout)[self._exchange.rank].copy_(part)
             found.append(gather(self._exchange, whole, layout))
         return found
+
+
+# --- rounds on a thread of their own: training offers its parameters, and collects the pull when it is there ----------
+
+
+class ElasticRound(NamedTuple):
+    """One round as one rank saw it.
+
+    ``offered``: by rank, after how many steps it offered what went into this round; None if it took no part.
+    ``collected``: after how many steps this rank collected its pull; None if it took no part, or has not yet.
+    """
+
+    number: int
+    offered: tuple[int | None, ...]
+    collected: int | None = None
+
+
+class Rounds:
+    """See [Note: rounds]. All methods are called on the training thread and none waits, but `hold` and `close`.
+
+    They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
+    links must be drawn in one order. If it fails, the group's connections are closed all the same.
+
+    Args:
+        group: the ranks, which exchange host memory by messages.
+        start: the vectors that the centre begins with, the same on all ranks; none: nothing but tables travels.
+        moving_rate: α, or None for 0.9 / ranks.
+
+    On failure: the thread ends, and every later call raises what ended it.
+
+    **Collective**.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], moving_rate: float | None
+    ) -> None:
+        rate = moving_rate_for(group.size(), moving_rate)
+        # What is registered first comes last: after the exchange's own end.
+        self._forget = [on_destruction(group, self._join)]
+        self._exchange = Exchange(group)
+        self._forget.append(on_destruction(group, self._tell))
+        self.centre = Centre(self._exchange, start, rate)
+        self.log: deque[ElasticRound] = deque(maxlen=_ROUNDS_KEPT)
+        self._vectors = [torch.empty_like(vector) for vector in start]
+        self._changed = threading.Condition()
+        self._offer: int | None = None
+        self._is_taken = self._is_back = False  # what was offered is in a round; its pull is there
+        self._wants_hold = self._is_held = self._has_ended = False
+        self._resumed = self._number = 0
+        self._failure: Exception | None = None
+        self._pace_s, self._interval_s = _FIRST_PACE_S, _FIRST_INTERVAL_S
+        self._offered_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
+        self._thread.start()
+
+    # --- the training thread ---------------------------------------------------------------------------------
+
+    def offer(self, steps: int, fill: Callable[[Sequence[torch.Tensor]], bool]) -> bool:
+        """Offer vectors that ``fill`` writes, unless a former offer is still in a round; tell whether they were taken.
+
+        Args:
+            steps: done so far.
+            fill: writes a vector for each block, and returns whether they are fit to be sent.
+        """
+        with self._changed:
+            self.check()
+            if self._is_taken or self._is_back:
+                return False
+            if not fill(self._vectors):
+                self._offer = None
+                return True
+            now_s = time.monotonic()
+            if self._offered_s is not None:
+                self._interval_s = now_s - self._offered_s
+            self._offered_s, self._offer = now_s, steps
+            self._changed.notify_all()
+            return True
+
+    def collect(
+        self, steps: int, apply: Callable[[Sequence[torch.Tensor]], None], *, leave: bool = False
+    ) -> bool:
+        """Let ``apply`` add the pull that has come, if one has; ``leave`` it there for another time."""
+        with self._changed:
+            self.check()
+            is_back = self._is_back  # nobody but this thread takes it back
+        if is_back:
+            apply(self._vectors)
+        if is_back and not leave:
+            with self._changed:
+                self._is_back = False
+                rank = self._exchange.rank
+                for place in reversed(range(len(self.log))):
+                    if self.log[place].offered[rank] is not None:
+                        self.log[place] = self.log[place]._replace(collected=steps)
+                        break
+        return is_back
+
+    def check(self) -> None:
+        """Raise what has ended the rounds, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def hold(self) -> None:
+        """Wait until the rounds of all ranks stand still; what was offered and in no round yet is taken back.
+
+        **Collective**: it lasts until all ranks hold, or the exchange fails.
+        """
+        with self._changed:
+            self._wait_for_hold()
+            self.check()
+            if not self._is_held:
+                raise ExchangeError(
+                    "expected rounds that run, got ended ones: the process group was destroyed; call it before"
+                )
+            self._offer = None
+
+    def _wait_for_hold(self) -> None:
+        self._wants_hold = True
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._is_held or self._failure is not None or self._has_ended)
+
+    def resume(self) -> None:
+        """Go on after `hold`."""
+        with self._changed:
+            self._wants_hold = self._is_held = False
+            self._resumed += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
+        with self._changed:
+            self._wait_for_hold()
+        self._tell()
+        self._exchange.close()
+        self._join()
+        for forget in self._forget:
+            forget()
+
+    def _tell(self) -> None:
+        """Begin no round any more."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _join(self) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    # --- the thread of the rounds ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.get_num_threads()  # see `_system.worker`
+        try:
+            with torch.no_grad():
+                while self._await_next():
+                    self._go_round()
+        except Exception as error:  # whatever it is, the training thread raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _await_next(self) -> bool:
+        """Wait for an offer or for the pace; return False when the rounds are over."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or self._offer is not None or self._wants_hold, timeout=self._pace_s
+            )
+            return not self._has_ended
+
+    def _go_round(self) -> None:
+        with self._changed:
+            steps, holds = self._offer, self._wants_hold
+            if steps is not None:
+                self._is_taken, self._offer = True, None
+        own = [-1.0 if steps is None else float(steps), float(holds), self._interval_s]
+        table = self._exchange.gather_numbers(own, torch.device("cpu"))
+        offered = tuple([None if numbers[0] < 0 else int(numbers[0]) for numbers in table])
+        pulls = [each is not None for each in offered]
+        if any(pulls):
+            # One block after the other, so that only one centre is under way.
+            for place, vector in enumerate(self._vectors):
+                self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls).wait()
+            with self._changed:
+                self.log.append(ElasticRound(self._number, offered))
+                self._number += 1
+                if steps is not None:
+                    self._is_back, self._is_taken = True, False
+            self._pace_s = min(max(min(numbers[2] for numbers in table), 1e-3), _LONGEST_PACE_S)
+        else:
+            self._pace_s = min(2 * self._pace_s, _LONGEST_PACE_S)
+        if all(numbers[1] for numbers in table):
+            self._stand_still()
+
+    def _stand_still(self) -> None:
+        with self._changed:
+            self._is_held, resumed = True, self._resumed
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_ended or self._resumed != resumed)

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .centre import Centre, moving_rate_for
-from .flat import wide
-from .replica import Replica, Rule, all_finite, from_first_rank
-from .rounds import ElasticRound, Rounds
+from .centre import Centre, ElasticRound, Rounds, moving_rate_for
+from .replica import Replica, Rule, all_finite, from_first_rank, wide
 from .shared_centre import Hosts, SharedCentre, share
 
 logger = logging.getLogger(__name__)
@@ -98,7 +96,7 @@ class TogetherElastic(Rule):
 
 
 class OwnPaceElastic(TogetherElastic):
-    """Asynchronous EASGD without a server, see [Note: rounds] in ``rounds.py``.
+    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``.
 
     Args:
         sync_every: steps of this rank between two offers; more if the network needs longer.

@@ -21,8 +21,7 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout
 
-from .flat import FlatBlock, wide
-from .replica import Replica, Rule, all_finite, gather
+from .replica import FlatBlock, Replica, Rule, all_finite, gather, wide
 from .schedule import Schedule, fragment_span
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]

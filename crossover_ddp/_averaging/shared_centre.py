@@ -73,10 +73,6 @@ class SharedCentre:
             values.sub_(delta.to(values.device, values.dtype))
             centre.add_(delta)
 
-    def add(self, place: int, delta: torch.Tensor) -> None:
-        """Add to the centre of a block."""
-        self.vectors[place].add_(delta)
-
 
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
     """Cut pieces of a vector into chunks, each with its place in it; begin behind a share ``first`` of its elements.

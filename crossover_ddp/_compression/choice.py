@@ -5,18 +5,21 @@ its own codec, or none: a fast link need not round what a slow one must. What ow
 over all links, and all ranks decode the same bytes; so there is one codec for it. Our design.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .codec import Codec, Former
-from .half import Whole
+from .codec import Codec, Whole
 
 _NEEDED: Final = ("nbytes", "encode", "add_decoded")
 _FORMER: Final = ("room", "encode", "add_decoded")
 _WHOLE: Final = Whole()
+_HEAD_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,56 @@ def _served(codec: Codec) -> Codec:
 
 def _has(codec: object, names: Sequence[str]) -> bool:
     return all(callable(getattr(codec, name, None)) for name in names)
+
+
+# --- codecs as former versions took them ---------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """What an encoder of former versions says of one message.
+
+    Args:
+        finite: False: the values hold Inf or NaN, neither the message nor the residual was written.
+        wanted: how many elements the codec would have sent, had there been room.
+        memory: for the next message of the same values; any object, or None.
+    """
+
+    finite: bool
+    wanted: int
+    memory: Any
+
+
+@dataclass(frozen=True)
+class Former:
+    """A codec with ``room``, and with ``encode`` and ``add_decoded`` of lengths; without its memory. On the CPU."""
+
+    codec: Any
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, codec: Any) -> "Former":
+        """Serve ``codec``, and warn."""
+        warnings.warn(
+            f"{type(codec).__name__} has room(lengths, wanted), which codecs of the next version do not have: its "
+            "messages have one size from now on, and its memory is not kept; give it multiple, nbytes(numel), "
+            "encode(values, message, residual) and add_decoded(message, out), see crossover_ddp.codecs.Codec",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return cls(codec)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message."""
+        return _HEAD_BYTES + int(self.codec.room([numel]))
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write a message whose head is 0, or NaN."""
+        encoded = self.codec.encode(values, [values.numel()], message[_HEAD_BYTES:], residual)
+        message[:4].view(torch.float32).fill_(0.0 if encoded.finite else torch.nan)
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what a message holds."""
+        if message[:4].view(torch.float32).isnan():
+            out.fill_(torch.nan)
+        else:
+            self.codec.add_decoded(message[_HEAD_BYTES:], [out.numel()], out)

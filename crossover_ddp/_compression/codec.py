@@ -1,5 +1,7 @@
 """What a codec is: it writes values into a message of a fixed size, and keeps what the message does not hold.
 
+Below: codecs that send all elements, in 32, 16 or 8 bits.
+
 [Note: error feedback] ``encode`` is given gradient plus residual, and leaves in the residual what the message does not
 hold, so that nothing is lost but only late: values = decoded + residual. What a message decodes to is defined in
 float32, so all ranks that decode the same bytes have the same numbers.
@@ -7,17 +9,16 @@ float32, so all ranks that decode the same bytes have the same numbers.
 
 import math
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
 TILE_NUMEL = 1 << 17
 """Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
 _HOST = torch.device("cpu")
-_HEAD_BYTES = 16
+_HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 class Codec(Protocol):
@@ -99,54 +100,194 @@ scratch = Scratch()
 """Of the size of a tile; no caller sees it."""
 
 
-# --- codecs as former versions took them ---------------------------------------------------------------------------
+# --- sixteen bits for an element, and all of them -------------------------------------------------------------------
 
 
-class Encoded(NamedTuple):
-    """What an encoder of former versions says of one message.
+class _Rounded:
+    """Each element in ``dtype``."""
 
-    Args:
-        finite: False: the values hold Inf or NaN, neither the message nor the residual was written.
-        wanted: how many elements the codec would have sent, had there been room.
-        memory: for the next message of the same values; any object, or None.
-    """
+    dtype: torch.dtype
+    multiple = 1
 
-    finite: bool
-    wanted: int
-    memory: Any
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message; see `Codec.nbytes`."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write rounded values; see `Codec.encode`."""
+        rounded, limit, finite = message.view(self.dtype), torch.finfo(self.dtype).max, all_finite(values)
+        if finite is False:
+            rounded.fill_(torch.nan)
+            return
+        for piece, sent, kept in tiles(TILE_NUMEL, values, rounded, residual):
+            sent.copy_(torch.clamp(piece, -limit, limit, out=scratch.like(piece)))
+            if finite is True:
+                torch.sub(piece, sent, out=kept)
+            else:
+                torch.where(finite, piece - sent, kept, out=kept)
+        if finite is not True:
+            rounded.masked_fill_(finite.logical_not(), torch.nan)
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the values; see `Codec.add_decoded`."""
+        out.add_(message.view(self.dtype))
+
+    def write_decoded(
+        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> None:
+        """Write the values to ``pieces``; see `PieceWriter.write_decoded`."""
+        for piece, start in zip(pieces, starts, strict=True):
+            values = message.view(self.dtype)[start : start + len(piece)]
+            for out, sent in tiles(TILE_NUMEL, piece, values):
+                out.copy_(sent).add_(0.0)  # -0 becomes 0, as in `add_decoded`
 
 
 @dataclass(frozen=True)
-class Former:
-    """A codec with ``room``, and with ``encode`` and ``add_decoded`` of lengths; without its memory. On the CPU."""
+class Half(_Rounded):
+    """Send each element in half precision.
 
-    codec: Any
-    multiple: int = 1
+    Unlike torch's ``fp16_compress_hook`` the sum is made in float32, and what rounding takes away is sent with a later
+    step. Magnitudes beyond the largest of ``dtype`` are cut to it, the rest follows later. Wire bytes over those of
+    float32: 0.5. Source: torch's hooks of that name; the error feedback is our design.
 
-    @classmethod
-    def of(cls, codec: Any) -> "Former":
-        """Serve ``codec``, and warn."""
-        warnings.warn(
-            f"{type(codec).__name__} has room(lengths, wanted), which codecs of the next version do not have: its "
-            "messages have one size from now on, and its memory is not kept; give it multiple, nbytes(numel), "
-            "encode(values, message, residual) and add_decoded(message, out), see crossover_ddp.codecs.Codec",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return cls(codec)
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Raises ``ValueError`` for another ``dtype``.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _HALVES:
+            raise ValueError(f"expected dtype of {_HALVES}, got dtype={self.dtype}; pass one of these")
+
+
+@dataclass(frozen=True)
+class Whole(_Rounded):
+    """Send each element as it is: between ranks that need no codec, and in a step that empties residuals."""
+
+    dtype = torch.float32
+
+
+# --- eight bits for an element, and one scale for a block of elements -----------------------------------------------
+
+_LARGEST: Final = 127
+# Of a float32 scale; then the product with a code has at most 23 bits and is exact.
+_DROPPED_BITS: Final = 8
+_SMALLEST_SCALE: Final = 1e-36
+
+
+def _rounded_down(scale: float) -> float:
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(math.floor(math.ldexp(mantissa, 24 - _DROPPED_BITS)), exponent - 24 + _DROPPED_BITS)
+
+
+# With a larger one the largest code would stand for infinity.
+_LARGEST_SCALE: Final = _rounded_down(torch.finfo(torch.float32).max / _LARGEST)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Send each element as one signed byte, with a float32 scale for each block of elements.
+
+    Codes are rounded to nearest, and the scale is the block's largest magnitude over 127, so the error of an element
+    is at most half of that. A block never holds elements of two parameters: the last one of a parameter is filled up
+    with zeros. Wire bytes over those of float32: 1/4 + 1/block, 0.254 by default. Relative RMS error about 1 % on
+    gradients. Source: our design.
+
+    Args:
+        block: number of elements that share a scale.
+
+    Raises ``ValueError`` if ``block`` is smaller than 1.
+
+    Example::
+
+        model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"expected block >= 1, got block={self.block}; 256 is the default")
+
+    @property
+    def multiple(self) -> int:
+        """See `Codec.multiple`."""
+        return self.block
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message."""
-        return _HEAD_BYTES + int(self.codec.room([numel]))
+        """Return the bytes of a message; see `Codec.nbytes`."""
+        return numel // self.block * 4 + numel
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, residual: torch.Tensor) -> None:
-        """Write a message whose head is 0, or NaN."""
-        encoded = self.codec.encode(values, [values.numel()], message[_HEAD_BYTES:], residual)
-        message[:4].view(torch.float32).fill_(0.0 if encoded.finite else torch.nan)
+        """Write scales and codes; see `Codec.encode`."""
+        scales, codes = self._views(message)
+        rows, left = values.view(codes.shape), residual.view(codes.shape)
+        largest = self._largest(rows)
+        finite = all_finite(largest)
+        if finite is False:
+            scales.fill_(torch.nan)
+            return
+        by = largest.new_full((), _LARGEST)  # CUDA multiplies by the reciprocal of a number of the host
+        scales.copy_(_rounded_up(largest / by))
+        inverse = scales.reciprocal().masked_fill_(scales.eq(0), 0)
+        if finite is not True:
+            scales.masked_fill_(finite.logical_not(), torch.nan)
+        for row, code, kept, factor, scale in tiles(self._tile_rows, rows, codes, left, inverse, scales):
+            rounded = torch.mul(row, factor, out=scratch.like(row)).round_()
+            if finite is True:
+                code.copy_(rounded)
+                torch.addcmul(row, rounded, scale, value=-1, out=kept)
+            else:
+                code.copy_(rounded.nan_to_num(0.0))  # what NaN is as a byte nobody defines
+                torch.where(finite, torch.addcmul(row, rounded, scale, value=-1), kept, out=kept)
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what a message holds."""
-        if message[:4].view(torch.float32).isnan():
-            out.fill_(torch.nan)
-        else:
-            self.codec.add_decoded(message[_HEAD_BYTES:], [out.numel()], out)
+        """Add codes times scales; see `Codec.add_decoded`."""
+        scales, codes = self._views(message)
+        for row, code, scale in tiles(self._tile_rows, out.view(codes.shape), codes, scales):
+            row.addcmul_(scratch.like(row).copy_(code), scale)
+
+    def write_decoded(
+        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> None:
+        """Write codes times scales to ``pieces``; see `PieceWriter.write_decoded`."""
+        scales, codes = self._views(message)
+        for piece, start in zip(pieces, starts, strict=True):
+            first, (whole, left) = start // self.block, divmod(piece.numel(), self.block)
+            rows = slice(first, first + whole)
+            out = piece[: whole * self.block].view(whole, self.block)
+            for row, code, scale in tiles(self._tile_rows, out, codes[rows], scales[rows]):
+                row.copy_(code).mul_(scale)
+            if left:
+                piece[-left:].copy_(codes[first + whole, :left]).mul_(scales[first + whole])
+
+    def _views(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scales and codes, a row for each block."""
+        blocks = message.numel() // (self.block + 4)
+        scales, codes = message.split_with_sizes([4 * blocks, self.block * blocks])
+        return scales.view(torch.float32)[:, None], codes.view(torch.int8).view(blocks, self.block)
+
+    def _largest(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return each block's largest magnitude."""
+        largest, smallest = rows.new_empty(2, len(rows), 1)
+        # torch.aminmax and torch.linalg.vector_norm(ord=inf) take ten times as long.
+        for row, most, least in tiles(self._tile_rows, rows, largest, smallest):
+            torch.amax(row, dim=1, keepdim=True, out=most)
+            torch.amin(row, dim=1, keepdim=True, out=least)
+        return torch.maximum(largest, smallest.neg_(), out=largest)
+
+    @property
+    def _tile_rows(self) -> int:
+        return max(1, TILE_NUMEL // self.block)
+
+
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """Round float32 scales up to 16 significant bits, so that 127 reaches the largest; 0 for what is too small."""
+    # The bits of a positive float32 are in the order of the numbers.
+    mask = (1 << _DROPPED_BITS) - 1
+    bits = scales.view(torch.int32).add(mask).bitwise_and_(~mask)
+    rounded = bits.view(torch.float32).clamp_max_(_LARGEST_SCALE)
+    return rounded.masked_fill_(scales.le(_SMALLEST_SCALE), 0)

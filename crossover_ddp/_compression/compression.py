@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import OnlyModel, flat_gradients
+from crossover_ddp._ddp.checks import OnlyModel, flat_gradients, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
+from crossover_ddp._engine.buckets import Agreement, Pausable, split
 from crossover_ddp._engine.exchange import Around, Exchange
-from crossover_ddp._engine.links import Layout, Link
+from crossover_ddp._engine.links import GradientFuture, Layout, Link
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .choice import CodecChoice, check_size, codecs_of
-from .codec import Former, Scratch
-from .coded_link import CodedBucket, CodedLink
-from .parts import Part, parts_of, runs_of
+from .choice import CodecChoice, Former, check_size, codecs_of
+from .codec import Scratch
+from .coded_link import CodedBucket, CodedLink, Part, parts_of, runs_of
+from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -249,6 +251,81 @@ class Compression:
             "rate": self._sent_bytes / self._exact_bytes if self._exact_bytes else 1.0,
             "residual_bytes": sum(each.nbytes for each in self._buckets.values()),
         }
+
+
+class CodedState(Pausable):
+    """What states with ``codec=`` whose buckets travel by the split have in common; `CompressedState` says more.
+
+    Args:
+        codec: of both halves, or None.
+        loss_scale: what the loss is multiplied by.
+        process_group: the ranks; None for the default group.
+        compare_replicas: compare the ranks' parameters now and then.
+    """
+
+    def __init__(
+        self,
+        codec: CodecChoice | None,
+        loss_scale: float | Callable[[], float],
+        process_group: dist.ProcessGroup | None,
+        compare_replicas: bool,
+    ) -> None:
+        self.process_group = process_group
+        self.compare_replicas = compare_replicas
+        self.codec = codec
+        self._loss_scale = loss_scale
+        self.compression = None if codec is None else Compression(codec, loss_scale, self)
+        self.agreement = Agreement()
+
+    def _carry(self, bucket: dist.GradBucket, group: dist.ProcessGroup, turn: Turn | None) -> GradientFuture:
+        """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
+        way, exchange = around(self.compression, bucket, group), Exchange.of(group)
+        with exchange.comparing(bucket, self, self.compare_replicas):
+            return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
+
+    def drain(self) -> None:
+        """Let the next step travel exact, residuals included: a checkpoint after it needs none of them.
+
+        **Collective**: all ranks must call it between the same two steps. Does nothing without a codec.
+        """
+        if self.compression is not None:
+            self.compression.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
+
+        After `drain` and a step there are none, and any number of ranks may go on without this.
+        """
+        return state_of(self.compression)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.
+
+        Not collective, but all ranks must. A rank that did not exist then passes ``{"residuals": {}, "loss_scale":
+        None}``; with another number of ranks the sum of residuals is divided by the new number.
+        """
+        if self.compression is not None:
+            self.compression.load(state["residuals"], state["loss_scale"])
+
+    def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
+        """Choose the weakest codec that hides as much as any: from the steps so far and a few probes of the link.
+
+        Train some ten steps first, best without a codec. Then make a new DDP model with a state of ``plan.codec``.
+
+        Args:
+            candidates: the weakest first; None: no codec. Default: none, ``Half()``, ``Int8()``, ``SIDCo(0.05)``,
+                ``SIDCo(0.01)``.
+
+        Returns:
+            Rank 0's choice, the same on all ranks, with the predicted seconds per step of each candidate.
+
+        On failure: ``UnsupportedConfigurationError``, on all ranks, with one rank, on a GPU, whose work the host's
+        clock does not time, with a codec of your own, whose processor time is not known, or as long as some rank has
+        recorded no step. ``ValueError`` for a `PerPair` among the candidates.
+
+        **Collective**: all ranks of the job, between two steps.
+        """
+        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
 
 
 def around(

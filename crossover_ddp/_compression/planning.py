@@ -22,9 +22,7 @@ from crossover_ddp._tuning.model import (
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .choice import CodecChoice, PerPair, codecs_of
-from .codec import Codec
-from .half import Half, Whole
-from .int8 import Int8
+from .codec import Codec, Half, Int8, Whole
 from .sparse import SIDCo, Threshold
 
 AnyCodec = CodecChoice | None

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
-from crossover_ddp._averaging.rounds import ElasticRound
+from crossover_ddp._averaging.centre import ElasticRound
 from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
 from tests.faults.logged_rank import LoggedRank, close_forker
 from tests.harness.children import Child

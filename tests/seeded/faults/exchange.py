@@ -73,7 +73,7 @@ EXCHANGE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a disabled rank leaves the others to compare alone",
-        "crossover_ddp/_averaging/state.py",
+        "crossover_ddp/averaging_hooks.py",
         "            state.agreement.make(group, dict)\n",
         "",
         ("tests/defects/test_hooks.py", "-k", "environments and local_sgd"),

@@ -108,7 +108,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 30: averages go to where parameters were once",
-        "crossover_ddp/_averaging/flat.py",
+        "crossover_ddp/_averaging/replica.py",
         "if kept is None or kept[0] != addresses:",
         "if kept is None:",
         (_BITS, "-k", "replaced"),

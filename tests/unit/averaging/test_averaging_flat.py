@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._averaging.flat import FlatBlock, blocks_of
+from crossover_ddp._averaging.replica import FlatBlock, blocks_of
 from crossover_ddp._ddp.layout import Span
 
 

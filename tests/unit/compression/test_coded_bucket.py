@@ -8,8 +8,7 @@ import torch
 
 from crossover_ddp._compression.choice import CodecChoice, codecs_of
 from crossover_ddp._compression.codec import Scratch
-from crossover_ddp._compression.coded_link import CodedBucket, Sent
-from crossover_ddp._compression.parts import parts_of, runs_of
+from crossover_ddp._compression.coded_link import CodedBucket, Sent, parts_of, runs_of
 from crossover_ddp._ddp.contents import Content
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import parts

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from crossover_ddp._compression.choice import codecs_of
+from crossover_ddp._compression.codec import Whole
 from crossover_ddp._compression.coded_link import CodedBucket, CodedLink
-from crossover_ddp._compression.half import Whole
 from crossover_ddp.codecs import Codec, Half, Int8, SIDCo
 from tests.harness.world import World
 from tests.unit.compression.test_coded_bucket import CPU, DIMENSIONS, NUMELS, Ranks, gradients

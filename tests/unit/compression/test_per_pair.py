@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossover_ddp._compression.choice import Codecs, codecs_of
-from crossover_ddp._compression.half import Whole
+from crossover_ddp._compression.codec import Whole
 from crossover_ddp.codecs import Half, Int8, PerPair
 from tests.unit.compression.test_coded_bucket import NUMELS, Ranks, gradients
 
