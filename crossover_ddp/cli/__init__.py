@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from crossover_ddp import __version__
-from crossover_ddp.cli import advise as cli_advise
-from crossover_ddp.cli import doctor as cli_doctor
-from crossover_ddp.cli import plan as cli_plan
-from crossover_ddp.cli import run as cli_run
-from crossover_ddp.cli import status as cli_status
-from crossover_ddp.cli import timeline as cli_timeline
+from crossover_ddp.cli import advise, doctor, plan, run, status, timeline
 from crossover_ddp.cli.output import FINE, INTERRUPTED
 
 _EXAMPLES = """\
@@ -39,25 +34,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"crossover-ddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    cli_status.add_parser(commands)
-    cli_doctor.add_parser(commands)
-    cli_run.add_parser(commands)
-    cli_timeline.add_parser(commands)
-    cli_advise.add_parser(commands)
-    cli_plan.add_parser(commands)
+    for module in (status, doctor, run, timeline, advise, plan):
+        module.add_parser(commands)
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the arguments; what follows each ``--`` are the ``groups`` of a command that starts others."""
     # argparse knows one "--" only, and not every version treats it alike.
-    starts = (
-        [place for place, word in enumerate(words) if word == "--"]
-        if words[:1] in (["run"], ["advise"])
-        else []
-    )
-    groups = [list(words[begin + 1 : end]) for begin, end in pairwise([*starts, len(words)])]
-    return parser().parse_args(words[: min(starts, default=len(words))], argparse.Namespace(groups=groups))
+    starts_others = words[:1] in (["run"], ["advise"])
+    bounds = [place for place, word in enumerate(words) if starts_others and word == "--"] + [len(words)]
+    groups = [list(words[begin + 1 : end]) for begin, end in pairwise(bounds)]
+    return parser().parse_args(words[: bounds[0]], argparse.Namespace(groups=groups))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -144,30 +144,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     forget(parser, _GONE, flags=("--verbose",))
 
 
-def _number(text: str, units: str) -> tuple[float, str]:
-    found = re.fullmatch(rf"(\d+\.?\d*)([kmg]?)({units})", text.lower())
+def _number(text: str, unit: str, such_as: str) -> float:
+    found = re.fullmatch(rf"(\d+\.?\d*)([kmg]?){unit}", text.lower())
     if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"expected a number such as {_EXAMPLES_OF[units]}, got {text!r}")
-    return float(found[1]) * _UNITS[found[2]], found[3]
-
-
-_EXAMPLES_OF: Final = {
-    "bit": "10gbit or 100mbit",
-    "b|": "25.6M (parameters) or 102MB, or a model such as timm:resnet50",
-}
+        raise argparse.ArgumentTypeError(f"expected a {such_as}, got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def _rate(text: str) -> float:
     """Return bytes per second."""
-    return _number(text, "bit")[0] / 8
+    return _number(text, "bit", "rate such as 10gbit or 100mbit") / 8
 
 
 def _model(text: str) -> str | float:
     """Return a model's name, or its bytes."""
     if ":" in text:
         return text
-    number, unit = _number(text, "b|")
-    return number if unit else 4 * number
+    is_bytes = text.lower().endswith("b")
+    such_as = "model such as timm:resnet50, or its size: 25.6M (parameters) or 102MB"
+    return _number(text, "b" if is_bytes else "", such_as) * (1 if is_bytes else 4)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -180,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
         return USAGE
     try:
         if described:
-            _show_described(*described)
+            sys.stdout.write(_table(*described))
             return FINE
         words = command_words(commands[0][0]) if len(commands[0]) == 1 else commands[0]
         found = _measured(words, arguments.steps)
@@ -286,7 +281,6 @@ def verdict(found: Figures) -> str:
 
 
 def _report(found: Figures) -> str:
-    share = found.exposed_s / found.step_s
     rows = [[way.name, f"{way.expected(found):.2f}×", f"{way.bound(found):.2f}×"] for way in WAYS]
     shown = verdict(found)
     worth = [] if shown.startswith("do not") else [way for way in WAYS if way.expected(found) >= _WORTH]
@@ -297,7 +291,7 @@ def _report(found: Figures) -> str:
     return (
         f"{found.ranks} ranks, {found.size_bytes / 1e6:.3g} MB of gradients\n"
         f"a step {_ms(found.step_s)} = C {_ms(found.compute_s)} compute + N {_ms(found.exposed_s)} exposed "
-        f"communication ({share:.0%}); M {_ms(found.wire_s)} on the wire\n\n"
+        f"communication ({found.exposed_s / found.step_s:.0%}); M {_ms(found.wire_s)} on the wire\n\n"
         f"{columns(['what', 'expected', 'at best'], rows)}\n{lines}→ {shown}\n"
     )
 
@@ -306,9 +300,13 @@ def _ms(length_s: float) -> str:
     return f"{length_s * 1e3:.0f} ms" if length_s >= 0.01 else f"{length_s * 1e3:.2g} ms"
 
 
-def _show_described(bytes_per_s: float, model: str | float, ranks: int) -> None:
-    """Say what a model and a link allow, for several computations C."""
-    sizes = _gradient_sizes(model) if isinstance(model, str) else []
+def _table(bytes_per_s: float, model: str | float, ranks: int) -> str:
+    """Return what a model and a link allow, for several computations C."""
+    sizes = []
+    if isinstance(model, str):
+        from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch
+
+        sizes = gradient_sizes(model)
     size_bytes = model if isinstance(model, float) else sum(sizes)
     wire_s = 2 * (ranks - 1) / ranks * size_bytes / bytes_per_s
     rows = []
@@ -322,17 +320,11 @@ def _show_described(bytes_per_s: float, model: str | float, ranks: int) -> None:
         factors = [f"{expected[way]:.2f}× ({way.bound(found):.2f}×)" for way in WAYS]
         rows.append([f"{ratio:g}", _ms(compute_s), _ms(plain_s), *factors])
     what = f"{len(sizes)} gradients of {model}" if sizes else "gradients"
-    sys.stdout.write(
+    return (
         f"M {_ms(wire_s)}: {size_bytes / 1e6:.3g} MB of {what}, {ranks} ranks, {bytes_per_s * 8 / 1e9:g} Gbit/s\n"
         f"by the compute C of a step; expected (at best):\n\n"
         f"{columns(['M/C', 'C', 'plain DDP', *(way.name for way in WAYS)], rows)}"
     )
-
-
-def _gradient_sizes(name: str) -> list[int]:
-    from crossover_ddp.pipeline.chain import gradient_sizes  # needs torch
-
-    return gradient_sizes(name)
 
 
 def _simulated_s(sizes: Sequence[int], compute_s: float, wire_s: float) -> tuple[float, float]:

@@ -34,10 +34,7 @@ class _Meter:
         self._held: list[Any] = []
         self._sent: list[Any] = []
         self._block_s: float | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self._met_s, self._wire_s, self._bytes = 0.0, 0.0, 0
+        self._sums = dict.fromkeys(("met_s", "wire_s", "bytes"), 0.0)
 
     def exchange(self, model, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations
         """Send one bucket, now or at the end of backward; its Future holds the mean of all ranks."""
@@ -45,7 +42,7 @@ class _Meter:
 
         self._model = self._model or model
         buffer, last = bucket.buffer(), model is self._model and bucket.is_last()
-        self._bytes += buffer.numel() * buffer.itemsize
+        self._sums["bytes"] += buffer.numel() * buffer.itemsize
         if not self._apart:
             self._send(buffer, model.process_group)
             future = self._sent[-1].then(lambda done: done.value()[0])
@@ -77,7 +74,8 @@ class _Meter:
                 sent.wait()
             now_s = _now_s(device)
             if self._apart:
-                self._met_s, self._wire_s = self._met_s + met_s - begin_s, self._wire_s + now_s - met_s
+                self._sums["met_s"] += met_s - begin_s
+                self._sums["wire_s"] += now_s - met_s
                 for buffer, _, future in self._held:
                     future.set_result(buffer)
             if ends:
@@ -86,19 +84,14 @@ class _Meter:
 
     def _end_block(self, now_s: float, ranks: int) -> None:
         if self._block_s is not None:
-            sums = {
-                "step_s": now_s - self._block_s,
-                "met_s": self._met_s,
-                "wire_s": self._wire_s,
-                "bytes": self._bytes,
-            }
+            sums = {"step_s": now_s - self._block_s, **self._sums}
             means = {name: value / BLOCK_STEPS for name, value in sums.items()}
             found = {"apart": self._apart, "ranks": ranks, **means}
             with open(os.path.join(_HERE, f"rank-{os.getpid()}.jsonl"), "a") as file:
                 file.write(json.dumps(found) + "\n")
             self._apart = not self._apart
         self._block_s = now_s
-        self._clear()
+        self._sums = dict.fromkeys(self._sums, 0.0)
 
 
 def _now_s(device: Any) -> float:
