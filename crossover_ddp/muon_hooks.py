@@ -4,31 +4,52 @@ Our design: under DDP every rank repeats Muon's Newton-Schulz of every matrix. H
 reduce-scatter brings it the summed gradient, it keeps the momentum and computes the direction, once for all ranks, and
 the all-gather brings the direction to everybody, in bfloat16, as torch computes it: 0.75 of the bytes of an all-reduce
 of float32 gradients. ``muon.step()`` stays torch's own. Muon: Keller Jordan, https://kellerjordan.github.io/posts/muon/
+
+[Note: Muon's packing] On the way there a rank's part holds the gradients of its matrices, on the way back their
+directions in bfloat16, two bytes a number whatever the bucket's numbers take; both ways its share of what passes
+through. Behind that come, on the way back, the squared norms of the gradients of its matrices, eight raw bytes each.
+
+[Note: momentum and skipped steps] A backward pass computes the new momentum beside the old one. ``muon.step()`` makes
+it the momentum by exchanging the two; a step that is skipped leaves the old one as it was. Their memory is that of
+two matrices for each matrix owned, instead of one for each matrix of the model.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+import functools
 import logging
-from collections.abc import Callable
-from typing import Any, cast
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Muon
 
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded
+from crossover_ddp._ddp.checks import check_not_capturing, model_of, resolve_group
+from crossover_ddp._ddp.contents import contents_of, part_of
+from crossover_ddp._ddp.layout import Span
+from crossover_ddp._engine.buckets import Agreement, Bucket, Pausable, check_state, guarded
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
+from crossover_ddp._owners.kept import Kept
 from crossover_ddp._owners.muon import (
-    Directions,
-    check_optimizer,
+    DirectionSettings,
     check_torch,
+    direction_numel,
+    direction_of,
+    direction_view,
+    matrix_view,
+    momentum_in,
     newton_schulz_flop,
-    power_of_two,
+    put_momentum,
+    take_step,
 )
+from crossover_ddp._owners.optimizer import check_not_intercepted, intercept
+from crossover_ddp._owners.packing import Item, Packing, packing
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex, turns_disabled
@@ -36,6 +57,54 @@ from .gpu_mutex import GPUMutex, turns_disabled
 __all__ = ["MuonState", "muon_hook", "muon_parameters"]
 
 logger = logging.getLogger(__name__)
+
+_NORM_BYTES: Final = 8
+
+
+class _Round:
+    """One backward pass: the settings of each matrix that it began with, and by the matrix's number what comes of it.
+
+    ``directions``: of all matrices that had a gradient, bfloat16, equal on all ranks. ``squared_norms``: of their mean
+    gradients, before the loss's scale, float64 without dimension. ``travelled``: memory that other streams may use
+    until the next backward pass.
+    """
+
+    def __init__(self, settings: Sequence[DirectionSettings], scale: float) -> None:
+        self.settings, self.scale = settings, scale
+        self.directions: dict[int, Tensor] = {}
+        self.squared_norms: dict[int, Tensor] = {}
+        self.travelled: list[Tensor] = []
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm over all matrices; summed in one order whatever buckets they came in."""
+        squares = [self.squared_norms[number] for number in sorted(self.squared_norms)]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+
+class _Packed(NamedTuple):
+    """What travels in a bucket's place.
+
+    ``numbers``: of the matrices; ``spans``: where their gradients are in ``flat``, the bucket's buffer; ``back``: what
+    returns.
+    """
+
+    round_: _Round
+    plan: Packing
+    numbers: Sequence[int]
+    spans: Sequence[Span]
+    flat: Tensor
+    back: Tensor
+
+    def there(self) -> Tensor:
+        """Return what is averaged: the bucket itself if it lies as it travels, as a large matrix alone does."""
+        moves = [*zip(self.spans, self.plan.items, strict=True), *self.plan.passing]
+        if all(span == place.there for span, place in moves):
+            return self.flat
+        there = self.flat.new_empty(sum(self.plan.there))
+        for span, place in moves:
+            part_of(there, place.there).copy_(part_of(self.flat, span))
+        return there
 
 
 class MuonState(Pausable):
@@ -71,6 +140,8 @@ class MuonState(Pausable):
     Attributes:
         owners: rank of each matrix, in the order of ``muon.param_groups``.
         loads: cost of each rank's Newton-Schulz in a step, in FLOP: 20·m²·n + 10·m³ a matrix, m the smaller side.
+        newton_schulz_calls: number of directions that this rank has computed so far.
+        is_disabled: whether ``CROSSOVER_DISABLE=1`` was set when the state was made.
 
     On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no power of two;
     ``UnsupportedConfigurationError``, here, from ``backward()`` or from ``muon.step()``, for what cannot work, with
@@ -93,10 +164,10 @@ class MuonState(Pausable):
         loss_scale: float | Callable[[], float] = 1.0,
         compare_replicas: bool = True,
     ) -> None:
-        check_optimizer(muon)
+        _check_optimizer(muon)
         check_torch()
         if not callable(loss_scale):
-            power_of_two(loss_scale)
+            _power_of_two(loss_scale)
         self.process_group = process_group
         self.compare_replicas = compare_replicas
         self.muon = muon
@@ -104,33 +175,33 @@ class MuonState(Pausable):
         self.agreement = Agreement()
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
+        self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
         pairs = [(matrix, each) for each in muon.param_groups for matrix in each["params"] if matrix.numel()]
-        self._matrices = [matrix for matrix, _ in pairs]
+        self._matrices: list[Tensor] = [matrix for matrix, _ in pairs]
         costs = [
             newton_schulz_flop(_shape(matrix), each["ns_steps"]) if matrix.requires_grad else 0
             for matrix, each in pairs
         ]
         self._assignment = assign(costs, group.size())
         self.owners, self.loads = self._assignment.owners, self._assignment.loads
-        self._directions: Directions | None = None
-        if turns_disabled():
+        self._number_of = {id(matrix): number for number, matrix in enumerate(self._matrices)}
+        # The new momentum of owned matrices, beside the old one until the step.
+        self._next: dict[int, Tensor] = {}
+        self._is_checked = self._is_closed = False
+        self._round: _Round | None = None
+        self._waiting: _Round | None = None
+        self._latest: _Round | None = None
+        self.newton_schulz_calls = 0
+        self.is_disabled = turns_disabled()
+        if self.is_disabled:
             return
-        self._directions = Directions(
-            muon,
-            {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)},
-            group.rank(),
-            group.size(),
-            loss_scale=loss_scale if callable(loss_scale) else lambda: loss_scale,
-            state=self,
-        )
+        owner_of = {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)}
+        self._kept = Kept([muon], owner_of, group.rank(), self._loaded)
+        self._hooks = intercept(muon, on_step=self._step, on_zero_grad=self._forget)
+        self._hooks.enter_context(self._kept.hooks)
         logger.info("%s", self)
 
     # --- for users -------------------------------------------------------------------------------------------
-
-    @property
-    def newton_schulz_calls(self) -> int:
-        """Number of directions that this rank has computed so far."""
-        return 0 if self._directions is None else self._directions.calls
 
     def grad_norm(self) -> torch.Tensor:
         """Return the 2-norm of the matrices' mean gradients in the last backward pass, without the loss's scale.
@@ -140,13 +211,12 @@ class MuonState(Pausable):
 
         Raises ``UnsupportedConfigurationError`` before the first exchange.
         """
-        latest = None if self._directions is None else self._directions.latest
-        if latest is None:
+        if self._latest is None:
             raise UnsupportedConfigurationError(
                 "expected a backward() with muon_hook before grad_norm(), got none yet; with CROSSOVER_DISABLE=1 the "
                 "gradients are in p.grad"
             )
-        return latest.grad_norm
+        return self._latest.grad_norm
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the momentum of all matrices into ``muon.state``, where it stays until the next step.
@@ -164,23 +234,26 @@ class MuonState(Pausable):
             if rank == 0:
                 torch.save(muon.state_dict(), path)
         """
-        if self._directions is not None:
-            self._directions.kept.consolidate(resolve_group(self.process_group), to)
+        if not self.is_disabled:
+            self._kept.consolidate(resolve_group(self.process_group), to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""
-        if self._directions is None:
-            return {"momentum": 0, "next_momentum": 0, "buffers": 0}
-        return self._directions.memory_usage()
+        return {
+            "momentum": 0 if self.is_disabled else self._kept.nbytes,
+            "next_momentum": sum(each.nbytes for each in self._next.values()),
+            "buffers": 0 if self._latest is None else sum(each.nbytes for each in self._latest.travelled),
+        }
 
     def close(self) -> None:
         """Give Muon back as torch made it. Later exchanges fail. Not collective, but after `consolidate` on all ranks.
 
         Raises ``UnsupportedConfigurationError`` if Muon would be left with a part of its momentum.
         """
-        if self._directions is not None:
-            self._directions.kept.check_whole()
-            self._directions.close()
+        if not self.is_disabled:
+            self._kept.check_whole()
+            self._is_closed = True
+            self._hooks.close()
 
     def __repr__(self) -> str:
         own_count = sum(owner == self._rank for owner in self.owners)
@@ -195,12 +268,7 @@ class MuonState(Pausable):
             "copy or save model.module, and after consolidate() muon.state_dict()"
         )
 
-    # --- for the hook ----------------------------------------------------------------------------------------
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether ``CROSSOVER_DISABLE=1`` was set when the state was made."""
-        return self._directions is None
+    # --- the hook --------------------------------------------------------------------------------------------
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
@@ -210,25 +278,202 @@ class MuonState(Pausable):
         ]
         return {"matrices": [_shape(matrix) for matrix in self._matrices], "settings": settings}
 
-    def exchange(
-        self, group: dist.ProcessGroup, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start the exchange of ``bucket``; for `muon_hook`. Raises what makes it impossible."""
-        directions = cast(Directions, self._directions)
-        try:
-            return (
-                Exchange.of(group)
-                .carry(
-                    bucket,
-                    lambda taken, link: directions.way(bucket, taken, link),
-                    turn=self.mutex,
-                    state=self,
-                )
-                .future
+    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``. Raises what makes it impossible."""
+        exchange = Exchange.of(group)
+        with exchange.comparing(bucket, self, self.compare_replicas):
+            try:
+                way = functools.partial(self._way, bucket)
+                return exchange.carry(bucket, way, turn=self.mutex, state=self).future
+            finally:
+                if bucket.is_last():
+                    ended, self._round = self._round, None
+                    if ended is not None:
+                        self._waiting = self._latest = ended
+
+    def _way(self, grad_bucket: dist.GradBucket, bucket: Bucket, link: Link) -> Coroutine[Any, Any, None]:
+        """Make a bucket's journey; on the hook's thread, in the order of buckets."""
+        if self._is_closed:
+            raise UnsupportedConfigurationError(
+                "expected a MuonState that is not closed, got a backward() after close(); wrap the model again"
             )
+        if self._round is None or bucket.index == 0:
+            self._round = None
+            self._round = self._begin(grad_bucket)
+        bucket.keeps_turn = True
+        return self._travel(self._pack(grad_bucket, bucket.flat, self._round), link)
+
+    async def _travel(self, packed: _Packed, link: Link) -> None:
+        """Bring each matrix to its owner whole, and its direction back to all."""
+        there, plan = packed.there(), packed.plan
+        await link.reduce_scatter(there, plan.there)
+        await link.compute()
+        self._orthogonalise(packed, there)
+        del there
+        await link.all_gather(packed.back, plan.back)
+        self._unload(packed)
+
+    def _begin(self, bucket: dist.GradBucket) -> _Round:
+        waiting = self._waiting
+        if waiting is not None and waiting.directions and math.isfinite(float(waiting.grad_norm)):
+            raise UnsupportedConfigurationError(
+                "expected muon.step() between two exchanges, got a second backward() without it; accumulate gradients "
+                "in model.no_sync(), or drop them by muon.zero_grad() if the step is to be skipped"
+            )
+        if not self._is_checked:
+            self._check_model(bucket)
+            self._is_checked = True
+        self._waiting = self._latest = None
+        return _Round(self._settings(), _power_of_two(self._loss_scale()))
+
+    def _pack(self, grad_bucket: dist.GradBucket, flat: Tensor, round_: _Round) -> _Packed:
+        contents = [(self._number_of.get(id(p)), span) for p, _, span in contents_of(grad_bucket, flat)]
+        numbers = [number for number, _ in contents if number is not None]
+        spans = [span for number, span in contents if number is not None]
+        owners, itemsize = [self.owners[number] for number in numbers], flat.itemsize
+        items = [
+            Item(owner, span.numel, direction_numel(span.numel, itemsize))
+            for owner, span in zip(owners, spans, strict=True)
+        ]
+        norms = [Item(owner, 0, -(-_NORM_BYTES // itemsize)) for owner in owners]
+        passing = tuple([span for number, span in contents if number is None])
+        plan = packing(self._world_size, tuple(items), passing, tuple(norms))
+        back = flat.new_empty(sum(plan.back))  # of the hook's stream, as `muon.step` is, which reads it
+        round_.travelled.append(back)
+        return _Packed(round_, plan, numbers, spans, flat, back)
+
+    # On the owner, between the halves.
+
+    def _orthogonalise(self, packed: _Packed, there: Tensor) -> None:
+        # With one rank, and on NCCL, this runs inside of backward(), which may have been called under autocast.
+        with torch.autocast(there.device.type, enabled=False):
+            for number, place, norm in zip(
+                packed.numbers, packed.plan.items, packed.plan.behind, strict=True
+            ):
+                if place.owner == self._rank:
+                    gradient = matrix_view(part_of(there, place.there), self._matrices[number])
+                    self._compute(packed, number, gradient, place.back, norm.back)
+        for _, place in packed.plan.passing:
+            if place.owner == self._rank:
+                part_of(packed.back, place.back).copy_(part_of(there, place.there))
+
+    def _compute(self, packed: _Packed, number: int, gradient: Tensor, at: Span, norm_at: Span) -> None:
+        matrix, round_ = self._matrices[number], packed.round_
+        if round_.scale != 1.0:
+            gradient.mul_(1.0 / round_.scale)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        part_of(packed.back, norm_at).copy_(norm.square().reshape(1).view(packed.back.dtype))
+        momentum = momentum_in(self.muon.state.get(matrix, {}))
+        if momentum is None:
+            momentum = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+        if number not in self._next:
+            self._next[number] = torch.empty_like(matrix, memory_format=torch.preserve_format)
+        direction = direction_of(gradient, momentum, self._next[number], round_.settings[number])
+        direction_view(part_of(packed.back, at), matrix.shape).copy_(direction)
+        self.newton_schulz_calls += 1
+
+    # Wherever the bucket's way ends.
+
+    def _unload(self, packed: _Packed) -> None:
+        """Keep the directions for the step; of the matrices' gradients only leave whether they were finite."""
+        round_, plan, back = packed.round_, packed.plan, packed.back
+        for number, span, place, norm in zip(
+            packed.numbers, packed.spans, plan.items, plan.behind, strict=True
+        ):
+            square = part_of(back, norm.back).clone().view(torch.float64)[0]
+            round_.directions[number] = direction_view(
+                part_of(back, place.back), self._matrices[number].shape
+            )
+            round_.squared_norms[number] = square
+            # 0, or NaN if anything was not finite: a GradScaler then skips the step on all ranks, and asks no device.
+            part_of(packed.flat, span).fill_((square * 0).to(packed.flat.dtype))
+        for span, place in plan.passing:
+            part_of(packed.flat, span).copy_(part_of(back, place.back))
+
+    # --- muon.step() and its relatives -----------------------------------------------------------------------
+
+    def _step(self, original: Callable[[], Any]) -> Any:
+        """Call torch's step, which finds no gradients; then apply the directions."""
+        if self._is_closed or (self._waiting is None and self._kept.only_makes_state(self.muon)):
+            return original()
+        round_, self._waiting = self._waiting, None
+        numbers = [number for number, matrix in enumerate(self._matrices) if matrix.grad is not None]
+        if numbers:
+            self._check(round_, numbers)
+        directions = {} if round_ is None else round_.directions
+        gradients = {number: self._matrices[number].grad for number in numbers}
+        try:
+            for number in numbers:
+                self._matrices[number].grad = None
+            result = original()
+            with torch.no_grad():
+                for number, group in self._in_groups():
+                    if number in gradients:
+                        take_step(self._matrices[number], directions[number], group)
         finally:
-            if bucket.is_last():
-                directions.end()
+            for number, gradient in gradients.items():
+                self._matrices[number].grad = gradient
+        self._keep_momentum(numbers)
+        return result
+
+    def _check(self, round_: _Round | None, numbers: Sequence[int]) -> None:
+        missing = [number for number in numbers if round_ is None or number not in round_.directions]
+        if round_ is None or missing:
+            raise UnsupportedConfigurationError(
+                f"expected a backward() with muon_hook between two steps, got {len(missing)} matrices with a gradient "
+                f"of which no direction has come, the first of shape {tuple(self._matrices[missing[0]].shape)}; call "
+                "muon.step() once after each exchange, outside of no_sync(), with all of Muon's matrices in the model"
+            )
+        if round_.settings != self._settings():
+            raise UnsupportedConfigurationError(
+                "expected momentum, nesterov and the settings of Newton-Schulz as they were in backward(), where the "
+                "owners computed with them, got others in muon.step(); change them before backward()"
+            )
+
+    def _keep_momentum(self, numbers: Sequence[int]) -> None:
+        """Make the new momentum of owned matrices the momentum, see [Note: momentum and skipped steps]."""
+        for number in numbers:
+            if self.owners[number] == self._rank:
+                state = self.muon.state[self._matrices[number]]
+                old = momentum_in(state)
+                put_momentum(state, self._next.pop(number))
+                if old is not None:
+                    self._next[number] = old
+        if numbers:
+            self._kept.stepped()
+
+    def _in_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for group in self.muon.param_groups:
+            for matrix in group["params"]:
+                if id(matrix) in self._number_of:
+                    yield self._number_of[id(matrix)], group
+
+    def _settings(self) -> list[DirectionSettings]:
+        """Return those of each matrix at this moment."""
+        return [
+            settings for _, settings in sorted((n, DirectionSettings.of(g)) for n, g in self._in_groups())
+        ]
+
+    def _forget(self) -> None:
+        self._waiting = None
+
+    def _loaded(self) -> None:
+        self._waiting = None
+        self._next.clear()
+
+    # --- checks ----------------------------------------------------------------------------------------------
+
+    def _check_model(self, bucket: dist.GradBucket) -> None:
+        model = model_of(bucket, state=self)
+        if model is None:
+            return
+        known = {id(parameter) for parameter in model.module.parameters()}
+        foreign = [each for each in self._matrices if each.requires_grad and id(each) not in known]
+        if foreign:
+            raise UnsupportedConfigurationError(
+                f"expected the matrices of one DDP model in Muon, got {len(foreign)} that the model with this hook "
+                f"does not have, one of shape {tuple(foreign[0].shape)}; make a Muon and a MuonState for each model"
+            )
 
 
 def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -257,8 +502,7 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
         if state.is_disabled:
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        with Exchange.of(group).comparing(bucket, state, state.compare_replicas):
-            return state.exchange(group, bucket)
+        return state._take(group, bucket)
 
     return guarded(bucket, answer)
 
@@ -295,6 +539,40 @@ def muon_parameters(
     matrices = [p for p in parameters if p.ndim == 2 and id(p) not in kept]
     hidden = {id(p) for p in matrices}
     return matrices, [p for p in parameters if id(p) not in hidden]
+
+
+def _power_of_two(scale: float) -> float:
+    """Return ``scale`` if no rounding can come from it; raise ``ValueError`` otherwise."""
+    if not (0 < scale < math.inf and math.frexp(scale)[0] == 0.5):
+        raise ValueError(
+            f"expected a loss_scale that is a power of two, got loss_scale={scale}; another one rounds gradients, and "
+            "so turns directions: GradScaler's init_scale, growth_factor and backoff_factor must be powers of two"
+        )
+    return float(scale)
+
+
+def _check_optimizer(muon: object) -> None:
+    """Refuse what is not torch's Muon, whose step is known, or has a state already."""
+    if not isinstance(muon, Muon):
+        raise TypeError(
+            f"expected a torch.optim.Muon, got muon={type(muon).__name__}; give the matrices to torch.optim.Muon and "
+            "the other parameters to another optimizer, which needs no state"
+        )
+    own = [
+        cls.__name__ for cls in type(muon).__mro__[: type(muon).__mro__.index(Muon)] if "step" in vars(cls)
+    ]
+    if own:
+        raise TypeError(
+            f"expected torch.optim.Muon's own step, got muon={type(muon).__name__}, of which {own[0]} has another; "
+            "pass a torch.optim.Muon"
+        )
+    parameters = [parameter for group in muon.param_groups for parameter in group["params"]]
+    if any(parameter.is_complex() for parameter in parameters):
+        raise UnsupportedConfigurationError(
+            "expected real matrices, got complex ones, which torch.optim.Muon does not support; give them to another "
+            "optimizer"
+        )
+    check_not_intercepted(muon)
 
 
 def _shape(matrix: torch.Tensor) -> tuple[int, int]:

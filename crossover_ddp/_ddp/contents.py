@@ -2,12 +2,13 @@
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .layout import Span
+from .layout import Span, spans_of
 
 
 class Content(NamedTuple):
@@ -26,8 +27,7 @@ class Sharded(NamedTuple):
 
     def part(self, rank: int) -> Tensor:
         """Return what ``rank`` owns."""
-        own: Tensor = self.tensor.split(self.layout)[rank]
-        return own
+        return part_of(self.tensor, spans_of(self.layout)[rank])
 
 
 class Run(NamedTuple):
@@ -37,6 +37,11 @@ class Run(NamedTuple):
     begin: int
     owner: int
     span: Span
+
+
+def part_of(flat: Tensor, span: Span) -> Tensor:
+    """Return the elements of a span, not a copy."""
+    return flat[span.start : span.stop]
 
 
 def contents_of(bucket: dist.GradBucket, buffer: Tensor) -> list[Content]:
@@ -61,11 +66,18 @@ def _as_parameter(parameter: Tensor, gradient: Tensor, part: Tensor) -> Tensor:
 
     ``bucket.gradients()`` has the parameter's shape, but takes any order for the contiguous one.
     """
-    if parameter.is_contiguous() or parameter.is_complex():
-        return gradient
-    strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: (-strides[dim], dim))
-    in_memory = parameter.permute(order)
-    if not in_memory.is_contiguous():  # has gaps: then DDP takes the contiguous order
-        return gradient
-    return part.view(in_memory.shape).permute([order.index(dim) for dim in range(len(order))])
+    return gradient if parameter.is_contiguous() or parameter.is_complex() else view_of(part, parameter)
+
+
+def view_of(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return what stands in a part of a flat buffer as DDP lays out the gradient of ``parameter``."""
+    return part.as_strided(parameter.shape, _strides_in_bucket(parameter))
+
+
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:  # with gaps, or overlapping: DDP takes the contiguous order
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return parameter.stride()

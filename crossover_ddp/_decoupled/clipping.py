@@ -13,15 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .pending import Share
+from .pending import Pending, Share
 
 _PIECE_NUMEL: Final = 1 << 18
 
 
-def clip_whole(
+def clip(
+    pending: Pending,
+    group: dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    in_parts: bool,
+) -> torch.Tensor:
+    """See `DecoupledState.clip_grad_norm_`; ``in_parts``: each rank has its own part of the mean. **Collective**."""
+    pending.collect()
+    parameters = pending.parameters()
+    if not in_parts:
+        pending.make_whole()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    norm = _norm_of_parts(pending.shares, norm_type, group, parameters[0].device)
+    if norm is None:
+        pending.make_whole()
+        return _clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for share in pending.shares:
+        share.clip(factor)
+    return norm
+
+
+def _clip_whole(
     parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Clip gradients that are whole; return their norm, which is that of `gradient_norm`."""
+    """Clip gradients that are whole; return their norm, which is that of `_norm_of_parts`."""
     gradients = [p.grad.detach() for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
@@ -30,12 +57,12 @@ def clip_whole(
         total.add(torch.view_as_real(gradient) if gradient.is_complex() and norm_type == 2.0 else gradient)
     norm = total.of(total.summed, [gradient.dtype.to_real() for gradient in gradients])
     if error_if_nonfinite:
-        check_finite(norm, norm_type)
+        _check_finite(norm, norm_type)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def check_finite(norm: torch.Tensor, norm_type: float) -> None:
+def _check_finite(norm: torch.Tensor, norm_type: float) -> None:
     """Raise what torch raises, for the same reason."""
     if not bool(norm.isfinite()):
         raise RuntimeError(
@@ -44,7 +71,7 @@ def check_finite(norm: torch.Tensor, norm_type: float) -> None:
         )
 
 
-def gradient_norm(
+def _norm_of_parts(
     shares: Sequence[Share], norm_type: float, process_group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor | None:
     """Return the p-norm of all collected gradients together: each rank looks at its own parts.

@@ -1,4 +1,21 @@
-"""Optimizers of which each rank runs the part of the parameters that it owns: what they keep, send, and cost.
+"""Decoupled training with an owner for each parameter: it alone runs the optimizer on it, and the result travels.
+
+[Note: owners of whole parameters] Whatever treats parameters one by one may run on one rank for all: SOAP and Shampoo
+with their preconditioners, Muon, AdamW. A bucket is packed by owner and reduce-scattered during backward. In
+``step()`` each rank takes the optimizers' own step for the parameters that it owns, as their sums arrive; the gather
+brings the new values to everybody, while the next forward runs. Wire bytes are those of plain DDP; work and state are
+divided by the number of ranks. Of torch's Muon directions travel instead, see below. Our design.
+
+Owners update in ``step()`` itself, on the training thread: an optimizer and its schedulers are not made for two
+threads, and forward needs first what was reduced last, so that little could run ahead.
+
+[Note: two buffers] The gradients of a bucket are packed by owner into one buffer, which is summed. What owners send
+back has places of its own where it is not as large: a direction of torch's Muon takes two bytes a number, in a second
+buffer of the bucket's type. Without directions the same buffer goes both ways.
+
+[Note: gradients that are withheld] Whatever looks at such a gradient must not take it for the mean. So it is NaN, a
+signalling one: arithmetic makes an ordinary NaN of it, so that a change of it shows in its bits, even one that counts
+no version, as those by GradScaler and through ``.data`` do not. Copies keep the bits.
 
 [Note: directions in the next forward] The owner of a matrix keeps its momentum and computes its direction in
 ``step()``. The direction takes two bytes a number, as torch computes it, in the place of the new values. Each rank,
@@ -12,14 +29,25 @@ what the parameter costs: sides, preconditioners and limits of sizes are the opt
 the values of gradients, such as clipping that begins at a large norm, does not show here.
 """
 
+import contextlib
 import copy
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crossover_ddp._ddp.checks import check_not_joined
+from crossover_ddp._ddp.contents import Sharded, contents_of, part_of, view_of
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.turns import Turn
 from crossover_ddp._owners.assignment import assign
 from crossover_ddp._owners.kept import Kept, tensors_in
 from crossover_ddp._owners.muon import (
@@ -32,13 +60,49 @@ from crossover_ddp._owners.muon import (
     put_momentum,
     take_step,
 )
-from crossover_ddp._owners.optimizer import Group, PartialOptimizer, StepPlan, Update, copy_on
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp._owners.optimizer import (
+    Group,
+    PartialOptimizer,
+    StepPlan,
+    Update,
+    copy_on,
+)
+from crossover_ddp._owners.packing import Item, packing
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
-from .pending import view_of
+from .pending import Pending, Share, as_in_step, check_not_scaled
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-_STEPS = 2
+logger = logging.getLogger(__name__)
+
+_COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional")
+_TRIED_STEPS: Final = 2
+_SKIPPED_STEPS_TO_WARN: Final = 3
+TOUCHED: Final = (
+    "expected the gradients that backward() left, got gradients that were changed (by "
+    "torch.nn.utils.clip_grad_norm_, GradScaler, p.grad.mul_): with owners='layers' they are NaN, and only a "
+    "parameter's owner has its mean; use state.clip_grad_norm_ to clip, and bfloat16 instead of a GradScaler"
+)
+
+
+# By the gradient's type: the type of its bits, and their value.
+_MARKS: Final = {
+    torch.float16: (torch.int16, 0x7D00),
+    torch.bfloat16: (torch.int16, 0x7FA0),
+    torch.float32: (torch.int32, 0x7FA00000),
+    torch.float64: (torch.int64, 0x7FF4000000000000),
+}
+
+
+def withhold(gradient: torch.Tensor) -> None:
+    """Mark what owners alone have; counts no version."""
+    bits, value = _MARKS[gradient.dtype]
+    gradient.data.view(bits).fill_(value)
+
+
+def is_computed_with(gradient: torch.Tensor) -> bool:
+    """Tell whether somebody has changed a withheld gradient by arithmetic; dropping or zeroing it is none."""
+    bits, value = _MARKS[gradient.dtype]
+    return bool((gradient.isnan() & (gradient.view(bits) != value)).any())
 
 
 class OwnedUpdate(NamedTuple):
@@ -79,7 +143,7 @@ class OwnedOptimizer:
 
     def piece(self, flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return what comes back for a parameter, of the elements ``flat`` that it has in the buffer."""
-        return view_of(flat, parameter, 0)
+        return view_of(flat, parameter)
 
     def compute(self, plan: StepPlan, own: Sequence[OwnedUpdate]) -> None:
         """Update owned parameters as ``plan`` says, and put their new values where they travel."""
@@ -141,27 +205,363 @@ def _group(plan: StepPlan, matrix: torch.Tensor) -> Group:
     return plan.groups[plan.group_of[id(matrix)]]
 
 
-class OwnedOptimizers:
-    """All optimizers of a model; every parameter has an owner, which alone keeps the optimizer's state of it.
+class Owners:
+    """Several optimizers of a model; every parameter has an owner, which alone updates it and keeps what that needs.
 
     Args:
-        each: of the user's optimizers; each has other parameters.
-        rank, world_size: of this process.
+        optimizers: the user's; each has other parameters.
+        group: the job's ranks.
+        pending: what is under way.
+        take_turn: called before this rank computes, with what waits until there is something to compute.
     """
 
-    def __init__(self, each: Sequence[OwnedOptimizer], rank: int, world_size: int) -> None:
-        self.each = each
-        self.parameters = [p for owned in self.each for p in owned.parameters]
-        costs = [cost for owned in self.each for cost in owned.costs]
-        self.owners, self.loads = assign(costs, world_size)
-        self.owner_of = {id(p): owner for p, owner in zip(self.parameters, self.owners, strict=True)}
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        group: dist.ProcessGroup,
+        pending: Pending,
+        take_turn: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.each = [owned_optimizer(optimizer) for optimizer in optimizers]
+        self.rank, self.size = group.rank(), group.size()
+        parameters = [p for owned in self.each for p in owned.parameters]
+        self.ranks = assign([cost for owned in self.each for cost in owned.costs], self.size).owners
+        self.owner_of = {id(p): owner for p, owner in zip(parameters, self.ranks, strict=True)}
         self.number_of = {id(p): number for number, owned in enumerate(self.each) for p in owned.parameters}
-        _check_parameters(self.parameters)
-        self.kept = Kept([owned.optimizer for owned in self.each], self.owner_of, rank)
+        _check_parameters(parameters)
+        self.kept = Kept(optimizers, self.owner_of, self.rank)
+        self._group, self._pending, self._take_turn = group, pending, take_turn
+        self._dropped: set[int] = set()
+        self._skipped = 0
+        self._failure: Exception | None = None
 
     def of(self, parameter: torch.Tensor) -> OwnedOptimizer:
         """Return the optimizer that has a parameter."""
         return self.each[self.number_of[id(parameter)]]
+
+    def said(self) -> dict[str, object]:
+        """Return what all ranks must have in common."""
+        return {
+            "parameters in the optimizers": [
+                (
+                    type(each.optimizer).__name__,
+                    type(each).__name__,
+                    [tuple(p.shape) for p in each.parameters],
+                )
+                for each in self.each
+            ],
+            "owners of the parameters": self.ranks,
+        }
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
+        under_way = _owned([*self._pending.shares, *dict.fromkeys(self._pending.stale.values())])
+        travelling = [each for share in under_way for each in (share.packed.there, share.packed.back)]
+        buffers = {id(each.tensor): each.tensor.nbytes for each in travelling}
+        return {"state": self.kept.nbytes, "buffers": sum(buffers.values())}
+
+    # --- backward and forward --------------------------------------------------------------------------------
+
+    def check_stepped(self) -> None:
+        """Refuse a second backward pass without a step; call it before each bucket."""
+        if self._pending.is_open:
+            return
+        self._dropped.clear()
+        if self._pending.shares:
+            if (failure := self._failure) is not None:
+                raise UnsupportedConfigurationError(
+                    "expected step() of this rank's own parameters to end, got a second backward() after "
+                    f"{type(failure).__name__}: {failure}; other ranks wait for what it has not sent: restart the job"
+                ) from failure
+            raise UnsupportedConfigurationError(
+                "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
+                "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
+            )
+
+    def check_known(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that have no owner."""
+        new = [p for p in parameters if id(p) not in self.owner_of]
+        if new:
+            raise UnsupportedConfigurationError(
+                f"expected the parameters that the optimizers had when the state was made, got {len(new)} more, of "
+                f"shape {tuple(new[0].shape)} the first; after add_param_group() make the state and its DDP model anew"
+            )
+
+    def send(
+        self,
+        bucket: dist.GradBucket,
+        parameters: list[torch.Tensor],
+        *,
+        state: object,
+        turn: Turn | None,
+        copies: bool,
+    ) -> "OwnedShare":
+        """Send a bucket's gradients to their owners; ``copies``: DDP copies them out of its bucket."""
+        packed = pack(bucket, self)
+        taken = Exchange.of(self._group).carry(
+            bucket, lambda _, link: summed(packed, link), turn=turn, state=state, hands_back=True
+        )
+        place, views = len(self._pending.shares), packed.gradients if copies else None
+        return OwnedShare(taken, parameters, bucket.buffer(), place, views, packed=packed, owners=self)
+
+    def before_forward(self, model: DistributedDataParallel | None) -> None:
+        """Refuse a forward that some optimizers have not stepped for; let a step go whose gradients were dropped."""
+        if self._pending.plans:
+            self._pending.plans.clear()
+            raise UnsupportedConfigurationError(
+                "expected step() of all optimizers between backward() and the next forward, got only some that have "
+                "stepped; call all of them, or give the model's parameters to one"
+            )
+        self._forget_dropped()
+        if model is not None:
+            check_not_joined(model, "a rank without data takes no step, and so updates nothing that it owns")
+
+    def drop(self, number: int) -> None:
+        """Note that an optimizer has no gradients any more."""
+        self._dropped.add(number)
+        self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        """Let a step go that is not going to be taken: its gradients were dropped."""
+        pending = self._pending
+        if pending.is_open or not pending.shares:
+            return
+        parameters = [p for share in pending.shares for p in share.parameters]
+        numbers = {self.number_of[id(p)] for p in parameters}
+        if numbers <= self._dropped or all(p.grad is None for p in parameters):
+            shares, pending.shares = _owned(pending.shares), []
+            pending.lower_guards()
+            for share in shares:
+                with contextlib.suppress(ExchangeError):  # final: the next backward pass tells it
+                    share.bucket.wait_for_sum()  # its memory goes
+                if not pending.is_broken:  # else a refused backward has added to it
+                    share.check_dropped()
+            self._skipped += 1
+            if self._skipped == _SKIPPED_STEPS_TO_WARN:
+                logger.warning(
+                    "%d steps in a row were skipped: with owners='layers' gradients are NaN until step(), whatever "
+                    "they are on their owners; who skips steps for that never trains: ask state.clip_grad_norm_",
+                    self._skipped,
+                )
+
+    # --- step() ----------------------------------------------------------------------------------------------
+
+    def step(self, number: int, original: Callable[[], Any]) -> Any:
+        """The user calls ``step()`` of an optimizer; what it does is done when the last one has stepped."""
+        try:
+            result = self._step(number, original)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._failure = None
+        return result
+
+    def _step(self, number: int, original: Callable[[], Any]) -> Any:
+        pending, owned = self._pending, self.each[number]
+        plans = pending.plans
+        if not plans:
+            self.kept.check_foreign()
+            pending.collect()
+        if not pending.shares:
+            if not self.kept.only_makes_state(owned.optimizer):
+                _check_without_gradients(owned)
+            return original()
+        check_not_scaled(owned.optimizer, TOUCHED)
+        if owned.partial.is_watched():
+            raise UnsupportedConfigurationError(
+                "expected no step hooks with owners='layers', got some (register_step_pre_hook, "
+                "register_step_post_hook, a profiler's): parameters are not all updated when step() returns; remove "
+                "them, or use owners=None"
+            )
+        if number in plans:
+            raise UnsupportedConfigurationError(
+                f"expected step() of all optimizers once after each backward(), got a second one of "
+                f"{type(owned.optimizer).__name__} before all had stepped; call each once, one after the other"
+            )
+        with pending.watch.unwatched():
+            plans[number] = owned.partial.plan()
+        updates = [update for share in pending.shares for update in share.updates]
+        if {self.number_of[id(update.parameter)] for update in updates} <= {*plans}:
+            pending.plans = {}
+            self._update(_owned(pending.shares), plans)
+        return None
+
+    def _update(self, shares: list["OwnedShare"], plans: dict[int, StepPlan]) -> None:
+        """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
+        exchange = Exchange.of(self._group)
+        self._take_turn(shares[0].bucket.wait_for_sum)
+        with as_in_step(shares[0].buffer.device.type), self._pending.watch.unwatched():
+            for share in shares:
+                share.receive()
+                try:
+                    for number, plan in plans.items():
+                        own = [each for each in share.owned_updates(plan) if each.is_own]
+                        self.each[number].compute(plan, own)
+                except Exception as error:
+                    exchange.fail(share.made, error)  # other ranks wait for it
+                    raise
+                share.clear()
+        self.kept.stepped()
+        self._skipped = 0
+        # Forward needs first what backward has made last.
+        for share in reversed(shares):
+            back, link = share.packed.back, share.bucket.link
+            way = functools.partial(_brought_back, back)
+            share.arriving = exchange.begin(way, back.tensor.device, share.made, deferred=True, link=link)
+
+        def take_over(share: Share) -> None:
+            for number, plan in plans.items():
+                self.each[number].take_over(plan, cast(OwnedShare, share).owned_updates(plan))
+
+        self._pending.defer(take_over)
+        if not self._pending.is_settled:  # DDP may still rebuild its buckets
+            self._pending.update_all()
+
+
+def _owned(shares: Sequence[Share]) -> list["OwnedShare"]:
+    return cast(list["OwnedShare"], shares)
+
+
+def _check_without_gradients(owned: OwnedOptimizer) -> None:
+    if any(parameter.grad is not None for parameter in owned.parameters):
+        raise UnsupportedConfigurationError(
+            "expected a backward() with decoupled_hook before each step(), got gradients that were not exchanged, or "
+            "whose step was taken; call step() once after each exchange, outside of no_sync()"
+        )
+
+
+class Packed(NamedTuple):
+    """A bucket's parameters by owner, see [Note: two buffers].
+
+    Args:
+        there: what is summed.
+        back: what owners send; the same buffer where new values travel.
+        gradients: by the parameter's id, in ``there``.
+        pieces: what comes back of it, in ``back``.
+    """
+
+    there: Sharded
+    back: Sharded
+    gradients: Mapping[int, torch.Tensor]
+    pieces: Mapping[int, torch.Tensor]
+
+
+@torch.no_grad()
+def pack(bucket: dist.GradBucket, owners: Owners) -> Packed:
+    """Return the bucket's gradients by owner, and withhold them in the bucket."""
+    buffer = bucket.buffer()
+    contents = contents_of(bucket, buffer)
+    if any(each.parameter.dtype != buffer.dtype for each in contents):
+        raise UnsupportedConfigurationError(
+            f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters travel "
+            "in their place: use owners=None"
+        )
+    parameters = [each.parameter for each in contents]
+    items = [
+        Item(
+            owners.owner_of[id(parameter)],
+            span.numel,
+            owners.of(parameter).returning_numel(span.numel, buffer.itemsize),
+        )
+        for parameter, _, span in contents
+    ]
+    plan = packing(owners.size, tuple(items))
+    there = buffer.new_empty(sum(plan.there))
+    # No piece is larger than its gradient: as many elements in all means as many of each.
+    back = there if sum(plan.back) == sum(plan.there) else buffer.new_empty(sum(plan.back))
+    for each, place in zip(contents, plan.items, strict=True):
+        part_of(there, place.there).copy_(part_of(buffer, each.span))
+    withhold(buffer)
+    placed = [*zip(parameters, plan.items, strict=True)]
+    gradients = {id(p): view_of(part_of(there, place.there), p) for p, place in placed}
+    pieces = {id(p): owners.of(p).piece(part_of(back, place.back), p) for p, place in placed}
+    return Packed(Sharded(there, plan.there), Sharded(back, plan.back), gradients, pieces)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class OwnedShare(Share):
+    """A bucket of one step; see `Share`.
+
+    Args:
+        packed: where each parameter travels.
+        owners: of the parameters.
+    """
+
+    changed: ClassVar[str] = TOUCHED  # see [Note: gradients that are withheld]
+    packed: Packed
+    owners: Owners
+
+    @property
+    def made(self) -> str:
+        """Name of what comes back, in errors."""
+        return f"what step() made of bucket {self.bucket.index}"
+
+    def receive(self) -> None:
+        """Wait for the mean, scale it, and put it where the optimizers of this rank, if it is the owner, see it.
+
+        The mean goes where plain DDP would leave it: sums over matrices may depend on where these begin in memory.
+        """
+        self.bucket.wait_for_sum()
+        if self.factor is not None:
+            self.packed.there.part(self.owners.rank).mul_(self.factor)
+            self.factor = None
+        for update, gradient in self._own_gradients():
+            update.gradient.data.copy_(gradient)  # counts no version
+
+    def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
+        """Return what comes of the updates of one optimizer, that of ``plan``, which may reuse gradients' memory."""
+        return [
+            OwnedUpdate(
+                # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
+                Update(update.parameter, update.gradient.data),
+                self.packed.pieces[id(update.parameter)],
+                self._is_own(update),
+            )
+            for update in self.updates
+            if id(update.parameter) in plan.group_of
+        ]
+
+    def clear(self) -> None:
+        """Withhold the mean of owned parameters again."""
+        for update, _ in self._own_gradients():
+            withhold(update.gradient)
+
+    def check_dropped(self) -> None:
+        """Refuse to drop a step whose gradients somebody has computed with: he may skip all for what he saw."""
+        if any([is_computed_with(gradient) for gradient in self._sealed()]):
+            raise UnsupportedConfigurationError(TOUCHED)
+
+    def _own_gradients(self) -> Iterator[tuple[Update, torch.Tensor]]:
+        for update in self.updates:
+            if self._is_own(update):
+                yield update, self.packed.gradients[id(update.parameter)]
+
+    def _is_own(self, update: Update) -> bool:
+        return self.owners.owner_of[id(update.parameter)] == self.owners.rank
+
+    # --- as of `Share` ---------------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Leave gradients as they are: nobody but the owner has the mean."""
+
+    def own_pieces(self, rank: int) -> Iterator[torch.Tensor]:
+        """Yield the mean gradients that this rank owns."""
+        self.bucket.wait_for_sum()
+        for _, gradient in self._own_gradients():
+            yield gradient
+
+
+async def summed(packed: Packed, link: Link) -> None:
+    """Bring a bucket's gradients to their owners; its journey ends there, and passes no gate.
+
+    ``step()`` begins the way back as a journey of its own on the same link, see `Owners._update`.
+    """
+    await link.reduce_scatter(packed.there.tensor, packed.there.layout)
+
+
+async def _brought_back(back: Sharded, link: Link) -> None:
+    """Bring what owners have made of them to all."""
+    await link.all_gather(back.tensor, back.layout)
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:
@@ -217,7 +617,7 @@ def _tried_alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.T
     partial = PartialOptimizer(tried)
     try:
         with torch.random.fork_rng(), _NoCollectives():  # type: ignore[no-untyped-call]
-            for step in range(_STEPS):
+            for step in range(_TRIED_STEPS):
                 partial.apply(partial.plan(), [Update(stand_in, _wave(parameter, step + 1))])
     except _CollectiveError as error:
         raise UnsupportedConfigurationError(

@@ -15,9 +15,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,14 @@ from torch.optim import Optimizer
 
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.digest import fingerprint
+from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import parts
-from crossover_ddp._owners.optimizer import PartialOptimizer, StepPlan, Update
+from crossover_ddp._owners.optimizer import StepPlan, Update
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .clock import StepTimes
 from .guards import Guards, Watch, named_entries
-from .planning import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ UNSTEPPED: Final = (
     "while only a part of their gradients had been averaged (by another optimizer, or p -= lr * p.grad on parameters "
     "taken earlier); call state.flush() before that line, or wrap the model again, with a DecoupledState of the "
     "optimizer that steps"
+)
+_UNSTEPPED_BY_OWNERS: Final = (
+    "expected step() of the optimizers that DecoupledState was made with, got parameters that were written without it "
+    "after backward(); with owners='layers' only owners have gradients to step with"
 )
 
 
@@ -84,48 +89,6 @@ class Seal:
         )
 
 
-class Checks:
-    """Says whether this step is checked: all until three have been deferred, or all for good."""
-
-    def __init__(self) -> None:
-        self._always = environment.is_set(environment.CHECK)
-        self._deferred = 0
-
-    @property
-    def on(self) -> bool:
-        """Whether the step under way is checked."""
-        return self._always or self._deferred < _CHECKED_STEPS
-
-    def deferred(self) -> None:
-        """Count a deferred step, which is applied now."""
-        self._deferred += 1
-
-
-def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the gradients of ``parameters``, by their ids, in a bucket, laid out as DDP lays them out."""
-    begin, views = 0, {}
-    for parameter in parameters:
-        views[id(parameter)] = view_of(buffer, parameter, begin)
-        begin += parameter.numel()
-    return views
-
-
-def view_of(buffer: torch.Tensor, parameter: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return what begins there in a flat buffer, laid out as DDP lays out the gradient of ``parameter``."""
-    begin += int(buffer.storage_offset())
-    return buffer.as_strided(parameter.shape, strides_in_bucket(parameter), begin)
-
-
-def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides that DDP gives a gradient in its bucket."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:  # with gaps, or overlapping
-            return torch.empty(parameter.shape, device="meta").stride()
-        expected *= size
-    return parameter.stride()
-
-
 @dataclass(eq=False, slots=True)
 class Share:
     """A bucket of one step: on its way, then waiting for ``step()``, then for somebody who needs its parameters.
@@ -138,25 +101,27 @@ class Share:
         views: of ``bucket.flat``, by the parameter's id, if gradients are not views of the buffer themselves. The
             mean is copied into them then; DDP allows nothing else.
 
+    ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
     ``pending``: its update is still to come.
-    ``unseen``: it is not known that forward reads all of it through guards.
     """
 
+    changed: ClassVar[str] = CHANGED
     bucket: Bucket
     parameters: list[torch.Tensor]
     buffer: torch.Tensor
     place: int
     views: Mapping[int, torch.Tensor] | None = None
     updates: list[Update] = field(default_factory=list)
-    plan: StepPlan | None = None
     factor: torch.Tensor | None = None
+    step: Callable[["Share"], None] | None = None
     pending: bool = False
-    unseen: bool = False
+    arriving: Trip = field(init=False)
     _gradient_seal: Seal = field(init=False)
     _parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.arriving = self.bucket
         self._gradient_seal = Seal([self.buffer])
 
     def collect(self) -> None:
@@ -209,35 +174,27 @@ class Share:
         """Whether somebody has written the parameters since they were noted."""
         return self._parameter_seal is not None and self._parameter_seal.is_broken
 
-    def take_step(self, plan: StepPlan, *, checked: bool) -> None:
-        """Note that the collected gradients are to be applied as ``plan`` says; ``checked``: note the parameters."""
-        self.plan = plan
+    def defer(self, step: Callable[["Share"], None], *, checked: bool) -> None:
+        """Note that ``step`` is to be done for the collected gradients; ``checked``: note the parameters' bits, too."""
+        self.step, self.pending = step, True
         self._parameter_seal = Seal([update.parameter for update in self.updates], bits=checked)
 
     def check_gradients(self) -> None:
         """Refuse gradients that somebody has changed, see [Note: versions]."""
         if self._gradient_seal.is_broken:
-            raise UnsupportedConfigurationError(CHANGED)
+            raise UnsupportedConfigurationError(self.changed)
 
     def check_parameters(self) -> None:
         """Refuse parameters that somebody has written since ``step()``."""
         if self.is_written:
             raise UnsupportedConfigurationError(WRITTEN)
 
-    def wait(self) -> None:
-        """Wait for what the update needs of other ranks."""
-        self.await_mean()
-
-    def await_mean(self) -> None:
-        """Wait until its gradients are whole."""
-        self.bucket.wait()
-
-    def apply(self, partial: PartialOptimizer) -> None:
-        """Update the parameters, after `wait`."""
-        assert self.plan is not None
+    def apply(self) -> None:
+        """Update the parameters, of which everything has arrived."""
+        assert self.step is not None
         self.scale()
         self.land()
-        partial.apply(self.plan, self.updates)
+        self.step(self)
 
     def clip(self, factor: torch.Tensor) -> None:
         """Have the gradients scaled when they are whole."""
@@ -264,101 +221,39 @@ class Share:
                 yield own[first - start : stop - start]
 
 
-class Round:
-    """What backward has left, and whether DDP's buckets stay as they are from now on."""
-
-    def __init__(self) -> None:
-        self.shares: list[Share] = []
-        self.is_open = False
-        self.is_broken = False
-        self.is_settled = False
-        self.shape: tuple[object, ...] = ()
-        self.number = 0
-        self._last_index = -1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether backward has ended, and nothing was refused."""
-        return bool(self.shares) and not self.is_open and not self.is_broken
-
-    @property
-    def is_written(self) -> bool:
-        """Whether somebody has written parameters since backward, whose gradients ``step()`` has not taken."""
-        return self.is_whole and any([share.is_written for share in self.shares])
-
-    def begins_with(self, bucket: dist.GradBucket) -> bool:
-        """Note the next bucket; return whether a new backward begins with it."""
-        # DDP goes through its buckets in order; the backward before may have ended at any of them.
-        begins = not self.is_open or bucket.index() <= self._last_index
-        self._last_index, self.is_open = bucket.index(), not bucket.is_last()
-        return begins
-
-    def begin(self) -> None:
-        """Forget the backward before."""
-        self.shares, self.is_broken = [], False
-
-    def end(self, rebuilt_after: int) -> bool:
-        """Note the end of backward; return whether the buckets are those of the one before.
-
-        Args:
-            rebuilt_after: the backward after which DDP rebuilds its buckets; gathers may wait for forward only then.
-        """
-        shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
-        for share in self.shares:
-            share.note_parameters()
-        self.number += 1
-        same, self.shape = shape == self.shape, shape
-        self.is_settled = same and self.number > rebuilt_after
-        return same
-
-    def collect(self, optimizers: Sequence[Optimizer], known: set[int]) -> None:
-        """Collect the step's gradients; refuse what would not give the result of plain DDP.
-
-        Args:
-            optimizers: whose step it is.
-            known: ids of the model's parameters.
-        """
-        if self.is_open or self.is_broken:
-            raise UnsupportedConfigurationError(
-                "expected a whole backward() before step() and clip_grad_norm_(), got one that ended with an "
-                "exception; call them after the next backward()"
-            )
-        if not self.shares:
-            return
-        for share in self.shares:
-            share.collect()
-        strangers = [p for p in parameters_of(optimizers) if p.grad is not None and id(p) not in known]
-        if strangers:
-            raise UnsupportedConfigurationError(
-                f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
-                "give them an optimizer of their own"
-            )
-
-
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """Return all parameters of ``optimizers``, past the guards of their groups."""
-    return [p for each in optimizers for group in each.param_groups for p in list.__iter__(group["params"])]
-
-
-class Updates:
-    """The round in custody and the updates pending, and the guards that are up as long as there are any.
+class Pending:
+    """What the last backward pass has left, and updates that are still to come; guards are up as long as there is any.
 
     One lock: a thread that saves a checkpoint may read parameters while another trains.
+
+    Args:
+        optimizers: whose steps are deferred.
+        withheld: whether gradients are nobody's before ``step()``, so that they cannot be made whole.
+
+    ``shares``: the buckets that ``step()`` has not taken. ``known``: ids of the model's parameters. ``plans``: by
+    number, of the optimizers that have stepped, until all have. ``is_settled``: DDP's buckets stay as they are from
+    now on. ``steps``: how many were deferred.
     """
 
-    def __init__(self, partial: PartialOptimizer) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
+        self.optimizers = optimizers
         self.lock = threading.RLock()
-        self.round = Round()
-        self.checks = Checks()
         self.times = StepTimes()
         self.watch = Watch(self._bring_up_to_date, self.look, self.update_unseen)
         self.stale = self.watch.stale
         self.guards: Guards | None = None
-        self.in_forward = False
-        self.recorded = False
+        self.known: set[int] = set()
+        self.shares: list[Share] = []
+        self.plans: dict[int, StepPlan] = {}
+        self.is_open = self.is_broken = self.is_settled = False
+        self.in_forward = self.recorded = False
+        self.shape: tuple[object, ...] = ()
+        self.steps = self._backwards = 0
+        self._last_index = -1
+        self._withheld = withheld
+        self._always_checked = environment.is_set(environment.CHECK)
+        self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._warned_of_unseen = False
-        self.steps = 0
-        self._partial = partial
         self._early_reads = _Often(
             "parameters are read between optimizer.step() and the next forward (a moving average, "
             "model.zero_grad() instead of optimizer.zero_grad(), ...): correct, but updates wait for the network"
@@ -368,84 +263,146 @@ class Updates:
             "of norms, ...): correct, but such steps are those of plain DDP; to clip, use state.clip_grad_norm_"
         )
 
-    # --- what sets it off ------------------------------------------------------------------------------------
-
     @property
-    def pending(self) -> int:
+    def count(self) -> int:
         """Number of buckets whose updates are still to come."""
         return len({id(share) for share in list(self.stale.values())})
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the step under way is, see [Note: changes that no counter sees]."""
+        return self._always_checked or self.steps < _CHECKED_STEPS
+
+    # --- backward --------------------------------------------------------------------------------------------
+
+    def begin_with(self, bucket: dist.GradBucket) -> None:
+        """Note the next bucket; a new backward pass, which may begin with it, ends what the one before has left."""
+        # DDP goes through its buckets in order; the backward before may have ended at any of them.
+        begins = not self.is_open or bucket.index() <= self._last_index
+        self._last_index, self.is_open = bucket.index(), not bucket.is_last()
+        if begins:
+            for share in self.shares:
+                share.bucket.drop()
+            self.shares, self.is_broken = [], False
+            # Only where no forward came between, as when Join answers for a rank that is through with its inputs.
+            self.update_all()
+
+    def end(self, rebuilt_after: int) -> None:
+        """Note the end of backward, and whether its buckets are those of the one before.
+
+        Args:
+            rebuilt_after: the backward after which DDP rebuilds its buckets; gathers may wait for forward only then.
+        """
+        shape = tuple([(share.bucket.flat.numel(), *map(id, share.parameters)) for share in self.shares])
+        for share in self.shares:
+            share.note_parameters()
+        self._backwards += 1
+        same, self.shape = shape == self.shape, shape
+        self.is_settled = same and self._backwards > rebuilt_after
+        self.times.end()
+        if not same:
+            self.times.forget()
+        self.raise_guards()
+
+    def note_gradients(self) -> None:
+        """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
+        for share in self.shares:
+            share.bucket.wait()
+            share.note_gradients()
+
+    # --- before step() ---------------------------------------------------------------------------------------
+
     def look(self) -> None:
         """Make gradients whole: somebody who asks for parameters before ``step()`` may want to read or change them."""
-        if self.round.is_whole:
+        if self.plans:
+            raise UnsupportedConfigurationError(
+                "expected step() of all optimizers before parameters are read, got a read while some have not stepped; "
+                "call all of them after each backward(), one after the other"
+            )
+        if self._is_whole and not self._withheld:
             with self.lock:
-                if self.round.is_whole:
+                if self._is_whole:
                     self.check_stepped()
-                    self._early_looks.note(self.round.number)
-                    self.make_round_whole()
+                    self._early_looks.note(self._backwards)
+                    self.make_whole()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a backward pass has ended, of which nothing was refused."""
+        return bool(self.shares) and not self.is_open and not self.is_broken
 
     def check_stepped(self) -> None:
         """Refuse parameters that were written in the place of ``step()``: what wrote them saw gradients in parts."""
         with self.lock:
-            if self.round.is_written:
-                self.make_round_whole()
-                raise UnsupportedConfigurationError(UNSTEPPED)
+            if self._is_whole and any([share.is_written for share in self.shares]):
+                self.make_whole()
+                raise UnsupportedConfigurationError(_UNSTEPPED_BY_OWNERS if self._withheld else UNSTEPPED)
 
-    def update_unseen(self) -> None:
-        """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
-        if self.stale:
-            self._update_those(unseen=True)
-
-    def update_all(self) -> None:
-        """Update everything that is pending."""
-        if self.stale:
-            self._update_those(unseen=False)
-
-    def _update_those(self, *, unseen: bool) -> None:
+    def make_whole(self) -> None:
+        """Wait until ``p.grad`` holds the mean, everywhere; not where owners keep it until ``step()``."""
+        if self._withheld:
+            return
         with self.lock:
-            pending = {id(share): share for share in self.stale.values() if share.unseen or not unseen}
-            for share in sorted(pending.values(), key=lambda each: -each.place):
-                if share.pending:
-                    self._update(share)
+            shares = self.shares
+            for share in shares:
+                share.bucket.wait()
+            # Not before all are: code that catches the error may let the next backward write into any of the buckets.
+            for share in shares:
+                share.check_gradients()
+                with as_in_step(share.buffer.device.type):
+                    share.scale()
+                    share.land()
+            if not self.is_open and self.shares is shares:  # no other backward has begun meanwhile
+                self.shares = []
+                self.lower_guards()
 
-    def _bring_up_to_date(self, share: Share) -> None:
-        with self.lock:
-            if not share.pending:
-                return  # another thread was first
-            if not self.in_forward:
-                self._early_reads.note(self.steps)
-            self._update(share)
-
-    # --- what is done ----------------------------------------------------------------------------------------
-
-    def defer(self, plan: StepPlan) -> None:
-        """Have the round's gradients applied later, as ``plan`` says."""
-        with self.lock:
-            self._defer(plan)
-
-    def _defer(self, plan: StepPlan) -> None:
-        self.steps += 1
-        for share in self.round.shares:
-            share.take_step(plan, checked=self.checks.on)
-            share.pending, share.unseen = (
-                True,
-                any([id(update.parameter) not in self.watch.order for update in share.updates]),
+    def collect(self) -> None:
+        """Collect the step's gradients; refuse what would not give the result of plain DDP."""
+        if self.is_open or self.is_broken:
+            raise UnsupportedConfigurationError(
+                "expected a whole backward() before step() and clip_grad_norm_(), got one that ended with an "
+                "exception; call them after the next backward()"
             )
-            for parameter in share.parameters:
-                self.stale[id(parameter)] = share
-        if self.recorded and not self._warned_of_unseen:
-            self._tell_of_unseen()
-        self.checks.deferred()
-        self.round.shares = []
-        self.raise_guards()
+        if not self.shares:
+            return
+        for share in self.shares:
+            share.collect()
+        strangers = [p for p in self.parameters() if p.grad is not None and id(p) not in self.known]
+        if strangers:
+            raise UnsupportedConfigurationError(
+                f"expected an optimizer of one DDP model, got gradients of {len(strangers)} other parameters in it; "
+                "give them an optimizer of their own"
+            )
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return all parameters of the optimizers, past the guards of their groups."""
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        return [p for group in groups for p in list.__iter__(group["params"])]
+
+    def defer(self, step: Callable[[Share], None]) -> None:
+        """Have ``step`` done for each bucket that has been collected, when somebody needs its parameters."""
+        with self.lock:
+            checked, order = self.is_checked, self.watch.order
+            self.steps += 1
+            self._unseen = []
+            for share in self.shares:
+                share.defer(step, checked=checked)
+                if not all([id(update.parameter) in order for update in share.updates]):
+                    self._unseen.append(share)
+                for parameter in share.parameters:
+                    self.stale[id(parameter)] = share
+            if self._unseen and self.recorded and not self._warned_of_unseen:
+                self._tell_of_unseen()
+            self.shares = []
+            self.raise_guards()
 
     def _tell_of_unseen(self) -> None:
         """Say what reads past the guards cost, once."""
-        shares = [share for share in self.round.shares if share.unseen]
-        if not shares or self.guards is None:
+        if self.guards is None:
             return
         self._warned_of_unseen = True
-        unseen = {id(update.parameter) for share in shares for update in share.updates} - {*self.watch.order}
+        updates = [update for share in self._unseen for update in share.updates]
+        unseen = {id(update.parameter) for update in updates} - {*self.watch.order}
         names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
         logger.warning(
             "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
@@ -455,46 +412,49 @@ class Updates:
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )
 
+    # --- after step() ----------------------------------------------------------------------------------------
+
+    def update_unseen(self) -> None:
+        """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
+        if self._unseen:
+            with self.lock:
+                self._update_those(self._unseen)
+
+    def update_all(self) -> None:
+        """Update everything that is pending."""
+        if self.stale:
+            with self.lock:
+                self._update_those({id(share): share for share in self.stale.values()}.values())
+
+    def _update_those(self, shares: Iterable[Share]) -> None:
+        for share in sorted(shares, key=lambda each: -each.place):
+            if share.pending:
+                self._update(share)
+
+    def _bring_up_to_date(self, share: Share) -> None:
+        with self.lock:
+            if share.pending:  # else another thread was first
+                if not self.in_forward:
+                    self._early_reads.note(self.steps)
+                self._update(share)
+
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
         begin_s = time.monotonic()
-        share.wait()
+        share.arriving.wait()
         waited_s = time.monotonic()
         share.check_gradients()
         share.check_parameters()
-        share.pending = (
-            False  # a signal's handler may read in the middle of it, and gets what is there by then
-        )
+        # A signal's handler may read in the middle of it, and gets what is there by then.
+        share.pending = False
         with as_in_step(share.buffer.device.type):
-            share.apply(self._partial)
+            share.apply()
         for parameter in share.parameters:
             self.stale.pop(id(parameter), None)
+        if share in self._unseen:
+            self._unseen.remove(share)
         self.times.updated(share.place, begin_s, waited_s)
         self.lower_guards()
-
-    def make_round_whole(self) -> None:
-        """Wait until ``p.grad`` holds the mean, everywhere."""
-        with self.lock:
-            shares = self.round.shares
-            for share in shares:
-                share.await_mean()
-            # Not before all are: code that catches the error may let the next backward write into any of the buckets.
-            for share in shares:
-                share.check_gradients()
-                with as_in_step(share.buffer.device.type):
-                    share.scale()
-                    share.land()
-            if (
-                not self.round.is_open and self.round.shares is shares
-            ):  # no other backward has begun meanwhile
-                self.round.shares = []
-                self.lower_guards()
-
-    def note_gradients(self) -> None:
-        """Wait for the round and note its gradients, so that changes show; see [Note: changes that no counter sees]."""
-        for share in self.round.shares:
-            share.await_mean()
-            share.note_gradients()
 
     # --- guards ----------------------------------------------------------------------------------------------
 
@@ -507,12 +467,7 @@ class Updates:
     def lower_guards(self) -> None:
         """Guard nothing if nothing is pending."""
         with self.lock:
-            if (
-                self.guards is not None
-                and not self.stale
-                and not self.round.shares
-                and not self.watch.recording
-            ):
+            if self.guards is not None and not (self.stale or self.shares or self.watch.recording):
                 self.guards.down()
 
 
@@ -531,6 +486,12 @@ class _Often:
         if len(self._steps) == _EARLY_STEPS_TO_WARN and step - self._steps[0] < _STEPS_CLOSE_TOGETHER:
             self._has_warned = True
             logger.warning(self._text)
+
+
+def check_not_scaled(optimizer: Optimizer, text: str) -> None:
+    """Refuse, with ``text``, a step of which a GradScaler has told the optimizer its scale."""
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        raise UnsupportedConfigurationError(text)
 
 
 @contextlib.contextmanager

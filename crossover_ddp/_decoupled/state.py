@@ -2,45 +2,128 @@
 
 After DeAR (arXiv 2302.12445): reduce-scatter during backward, all-gather during the next forward. Our design: the
 order of the gathers, updates by the user's own optimizer, and guards against reading a parameter before its update.
+
+[Note: coded and deferred] What decoupled training gathers late are mean gradients, not parameters: each rank applies
+them with its own optimizer. So the way back is coded as under any other hook: the owner encodes the mean with its
+residual, and all ranks, the owner too, decode the same bytes. Replicas stay equal to the last bit, and no parameter is
+ever rounded. A bucket's messages stay where they were, so no message of a step is written before the step before it is
+decoded; forward sees to that anyway, since it waits for all of its parameters.
+
+[Note: K-FAC decoupled] Owners precondition as soon as a bucket is reduced. What forward needs first is gathered first.
+But nothing may be applied before the KL clip is known, which scales every direction by one number made of all layers:
+each bucket's journey waits for it. So the training is that of `kfac_hook`, to the last bit. Our design.
 """
 
 # No ``from __future__ import annotations`` here: DDP compares the annotation objects of a hook.
 
+import contextlib
+import functools
 import logging
+import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
 from crossover_ddp._compression.planning import plan_from as plan_codec_from
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._ddp.compiled import compiled_modules, uncompiled
-from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, guarded
+from crossover_ddp._ddp.checks import (
+    check_copyable,
+    check_forward,
+    check_not_capturing,
+    flat_gradients,
+    names_of,
+    needed_model_of,
+    resolve_group,
+)
+from crossover_ddp._ddp.compiled import OwnHook, called_by_compiled_code, compiled_modules, uncompiled
+from crossover_ddp._ddp.contents import contents_of
+from crossover_ddp._ddp.module_buffers import BufferCopy
+from crossover_ddp._engine.buckets import (
+    Agreement,
+    Bucket,
+    Pausable,
+    after_backward,
+    check_state,
+    guarded,
+    split,
+)
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._owners.optimizer import check_not_intercepted, check_separable
+from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.turns import Turn
+from crossover_ddp._owners.optimizer import (
+    PartialOptimizer,
+    check_not_intercepted,
+    check_separable,
+    guard_groups,
+    intercept,
+)
 from crossover_ddp._tuning.model import BucketPlan, decoupled_step_s
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex, turns_disabled
 
-from .deferrable import Deferrable, check_deferrable
-from .owned_training import OwnedTraining
-from .planning import plan_from, workload_of
-from .training import DecoupledTraining
+from .clipping import clip
+from .clock import Trial, plan_from, workload_of
+from .guards import Guards
+from .owned import Owners
+from .pending import CHANGED, Pending, Share, check_not_scaled
 
 logger = logging.getLogger(__name__)
 
 _BUCKETS: Final = 16
 _SMALLEST_BUCKET_BYTES: Final = 256 * 1024
-_SMALLEST_COMPILED_BUCKET_BYTES: Final = (
-    2**20
-)  # DDP's default for the first one, which dynamo takes for granted
+# DDP's default for the first one, which dynamo takes for granted:
+_SMALLEST_COMPILED_BUCKET_BYTES: Final = 2**20
 _LARGEST_BUCKET_BYTES: Final = 25 * 2**20  # DDP's default
+
+
+async def deferred(bucket: Bucket, link: Link) -> None:
+    """Average a bucket that was handed back; what forward needs first comes back first."""
+    await link.reduce_scatter(bucket.flat, bucket.layout)
+    if await bucket.summed():
+        await link.all_gather(bucket.flat, bucket.layout)
+
+
+class Deferrable(Protocol):
+    """A state of another hook whose buckets may come back late; ``KFACState`` is one."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the job."""
+
+    @property
+    def mutex(self) -> GPUMutex | None:
+        """The job's, or None."""
+
+    def defer(self, state: object, flush: Callable[[], None]) -> None:
+        """Become part of ``state``; ``flush`` finishes what is under way."""
+
+    def said(self) -> dict[str, object]:
+        """Return what all ranks must have in common when training begins or goes on."""
+
+    def enter(self, bucket: dist.GradBucket) -> None:
+        """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
+
+    def refuse(self, bucket: dist.GradBucket) -> None:
+        """Note that ``bucket`` is not exchanged."""
+
+    def exchange(
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        *,
+        state: object,
+        turn: Turn | None,
+        hands_back: bool = False,
+    ) -> Bucket:
+        """Start the exchange of ``bucket``. Raises what makes it impossible."""
 
 
 class DecoupledState(Pausable):
@@ -121,38 +204,48 @@ class DecoupledState(Pausable):
                 "rounding no residual would mend; use one of both"
             )
         if kfac is not None:
-            check_deferrable(kfac, process_group=process_group, mutex=mutex, codec=codec, owners=owners)
+            _check_deferrable(kfac, process_group=process_group, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
         self.agreement = Agreement()
-        self._kfac = kfac
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
         self._is_disabled = turns_disabled()
-        self._training: DecoupledTraining
-        if owners is not None and not self._is_disabled:
-            self._training = OwnedTraining(optimizers, mutex, resolve_group(process_group))
-        else:
-            if self._is_disabled:
-                kfac = None
-            if kfac is not None:
-                kfac.defer(self, self.flush)
-            self._training = DecoupledTraining(
-                optimizers,
-                mutex,
-                around=lambda bucket, group: around(self._compression, bucket, group),
-                kfac=kfac,
-                always=kfac is not None or defer == "always",
+        if self._is_disabled:
+            kfac = owners = None
+        self._kfac, self._turn, self._optimizers = kfac, cast(Turn | None, mutex), optimizers
+        if kfac is not None:
+            kfac.defer(self, self.flush)
+        self._pending = Pending(optimizers, withheld=owners is not None)
+        self._owners = (
+            None
+            if owners is None
+            else Owners(optimizers, resolve_group(process_group), self._pending, self._take_turn)
+        )
+        self._partial = PartialOptimizer(optimizers[0])
+        is_tried = kfac is None and owners is None and defer == "auto"
+        self._trial = Trial() if is_tried else None
+        self._model: Callable[[], DistributedDataParallel | None] = _no_model
+        self._exchange: Exchange | None = None
+        self._buffers: BufferCopy | None = None
+        self._has_turn, self._closed = mutex is None, False
+        self._hooks = contextlib.ExitStack()
+        for number, each in enumerate(optimizers):
+            methods = intercept(
+                each,
+                on_step=functools.partial(self._stepped, number),
+                on_zero_grad=functools.partial(self._zeroed, number),
+                on_look=self._look,
+                flush=self.flush,
+                unwatched=self._pending.watch.unwatched,
             )
-
+            self._hooks.enter_context(methods)
+        if self._owners is not None:
+            self._hooks.enter_context(self._owners.kept.hooks)
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
-
-    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        with Exchange.of(group).comparing(bucket, self, self.compare_replicas):
-            return self._training.take(self, group, bucket)
 
     def _said(self) -> dict[str, object]:
         """Return what all ranks must have in common."""
-        owned = self._training.said() if isinstance(self._training, OwnedTraining) else {}
+        owned = {} if self._owners is None else self._owners.said()
         return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said())}
 
     # --- for users -------------------------------------------------------------------------------------------
@@ -184,12 +277,12 @@ class DecoupledState(Pausable):
     @property
     def owners(self) -> tuple[int, ...] | None:
         """Rank of each parameter in the order of the optimizers' groups; None without ``owners="layers"``."""
-        return self._training.owned.owners if isinstance(self._training, OwnedTraining) else None
+        return None if self._owners is None else self._owners.ranks
 
     @property
     def deferring(self) -> bool | None:
         """Whether steps are deferred, the same on all ranks; None while that is being tried."""
-        trial = self._training.trial
+        trial = self._trial
         return True if trial is None else trial.defers if trial.is_over else None
 
     def flush(self) -> None:
@@ -198,7 +291,8 @@ class DecoupledState(Pausable):
         Between ``backward()`` and ``step()`` it makes ``p.grad`` whole, for code that reads or changes
         gradients; after ``step()`` it applies the update.
         """
-        self._training.flush()
+        self._pending.update_all()
+        self._pending.make_whole()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -218,8 +312,13 @@ class DecoupledState(Pausable):
 
         **Collective**: all ranks of the job.
         """
-        return self._training.clip(
-            resolve_group(self.process_group), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        return clip(
+            self._pending,
+            resolve_group(self.process_group),
+            max_norm,
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+            in_parts=self._kfac is None,  # no rank has its own part before the KL clip is known
         )
 
     def plan_buckets(self) -> BucketPlan:
@@ -241,9 +340,9 @@ class DecoupledState(Pausable):
             "plan for", "choose bucket_cap_mb by hand: a sixteenth of the model is a good start"
         )
         self.flush()
-        model = self._training.model()
+        model = self._model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
-        return plan_from(self._training.updates.times, resolve_group(self.process_group), device)
+        return plan_from(self._pending.times, resolve_group(self.process_group), device)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
@@ -256,22 +355,21 @@ class DecoupledState(Pausable):
         "steps_deferred" counts the steps whose updates did not come within ``optimizer.step()``, since the state was
         made. With a codec also "codec", what `CompressedState.stats` returns.
         """
-        updates = self._training.updates
         coded = {} if self._compression is None else {"codec": self._compression.stats()}
-        return {"deferred": updates.pending, "steps_deferred": updates.steps, **coded}
+        return {"deferred": self._pending.count, "steps_deferred": self._pending.steps, **coded}
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
         self._check_plannable("plan a codec for", "use kfac_hook with codec=, or owners=None")
         self.flush()
         group = resolve_group(self.process_group)
-        workload = workload_of(self._training.updates.times)
+        workload = workload_of(self._pending.times)
         return plan_codec_from(
             workload, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
         )
 
     def _check_plannable(self, purpose: str, remedy: str) -> None:
-        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:
+        if self._owners is not None or self._kfac is not None:
             raise UnsupportedConfigurationError(
                 f"expected a state without owners or kfac to {purpose}, got one with them, which do more between the "
                 f"halves than the plan's model knows; {remedy}"
@@ -295,12 +393,13 @@ class DecoupledState(Pausable):
             if rank == 0:
                 torch.save(optimizer.state_dict(), path)
         """
-        if isinstance(self._training, OwnedTraining):
-            self._training.consolidate(resolve_group(self.process_group), to)
+        if self._owners is not None:
+            self.flush()
+            self._owners.kept.consolidate(resolve_group(self.process_group), to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""
-        return self._training.memory_usage() if isinstance(self._training, OwnedTraining) else {}
+        return {} if self._owners is None else self._owners.memory_usage()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the order in which forward needs the parameters, which the next job finds out by itself.
@@ -310,7 +409,8 @@ class DecoupledState(Pausable):
         """
         self.flush()
         coded = {} if self._compression is None else {"codec": state_of(self._compression)}
-        return {"forward_order": self._training.forward_order(), **coded}
+        model, watch = self._model(), self._pending.watch
+        return {"forward_order": [] if model is None else watch.names_in_order(model.module), **coded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned: the residuals of a codec."""
@@ -328,7 +428,18 @@ class DecoupledState(Pausable):
 
         Not collective.
         """
-        self._training.close()
+        if self._closed:
+            return
+        if self._owners is not None:
+            self._owners.kept.check_whole()
+        self._closed, pending = True, self._pending
+        try:
+            self.flush()
+            self._unpack_buffers()
+        finally:
+            pending.is_open = pending.is_broken = False
+            pending.shares = []
+            self._hooks.close()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Stay behind when the model is copied or pickled, as its hook does: it acts for one optimizer only."""
@@ -336,6 +447,231 @@ class DecoupledState(Pausable):
             "a copied model trains without its DecoupledState; register a new one with its optimizer"
         )
         return _Nothing, ()
+
+    # --- the hook --------------------------------------------------------------------------------------------
+
+    def _take(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of ``bucket``; for `decoupled_hook`. Raises what makes it impossible."""
+        exchange = self._exchange = Exchange.of(group)
+        with exchange.comparing(bucket, self, self.compare_replicas):
+            if self._closed:
+                return self._carry(exchange, group, bucket, None, hands_back=False).future
+            return self._send(exchange, group, bucket)
+
+    def _send(
+        self, exchange: Exchange, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        pending = self._pending
+        if self._owners is not None:
+            self._owners.check_stepped()
+        if self._kfac is not None:
+            self._kfac.enter(bucket)  # before anybody waits for the backward pass before
+        pending.begin_with(bucket)
+        try:
+            parameters = self._checked_parameters(bucket)
+        except Exception:
+            if self._kfac is not None:
+                self._kfac.refuse(bucket)
+            raise
+        if bucket.is_last():
+            self._has_turn = self._turn is None
+        if self._trial is not None and not self._trial.defers:
+            # The exchange gives the turn away, and takes the next one before backward ends.
+            taken = self._carry(exchange, group, bucket, self._turn, hands_back=False)
+            self._has_turn = True
+        else:
+            share = self._share(exchange, group, bucket, parameters)
+            taken = share.bucket
+            pending.shares.append(share)
+            pending.times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
+            if bucket.is_last():
+                self._end_backward()
+        if bucket.is_last():
+            self._buffers = taken.buffers
+            if self._trial is not None and pending.is_settled:
+                device = taken.flat.device
+                self._trial.backward_ended(
+                    lambda numbers: exchange.gather_numbers(numbers, device), lambda: _settle(device)
+                )
+        return taken.future
+
+    def _share(
+        self,
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        parameters: list[torch.Tensor],
+    ) -> Share:
+        """Send a bucket on its way that backward does not wait for."""
+        model = self._model()
+        copies = model is not None and not model.gradient_as_bucket_view
+        if self._owners is not None:
+            return self._owners.send(bucket, parameters, state=self, turn=self._turn, copies=copies)
+        taken = self._carry(exchange, group, bucket, self._turn, hands_back=True)
+        contents = contents_of(bucket, taken.flat) if copies else ()
+        views = {id(each.parameter): each.gradient for each in contents}
+        return Share(taken, parameters, bucket.buffer(), len(self._pending.shares), views if copies else None)
+
+    def _carry(
+        self,
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,
+        turn: Turn | None,
+        *,
+        hands_back: bool,
+    ) -> Bucket:
+        """Send a bucket on its way; ``hands_back``: backward does not wait for it."""
+        if self._kfac is not None:
+            return self._kfac.exchange(group, bucket, state=self, turn=turn, hands_back=hands_back)
+        return exchange.carry(
+            bucket,
+            deferred if hands_back else split,
+            turn=turn,
+            state=self,
+            around=around(self._compression, bucket, group),
+            hands_back=hands_back,
+            late_buffers=not self._closed,  # in all steps alike
+        )
+
+    def _end_backward(self) -> None:
+        pending, model = self._pending, self._model()
+        for share in pending.shares:
+            if share.views is not None:
+                after_backward(share.note_separate)
+        pending.end(rebuilt_after=2 if model is not None and model.static_graph else 1)
+        if pending.is_checked:
+            after_backward(pending.note_gradients)
+
+    def _checked_parameters(self, bucket: dist.GradBucket) -> list[torch.Tensor]:
+        """Return the bucket's parameters; look at each once in its life."""
+        parameters, known = bucket.parameters(), self._pending.known
+        if known.issuperset(map(id, parameters)):
+            return parameters
+        flat_gradients(bucket)
+        new = [p for p in parameters if id(p) not in known]
+        model, former = _model_behind(bucket, self), self._model()
+        if former is not None and model is not former:
+            raise UnsupportedConfigurationError(
+                "expected one model for each DecoupledState, got a second one; make a state and an optimizer for it"
+            )
+        if former is None:
+            self._adopt(model)
+        _check_in_optimizer(new, self._pending, model)
+        if self._owners is not None:
+            self._owners.check_known(new)
+        known.update(id(p) for p in new)
+        return parameters
+
+    def _adopt(self, model: DistributedDataParallel) -> None:
+        if not model.gradient_as_bucket_view:
+            check_copyable(model)
+        guards = Guards(model.module, self._pending.watch)
+        self._model = weakref.ref(model)
+        self._pending.guards = guards
+        self._hooks.callback(guards.close)
+        before = model.register_forward_pre_hook(OwnHook(uncompiled(self._before_forward)), prepend=True)
+        after = model.register_forward_hook(OwnHook(uncompiled(self._after_forward)))
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        names = ", ".join([type(each).__name__ for each in self._optimizers])
+        logger.info("decoupled: %s with %s", type(model.module).__name__, names)
+
+    # --- around forward --------------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        pending, compiled = self._pending, called_by_compiled_code()
+        if self._owners is not None:
+            self._owners.before_forward(self._model())
+        pending.check_stepped()
+        pending.in_forward = True
+        if compiled or not pending.is_settled:
+            self.flush()
+        else:
+            pending.update_unseen()
+            pending.make_whole()  # nobody has stepped, and forward's own reads are no early looks
+        pending.watch.recording = torch.is_grad_enabled() and not compiled
+        if pending.watch.recording and not pending.recorded:
+            pending.raise_guards()
+        self._unpack_buffers()
+        if torch.is_grad_enabled():
+            self._take_turn(self._wait_for_first)
+        if self._exchange is not None:
+            self._exchange.compute_begins()
+        pending.times.begin()
+
+    def _unpack_buffers(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.unpack()
+
+    def _take_turn(self, until_needed: Callable[[], None]) -> None:
+        """Take the turn, unless it is held, once there is something to compute, which ``until_needed`` waits for."""
+        if self._turn is None or self._has_turn or self._exchange is None:
+            return
+        until_needed()
+        since_s = time.monotonic()
+        self._turn.acquire()
+        self._exchange.waited(since_s)
+        self._has_turn = True
+
+    def _wait_for_first(self) -> None:
+        """Wait for the gradients that forward needs first."""
+        first = max([*self._pending.stale.values()], key=lambda share: share.place, default=None)
+        if first is not None and self._turn is not None:
+            # Alone the host runs ahead of the device as it would without a mutex.
+            first.bucket.wait(on_host=self._turn.shared)
+
+    def _after_forward(self, *_: Any) -> None:
+        """Leave nothing open that backward would write into."""
+        pending = self._pending
+        pending.recorded |= pending.watch.recording
+        pending.watch.recording = False
+        self.flush()
+        pending.lower_guards()
+        pending.times.forward_ends()
+        pending.in_forward = False
+
+    # --- the optimizer ---------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Somebody is about to go through the optimizer's parameters."""
+        self._pending.watch.reads(())
+        if self._pending.stale:
+            self._pending.watch.reads(self._pending.parameters())
+
+    def _zeroed(self, number: int) -> None:
+        """The user has called ``zero_grad()`` of an optimizer."""
+        if self._owners is not None:
+            self._owners.drop(number)
+
+    def _stepped(self, number: int, original: Callable[[], Any]) -> Any:
+        """The user calls ``step()`` of an optimizer."""
+        with self._pending.lock:  # a thread that saves may be making gradients whole
+            if self._closed:  # a scheduler may still call ours
+                return original()
+            self._pending.update_all()
+            for each in self._optimizers:
+                guard_groups(each, self._look)
+            if self._owners is not None:
+                return self._owners.step(number, original)
+            return self._step(self._optimizers[number], original)
+
+    def _step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
+        pending = self._pending
+        pending.collect()
+        if not pending.shares:
+            return original()
+        check_not_scaled(optimizer, CHANGED)
+        if not pending.is_settled or self._partial.is_watched():
+            # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
+            pending.make_whole()
+            return original()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
+        with pending.watch.unwatched():
+            plan = self._partial.plan()
+            pending.defer(lambda share: self._partial.apply(plan, share.updates))
+        return None
 
 
 def _checked(optimizer: Optimizer | Sequence[Optimizer], owners: str | None) -> tuple[Optimizer, ...]:
@@ -396,6 +732,62 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
 
     def refused() -> None:
         if isinstance(state, DecoupledState):
-            state._training.break_round()
+            state._pending.is_broken = True  # ``step()`` is refused until the next backward
 
     return guarded(bucket, answer, refused=refused)
+
+
+def _check_deferrable(
+    kfac: Deferrable,
+    *,
+    process_group: dist.ProcessGroup | None,
+    mutex: GPUMutex | None,
+    codec: object,
+    owners: str | None,
+) -> None:
+    """Refuse what K-FAC cannot be combined with in decoupled training, or what is no ``KFACState``."""
+    if not hasattr(kfac, "defer"):
+        raise TypeError(f"expected a KFACState, got kfac={type(kfac).__name__}; see DecoupledState")
+    if codec is not None or owners is not None:
+        raise UnsupportedConfigurationError(
+            f"expected codec=None and owners=None with kfac=, got codec={codec!r} and owners={owners!r}: layers have "
+            "owners already, whose directions travel; use one of them"
+        )
+    if kfac.mutex is not mutex:
+        raise ValueError(
+            f"expected one mutex, got mutex={mutex!r} and a KFACState with mutex={kfac.mutex!r}; pass it to both"
+        )
+    if (group := resolve_group(kfac.process_group)) is not resolve_group(process_group):
+        raise ValueError(
+            f"expected one process group, got a KFACState of another, of {group.size()} ranks; pass process_group= to "
+            "both states"
+        )
+
+
+def _model_behind(bucket: dist.GradBucket, state: object) -> DistributedDataParallel:
+    model = needed_model_of(bucket, state=state)
+    check_forward(model, "parameters are updated in it")
+    return model
+
+
+def _check_in_optimizer(
+    parameters: list[torch.Tensor], pending: Pending, model: DistributedDataParallel
+) -> None:
+    known = {id(p) for p in pending.parameters()}
+    foreign = [p for p in parameters if id(p) not in known]
+    if foreign:
+        raise UnsupportedConfigurationError(
+            f"expected all parameters of the model in the optimizer, got {len(foreign)} that are not in it "
+            f"({names_of(foreign, model)}); add them as a parameter group, or freeze them before the model is "
+            "wrapped (requires_grad=False)"
+        )
+
+
+def _settle(device: torch.device) -> None:
+    """Let the device finish, where the host does not wait for it anyway."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _no_model() -> None:
+    return None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
 from crossover_ddp._ddp import module_buffers
-from crossover_ddp._decoupled.trial import BLOCK, END, WARM_UP, Trial
+from crossover_ddp._decoupled.clock import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import gloo
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._turns import channel
@@ -82,7 +82,7 @@ def hide_model() -> Iterator[None]:
 
 def pretend_times(state: DecoupledState, *, deferred_s: float, whole_s: float) -> None:
     """Let time go by the kind of step alone in the trial of a state."""
-    trial = state._training.trial
+    trial = state._trial
     assert isinstance(trial, Trial)
     now_s = 0.0
 

@@ -19,11 +19,11 @@ ROOM_FOR_MENDS = 2  # of today's engine
 WAYS = {
     "split": 8,
     "crossover": 21,
-    "decoupled": 16,
+    "decoupled": 14,
     "int8": 12,
     "averaged": 12,
     "muon": 14,
-    "owned": 20,
+    "owned": 18,
     "kfac": 17,
 }
 

@@ -13,8 +13,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "an update does not wait for the mean of its bucket",
         "crossover_ddp/_decoupled/pending.py",
-        'whole."""\n        self.bucket.wait()\n',
-        'whole."""\n',
+        "        share.arriving.wait()\n",
+        "",
         _WALKS,
     ),
     Fault(
@@ -26,16 +26,16 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the trial takes the times of one kind of step for the other's",
-        "crossover_ddp/_decoupled/trial.py",
+        "crossover_ddp/_decoupled/clock.py",
         "min(self._step_s[::2]), min(self._step_s[1::2])",
         "min(self._step_s[1::2]), min(self._step_s[::2])",
         (_TRIAL, "-k", "split_hook"),
     ),
     Fault(
         "a step that is not deferred travels exact in spite of a codec",
-        "crossover_ddp/_decoupled/training.py",
-        "            around=around,\n",
-        "            around=around if hands_back else None,\n",
+        "crossover_ddp/_decoupled/state.py",
+        "            around=around(self._compression, bucket, group),\n",
+        "            around=around(self._compression, bucket, group) if hands_back else None,\n",
         (_CODEC, "-k", "makes_no_difference"),
     ),
     Fault(
@@ -47,7 +47,7 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "messages of a step in the shadow of Join are written over those of the step before",
-        "crossover_ddp/_decoupled/training.py",
+        "crossover_ddp/_decoupled/pending.py",
         "                share.bucket.drop()\n",
         "                pass\n",
         (_CODEC, "-k", "run_out_of_inputs"),
@@ -68,9 +68,9 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a thread that saves during step() takes the step away",
-        "crossover_ddp/_decoupled/training.py",
-        "        with self.updates.lock:  # a thread that saves may be making gradients whole\n            return self",
-        "        if True:\n            return self",
+        "crossover_ddp/_decoupled/state.py",
+        "        with self._pending.lock:  # a thread that saves may be making gradients whole\n",
+        "        if True:\n",
         (_DEFECTS, "-k", "loses_no_step"),
     ),
     Fault(
@@ -82,16 +82,16 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a forward without gradients forgets that the turn is held",
-        "crossover_ddp/_decoupled/training.py",
-        "            self._take_turn()\n        if self",
-        "            self._take_turn()\n        self._has_turn = False\n        if self",
+        "crossover_ddp/_decoupled/state.py",
+        "            self._take_turn(self._wait_for_first)\n",
+        "            self._take_turn(self._wait_for_first)\n        self._has_turn = False\n",
         (_DEFECTS, "-k", "no_further_turn"),
     ),
     Fault(
         "gradients read after a forward that failed are not waited for",
         "crossover_ddp/_decoupled/pending.py",
-        "        if self.round.is_whole:\n            with",
-        "        if self.round.is_whole and not self.in_forward:\n            with",
+        "        if self._is_whole and not self._withheld:\n",
+        "        if self._is_whole and not self._withheld and not self.in_forward:\n",
         (_DEFECTS, "-k", "forward_that_failed"),
     ),
     Fault(
@@ -110,8 +110,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "other ranks do not hear of an owner that failed",
-        "crossover_ddp/_decoupled/owned_training.py",
-        "                    self.exchange.fail(_made_of(share), error)  # other ranks wait for it\n",
+        "crossover_ddp/_decoupled/owned.py",
+        "                    exchange.fail(share.made, error)  # other ranks wait for it\n",
         "",
         ("tests/defects/test_owners.py", "-k", "hear_of_an_owner"),
     ),
@@ -131,9 +131,9 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "whole gradients are clipped by a norm in their own type",
-        "crossover_ddp/_decoupled/training.py",
-        "            return clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)\n",
-        "            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)\n",
+        "crossover_ddp/_decoupled/clipping.py",
+        "        return _clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)\n",
+        "        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)\n",
         (_DEFECTS, "-k", "clipping_does_not_hang"),
     ),
     Fault(
@@ -153,9 +153,9 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "a handler of a signal in the middle of an update makes the update again",
         "crossover_ddp/_decoupled/pending.py",
-        "        with as_in_step(share.buffer.device.type):\n            share.apply(self._partial)\n",
+        "        with as_in_step(share.buffer.device.type):\n            share.apply()\n",
         "        share.pending = True\n"
-        "        with as_in_step(share.buffer.device.type):\n            share.apply(self._partial)\n"
+        "        with as_in_step(share.buffer.device.type):\n            share.apply()\n"
         "        share.pending = False\n",
         (_DEFECTS, "-k", "signal_handler"),
     ),

@@ -52,21 +52,21 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients that only owners have look like gradients of zero",
-        "crossover_ddp/_decoupled/owned_training.py",
+        "crossover_ddp/_decoupled/owned.py",
         "    withhold(buffer)\n",
         "    buffer.data.zero_()\n",
         (_DEFECTS, "-k", "scaler or through_data or no_number"),
     ),
     Fault(
         "a step that a scaler skips is dropped without a word",
-        "crossover_ddp/_decoupled/owned_training.py",
+        "crossover_ddp/_decoupled/owned.py",
         "                share.check_dropped()\n",
         "                pass\n",
         (_DEFECTS, "-k", "scaler"),
     ),
     Fault(
         "a second step of one optimizer takes the place of the first",
-        "crossover_ddp/_decoupled/owned_training.py",
+        "crossover_ddp/_decoupled/owned.py",
         "        if number in plans:\n",
         "        if False:\n",
         (_DEFECTS, "-k", "two_steps_of_one"),
@@ -74,14 +74,14 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "a codec is planned for owners, which take none",
         "crossover_ddp/_decoupled/state.py",
-        "        if isinstance(self._training, OwnedTraining) or self._training.kfac is not None:\n",
-        "        if self._training.kfac is not None:\n",
+        "        if self._owners is not None or self._kfac is not None:\n",
+        "        if self._kfac is not None:\n",
         (_DEFECTS, "-k", "no_codec"),
     ),
     Fault(
         "groups that came after the state have no owner, and nobody says so",
-        "crossover_ddp/_decoupled/owned_training.py",
-        "        new = [p for p in parameters if id(p) not in self.owned.owner_of]\n",
+        "crossover_ddp/_decoupled/owned.py",
+        "        new = [p for p in parameters if id(p) not in self.owner_of]\n",
         "        new: list[torch.Tensor] = []\n",
         ("tests/defects/test_decoupled.py", "-k", "groups_added"),
     ),
@@ -94,8 +94,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "what a Lookahead keeps for other ranks' parameters is dropped",
-        "crossover_ddp/_decoupled/owned_training.py",
-        "            self.owned.kept.check_foreign()\n",
+        "crossover_ddp/_decoupled/owned.py",
+        "            self.kept.check_foreign()\n",
         "",
         (_DEFECTS, "-k", "lookahead"),
     ),
@@ -108,7 +108,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a failed step of owners is taken for a forgotten one",
-        "crossover_ddp/_decoupled/owned_training.py",
+        "crossover_ddp/_decoupled/owned.py",
         "            self._failure = error\n",
         "",
         (_DEFECTS, "-k", "names_the_cause"),
@@ -129,7 +129,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "what an optimizer does to gradients is laid to the user's charge",
-        "crossover_ddp/_decoupled/owned_training.py",
+        "crossover_ddp/_decoupled/owned.py",
         "Update(update.parameter, update.gradient.data)",
         "update",
         (_DEFECTS, "-k", "reuse_the_memory"),
@@ -169,7 +169,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "Muon's momentum is that of gradients as large as the loss's scale",
-        "crossover_ddp/_owners/muon.py",
+        "crossover_ddp/muon_hooks.py",
         "gradient.mul_(1.0 / round_.scale)",
         "pass",
         (
@@ -180,23 +180,23 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the turn is given away before owners compute",
-        "crossover_ddp/_owners/muon.py",
+        "crossover_ddp/muon_hooks.py",
         "        bucket.keeps_turn = True\n",
         "",
         ("tests/journeys/test_turn_and_futures.py", "-k", "owners_work"),
     ),
     Fault(
         "what came of a bucket is gone before its device is through",
-        "crossover_ddp/_owners/muon.py",
+        "crossover_ddp/muon_hooks.py",
         "        round_.travelled.append(back)\n",
         "",
         ("tests/conformance/test_conformance.py", "-k", "cuda_nccl-muon_of_nothing"),
     ),
     Fault(
         "all matrices have the first group's momentum",
-        "crossover_ddp/_owners/muon.py",
+        "crossover_ddp/muon_hooks.py",
         "DirectionSettings.of(g)",
-        "DirectionSettings.of(self._muon.param_groups[0])",
+        "DirectionSettings.of(self.muon.param_groups[0])",
         (
             _MUON,
             "-k",
@@ -205,7 +205,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a step that is skipped has changed the momentum",
-        "crossover_ddp/_owners/muon.py",
+        "crossover_ddp/muon_hooks.py",
         "                put_momentum(state, self._next.pop(number))\n"
         "                if old is not None:\n"
         "                    self._next[number] = old\n",

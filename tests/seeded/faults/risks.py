@@ -66,7 +66,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 21: beside a sibling the turn is taken when gradients are launched",
-        "crossover_ddp/_decoupled/training.py",
+        "crossover_ddp/_decoupled/state.py",
         "on_host=self._turn.shared",
         "on_host=False",
         (_DEVICES, "-k", "beside_a_sibling"),
@@ -101,7 +101,7 @@ RISKS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "risk 29: waiting for a peer counts as compute",
-        "crossover_ddp/_decoupled/planning.py",
+        "crossover_ddp/_decoupled/clock.py",
         "step.forward_end_s - step.lost_s for",
         "step.forward_end_s for",
         (_BITS, "-k", "no_compute"),

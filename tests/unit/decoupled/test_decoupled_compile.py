@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
-from crossover_ddp._decoupled.trial import END
+from crossover_ddp._decoupled.clock import END
 from tests.unit.decoupled.decoupled_training import inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]

@@ -285,8 +285,7 @@ def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyP
     training, plain = both()
     training.run()
     plain.run(STEPS)
-    updates = training.state._training.updates  # type: ignore[union-attr]
-    partial = updates._partial
+    partial = training.state._partial  # type: ignore[union-attr]
     original, both_are_in = partial.apply, threading.Barrier(2)
 
     def slow(*args: Any) -> None:

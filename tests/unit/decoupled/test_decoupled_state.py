@@ -186,7 +186,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_request(training: Training) ->
     training.run()
     training.backward()
     assert training.state is not None
-    training.state._training.updates.round.shares[0].bucket.flat.fill_(float("nan"))
+    training.state._pending.shares[0].bucket.flat.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="expected a finite norm"):
         training.state.clip_grad_norm_(1.0, error_if_nonfinite=True)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from crossover_ddp._decoupled import planning
-from crossover_ddp._decoupled.planning import StepTimes, cpu_s_of, workload_of
+from crossover_ddp._decoupled import clock
+from crossover_ddp._decoupled.clock import StepTimes, cpu_s_of, workload_of
 
 
 class Clock:
@@ -28,9 +28,9 @@ class Clock:
 
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(planning, "time", clock)
-    return clock
+    after = Clock()
+    monkeypatch.setattr(clock, "time", after)
+    return after
 
 
 def one_step(times: StepTimes, after: Clock, wait_s: float = 0.5) -> None:

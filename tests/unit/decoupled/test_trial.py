@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from crossover_ddp._decoupled.trial import BLOCK, BLOCKS, END, WARM_UP, Trial
+from crossover_ddp._decoupled.clock import BLOCK, BLOCKS, END, WARM_UP, Trial
 
 
 class World:
