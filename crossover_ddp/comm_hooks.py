@@ -115,6 +115,9 @@ class CrossoverState(CodedState):
         hook_state: for `crossover_wrapper`: the state of the wrapped hook.
         compare_replicas: compare the ranks' parameters after 1, 2, 4, … steps and every thousand, by eight bytes; a
             difference raises ``ReplicasDifferError`` from ``backward()``.
+        trial: let the siblings try in some of their steps whether they are faster side by side, and take turns only if
+            they are not; the gradients are the same. False, or ``CROSSOVER_TRIAL=0``, in one job: all take turns. For
+            the mutex that the first state of a process makes; a mutex that is given has its own ``trial=``.
 
     On failure: a job that cannot join its siblings, or whose turns fail later, trains on without turns, with one
     warning that says why; `stats` repeats it as ``disabled_because``. Only a wrong ``CROSSOVER_GROUP`` or
@@ -136,10 +139,11 @@ class CrossoverState(CodedState):
         loss_scale: float | Callable[[], float] = 1.0,
         hook_state: Any = None,
         compare_replicas: bool = True,
+        trial: bool = True,
     ) -> None:
         super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.hook_state = hook_state
-        self.turn: Turn = mutex if mutex is not None else JobTurn(process_group)
+        self.turn: Turn = mutex if mutex is not None else JobTurn(process_group, trial)
 
     @property
     def mutex(self) -> GPUMutex | None:
@@ -282,10 +286,12 @@ class JobTurn:
 
     Args:
         process_group: of the model; None for the default group.
+        trial: whether the siblings try if turns pay.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, trial: bool = True) -> None:
         self._process_group = process_group
+        self._trial = trial
         self._is_partial = False
         self.device: torch.device | None = None
         self.mutex: GPUMutex | None = None
@@ -295,6 +301,11 @@ class JobTurn:
     def shared(self) -> bool:
         """Whether a sibling is present, as far as is known."""
         return not self._is_partial and (self.mutex is None or self.mutex.shared)
+
+    @property
+    def mode(self) -> str:
+        """See `GPUMutex.mode`."""
+        return "untried" if self.mutex is None else self.mutex.mode
 
     def release(self) -> None:
         """Give the turn away."""
@@ -319,11 +330,11 @@ class JobTurn:
             if self._is_partial:
                 _tell_partial(group)
             else:
-                self.mutex = _mutex_of_job(self.device)
+                self.mutex = _mutex_of_job(self.device, self._trial)
         return self.mutex
 
 
-def _mutex_of_job(device: torch.device | None) -> GPUMutex:
+def _mutex_of_job(device: torch.device | None, trial: bool) -> GPUMutex:
     """Return the mutex of all models of this process, see [Note: one process, one job]."""
     group = resolve_group(None)
     with _joining:  # two models may end their first exchanges at the same time
@@ -331,7 +342,7 @@ def _mutex_of_job(device: torch.device | None) -> GPUMutex:
         # One that failed stays: another rank's may still work, and making one is collective. One that was closed
         # does not, failed or not: a rank whose peers are quicker to close may find that they have left.
         if mutex is None or mutex.closed:
-            mutex = _mutexes[group] = GPUMutex.for_hook(device, group)
+            mutex = _mutexes[group] = GPUMutex.for_hook(device, group, trial)
             _warn_without_mps(device, group)
             # A process may live on for long; at its exit the kernel's locks show siblings that it has gone.
             on_destruction(group, functools.partial(_close, weakref.ref(mutex)), at_exit=False)

@@ -63,6 +63,10 @@ class GPUMutex:
         lease: seconds that siblings wait for a turn of this job that does not end, or a ``timedelta``. Default
             four of the job's long recent turns (three outliers do not count), at least 5 s and at most 60 s. However
             long siblings' leases are, a rank waits in one `acquire` for at most a quarter of its own group's timeout.
+        trial: for training. The siblings try, if all of them agree, whether they are faster side by side, and take no
+            turns then; and on a CPU a rank that computes nothing in its turn (it waits for data, sleeps) lets the next
+            job begin. Hooks' own mutexes do so, ``CROSSOVER_TRIAL=0`` forbids it. Default: a turn lasts until it is
+            given back.
 
     On failure: `SegmentError` for a foreign or malformed segment, `TurnError` for a second mutex of the process in the
     group, on every rank alike; nothing is held then. A hook that makes its own mutex trains on without turns instead,
@@ -85,18 +89,21 @@ class GPUMutex:
         device: "torch.device | str | int | None" = None,
         process_group: "ProcessGroup | None" = None,
         lease: float | datetime.timedelta | None = None,
+        trial: bool = False,
     ) -> None:
         if isinstance(lease, datetime.timedelta):
             lease = lease.total_seconds()
         if lease is not None and not lease > 0:
             raise ValueError(f"expected a lease > 0 seconds, got lease={lease}; leave it out for the default")
         try:
-            self._join(name, device, process_group, None if lease is None else float(lease))
+            self._join(name, device, process_group, None if lease is None else float(lease), trial)
         except NotJoinedError as error:
             raise error.reason from error.__cause__
 
     @classmethod
-    def for_hook(cls, device: "torch.device | None", process_group: "ProcessGroup") -> "GPUMutex":
+    def for_hook(
+        cls, device: "torch.device | None", process_group: "ProcessGroup", trial: bool
+    ) -> "GPUMutex":
         """Return the mutex of a hook's own: where the job cannot join it takes no turns, with one warning.
 
         Raises wrong arguments only (a bad ``CROSSOVER_GROUP``): the user has not asked for a mutex, so it must not stop
@@ -105,7 +112,7 @@ class GPUMutex:
         """
         mutex = cls.__new__(cls)
         try:
-            mutex._join(None, device, process_group, None, timeout_s=_HOOK_JOIN_TIMEOUT_S)
+            mutex._join(None, device, process_group, None, trial, timeout_s=_HOOK_JOIN_TIMEOUT_S)
         except NotJoinedError as error:
             if isinstance(error.reason, ValueError | TypeError):
                 raise error.reason from error.__cause__
@@ -126,6 +133,7 @@ class GPUMutex:
         device: "torch.device | str | int | None",
         process_group: "ProcessGroup | None",
         lease_s: float | None,
+        trial: bool,
         timeout_s: float | None = None,
     ) -> None:
         self.name = name if name is not None else environment.sibling_group()
@@ -143,7 +151,9 @@ class GPUMutex:
         self._finalizer: weakref.finalize[..., GPUMutex] | None = None
         if self.disabled_because is not None:
             return
-        membership = join(self.name, device, process_group, lease_s=self._lease.seconds, timeout_s=timeout_s)
+        trial = trial and environment.is_set(environment.TRIAL, default="1")
+        lease_s = self._lease.seconds
+        membership = join(self.name, device, process_group, lease_s=lease_s, trial=trial, timeout_s=timeout_s)
         self.job, self.device = membership.job, membership.device
         mutex = weakref.ref(self)  # or its own thread would keep the mutex alive
 
@@ -151,7 +161,7 @@ class GPUMutex:
             if (living := mutex()) is not None:
                 living._give_up(error)
 
-        self._turns = Turns(membership, self._lease, self._patience, self._counters, failed)
+        self._turns = Turns(membership, self._lease, self._patience, self._counters, trial, failed)
         self._finalizer = weakref.finalize(self, self._turns.close)
         logger.info("takes turns on %s with the jobs of group %r (job %x)", self.device, self.name, self.job)
 
@@ -204,6 +214,11 @@ class GPUMutex:
         """
         turns = self._turns
         return turns is not None and turns.shared
+
+    @property
+    def mode(self) -> str:
+        """How this rank computes beside its siblings: "untried" (in turns), "turns", "side by side", "trying …"."""
+        return self._counters.mode.name.lower().replace("_", " ")
 
     def request(self) -> None:
         """Draw the turn of the next `acquire` before it is needed, so that its number travels meanwhile.
@@ -268,6 +283,7 @@ class GPUMutex:
     def stats(self) -> dict[str, Any]:
         """Return counters of this rank: turns, seconds held and waited, hand-over latencies, siblings.
 
+        "turns_pay" is the verdict of the last trial, None without one.
         A hand-over lasts from a sibling's release to the begin of the turn here, if this rank waited for it; seconds.
         """
         turns = self._turns

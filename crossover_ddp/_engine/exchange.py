@@ -283,7 +283,8 @@ class Exchange:
         backward.compute_ended = True
         if self._timeline is not None and self._turn_taken_s is not None and backward.ready:
             end_s = backward.ready[-1][1]
-            self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number)
+            mode = {} if turn is None else {"turns": turn.mode}
+            self._timeline.span("compute", self._turn_taken_s, end_s, step=backward.number, **mode)
         if turn is not None:
             turn.release()
 

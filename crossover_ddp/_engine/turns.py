@@ -23,6 +23,10 @@ class Turn(Protocol):
     def shared(self) -> bool:
         """Whether a sibling was on this rank's device when the turn began."""
 
+    @property
+    def mode(self) -> str:
+        """How the job computes beside its siblings, for a timeline."""
+
     def release(self) -> None:
         """Give the turn away: the step's compute is launched. Never blocks.
 
@@ -77,6 +81,14 @@ class TurnLink(LinkAround):
             self._bucket.compute_ends()
             self._half_way()
         await super().all_gather(flat, layout)
+
+    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`: between two ranks one message is dearer than to ask for the turn a little later."""
+        if self.size == 2 and not self.in_program_order:
+            await self._link.all_reduce(flat, layout)
+            self._half_way()
+        else:
+            await super().all_reduce(flat, layout)
 
     def _half_way(self) -> None:
         if self.in_program_order:

@@ -13,6 +13,8 @@ DEVICE_ORDER: Final = "CROSSOVER_DEVICE_ORDER"
 """How turns are ordered on a GPU, see `crossover_ddp._turns.device_order`."""
 DEVICE_ORDERS: Final = ("host", "events")
 """The default first."""
+TRIAL: Final = "CROSSOVER_TRIAL"
+"""``0``: hooks always take turns, whether or not they pay."""
 DISABLE: Final = "CROSSOVER_DISABLE"
 """Every state behaves as plain all-reduce."""
 CHECK: Final = "CROSSOVER_CHECK"
@@ -23,7 +25,7 @@ TIMELINE: Final = "CROSSOVER_TIMELINE"
 """Directory in which spans are recorded."""
 RUN_JOB: Final = "CROSSOVER_RUN_JOB"
 """Set by `crossover-ddp run` itself: which of its jobs a process belongs to."""
-FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE})
+FOR_USERS: Final = frozenset({GROUP, DEVICE, DEVICE_ORDER, TRIAL, DISABLE, CHECK, COMPARE_REPLICAS, TIMELINE})
 
 
 def sibling_group() -> str:

@@ -41,6 +41,7 @@ from crossover_ddp.errors import TurnError
 
 from .group_timeout import group_timeout_s
 from .rules import Grant
+from .trial import Mode
 
 _KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
 _END_TIMEOUT_S = 1.0
@@ -285,11 +286,11 @@ class _Listener:
             self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
 
     def _receive_one(self) -> None:
-        turn, after = json.loads(self._store.get(_grant_key(self._received)))
+        turn, after, mode = json.loads(self._store.get(_grant_key(self._received)))
         if turn == _END.turn:
             self.end("the job's lead rank takes no more turns")
             return
-        grant = Grant(turn, tuple((job, last) for job, last in after))
+        grant = Grant(turn, tuple((job, last) for job, last in after), Mode(mode))
         with self._changed:
             self._received += 1
             self._grants.append(grant)

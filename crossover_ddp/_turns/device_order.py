@@ -87,6 +87,8 @@ class DeviceOrder:
                 logger.warning(words, device, error)
         self.kind = "host" if self._own is None else "events"
         """The order in force, for people to read."""
+        self.on_host = self._gpu is None
+        """Whether a turn computes on the host itself."""
         self.handle = b"" if self._own is None else self._own.handle
         """What siblings need in order to wait for this process; published in its slot."""
 

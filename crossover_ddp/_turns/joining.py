@@ -72,6 +72,7 @@ def join(
     process_group: "ProcessGroup | None",
     *,
     lease_s: float,
+    trial: bool,
     timeout_s: float | None,
 ) -> Membership:
     """Take a place in the group ``name`` for every rank of the job.
@@ -81,6 +82,7 @@ def join(
         device: as `GPUMutex` has it.
         process_group: the job; None for the default group, or this process alone where there is none.
         lease_s: how long siblings wait for a turn that does not end.
+        trial: whether the job takes part in trials.
         timeout_s: how long the ranks may be apart; None: as long as their collectives may take.
 
     On failure: `NotJoinedError`; nothing is held then. **Collective.**
@@ -90,7 +92,7 @@ def join(
         channel = _channel(process_group, timeout_s)
         if channel is not None:
             taken.callback(channel.close)
-        return _join(name, device, lease_s, channel, taken)
+        return _join(name, device, lease_s, trial, channel, taken)
     except Exception as error:
         taken.close()
         if isinstance(error, NotJoinedError):
@@ -102,6 +104,7 @@ def _join(
     name: str,
     wanted: "torch.device | str | int | None",
     lease_s: float,
+    trial: bool,
     channel: "TurnChannel | None",
     taken: contextlib.ExitStack,
 ) -> Membership:
@@ -128,7 +131,13 @@ def _join(
     try:
         size = len(machines)
         segment.join(
-            job=job, lead=machines[lead], rank=rank, world_size=size, lease_s=lease_s, event=order.handle
+            job=job,
+            lead=machines[lead],
+            rank=rank,
+            world_size=size,
+            lease_s=lease_s,
+            event=order.handle,
+            trial=trial,
         )
     except Exception as error:
         problem = _described(error)

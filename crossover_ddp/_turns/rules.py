@@ -34,6 +34,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from .trial import Mode, Trial, Word
+
 DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
@@ -47,6 +49,8 @@ class Grant(NamedTuple):
     turn: int
     after: tuple[tuple[int, int], ...]
     """(job, turn): the turns that the other live jobs must have given back on a device before this turn starts."""
+    mode: Mode = Mode.UNTRIED
+    """A turn that does not wait has nothing in ``after``."""
 
 
 class Member(NamedTuple):
@@ -71,11 +75,17 @@ class Blocker(NamedTuple):
 
 
 class TurnLog:
-    """The lead machine's log, read step by step: record k (from 1) names the slot that drew turn k."""
+    """The lead machine's log, read step by step: record k (from 1) names the slot that drew turn k, or is a word.
 
-    def __init__(self) -> None:
+    Args:
+        trial: takes in the records, too.
+    """
+
+    def __init__(self, trial: Trial | None = None) -> None:
+        self._trial = trial
         self._last_turn: dict[int, int] = {}
         self._read_numel = 0
+        self._word = 0  # whose second record is still to come
 
     @property
     def read_numel(self) -> int:
@@ -84,8 +94,17 @@ class TurnLog:
 
     def read(self, records: bytes) -> None:
         """Take in the records that follow those read so far."""
-        for offset, slot in enumerate(records, start=self._read_numel + 1):
-            self._last_turn[slot] = offset
+        for number, record in enumerate(records, start=self._read_numel + 1):
+            if self._word:
+                if self._trial is not None:
+                    self._trial.word(number, Word(self._word), record)
+                self._word = 0
+            elif record >= Word.TRY:
+                self._word = record
+            else:
+                self._last_turn[record] = number
+                if self._trial is not None:
+                    self._trial.turn(number, record)
         self._read_numel += len(records)
 
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
@@ -93,12 +112,13 @@ class TurnLog:
 
         Records from before a slot's present owner joined belong to an earlier owner and are ignored.
         """
+        mode = Mode.UNTRIED if self._trial is None else self._trial.mode
         after: dict[int, int] = {}
-        for member in members:
+        for member in members if mode.waits else ():
             last = self._last_turn.get(member.slot, 0)
             if member.job != own_job and last > member.joined_at:
                 after[member.job] = max(last, after.get(member.job, 0))
-        return Grant(turn, tuple(sorted(after.items())))
+        return Grant(turn, tuple(sorted(after.items())), mode)
 
 
 def blockers(grant: Grant, own_job: int, members: Iterable[Member]) -> list[Blocker]:

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl
@@ -44,6 +44,14 @@ from .slots import (
 _LOG_SUFFIX = ".log"
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
+
+
+def members_of(slots: Mapping[int, Slot]) -> list[Member]:
+    """Return slots as the rules of turns see them."""
+    return [
+        Member(index, slot.job, slot.incarnation, slot.joined_at, slot.started, slot.returned, slot.lease_s)
+        for index, slot in slots.items()
+    ]
 
 
 class TurnSegment:
@@ -105,7 +113,15 @@ class TurnSegment:
         read_slots(self.slots_file.fd, self.path)
 
     def join(
-        self, *, job: int, lead: int = 0, rank: int, world_size: int, lease_s: float, event: bytes = b""
+        self,
+        *,
+        job: int,
+        lead: int = 0,
+        rank: int,
+        world_size: int,
+        lease_s: float,
+        event: bytes = b"",
+        trial: bool = False,
     ) -> None:
         """Take a free slot for this process, or the one that it has reserved.
 
@@ -116,6 +132,7 @@ class TurnSegment:
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
             event: the handle of the device-side event of this process, if it has one.
+            trial: whether the job takes part in trials, see `trial`.
         """
         self.reserve()
         self.bells.make_own(self.slot)
@@ -129,6 +146,7 @@ class TurnSegment:
             device_name=self.device.encode()[: Slot.device_name.size - 1],
             joined_at=self.drawn(),
             lease_s=lease_s,
+            trial=trial,
             rank=rank,
             world_size=world_size,
             pid=os.getpid(),
@@ -210,7 +228,7 @@ class TurnSegment:
     def publish(self, **values: int | float) -> None:
         """Write eight-byte fields of the own slot, in the order given."""
         for name, value in values.items():
-            raw = ctypes.c_double(value) if name == "lease_s" else ctypes.c_uint64(int(value))
+            raw = ctypes.c_double(value) if isinstance(value, float) else ctypes.c_uint64(value)
             os.pwrite(self.slots_file.fd, raw, self.slot * SLOT_BYTES + getattr(Slot, name).offset)
 
     def publish_returned(self, turn: int) -> None:
@@ -246,12 +264,7 @@ class TurnSegment:
 
     def members(self, *, everywhere: bool = False) -> list[Member]:
         """Return the living processes on this device, or on all devices, as the rules of turns see them."""
-        return [
-            Member(
-                index, slot.job, slot.incarnation, slot.joined_at, slot.started, slot.returned, slot.lease_s
-            )
-            for index, slot in self.slots(everywhere=everywhere).items()
-        ]
+        return members_of(self.slots(everywhere=everywhere))
 
     # --- waking and waiting --------------------------------------------------------------------------------
 
@@ -287,6 +300,10 @@ class TurnSegment:
             raise SegmentError(f"{words}, which was cut short under way; start the jobs again")
         self._last_drawn = turn
         return turn
+
+    def write_word(self, word: int) -> None:
+        """Append a word and the own slot to the log, whole; after a `draw_turn`."""
+        os.write(self.log_file.fd, bytes([word, self.slot]))
 
     def read_log(self, start: int, stop: int) -> bytes:
         """Return the records of turns ``start + 1`` to ``stop``."""

@@ -18,9 +18,9 @@ import struct
 from crossover_ddp._system.shared_memory import fcntl
 from crossover_ddp.errors import SegmentError
 
-SLOT_COUNT = 256
+SLOT_COUNT = 253  # larger numbers in the log are words, see `trial`
 EVENT_HANDLE_BYTES = 64
-FREE, JOINED = 0, int.from_bytes(b"XDDPTU09", "little")
+FREE, JOINED = 0, int.from_bytes(b"XDDPTU10", "little")
 """States of a slot; JOINED is another number in another layout."""
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SLOTS_SUFFIX = ".turns"
@@ -42,6 +42,12 @@ class Slot(ctypes.Structure):
         ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
         ("turns", ctypes.c_uint64),  # how many were given back, for people to see
         ("lease_s", ctypes.c_double),
+        ("mode", ctypes.c_uint64),  # of the job's lead rank, see `trial`; for people to see
+        ("trial", ctypes.c_uint64),  # whether the job takes part in trials; what follows is its vote
+        ("tried", ctypes.c_uint64),
+        ("pairs", ctypes.c_uint64),  # 0 while the vote is being written
+        ("turns_s", ctypes.c_double),
+        ("side_s", ctypes.c_double),
         ("rank", ctypes.c_uint32),
         ("world_size", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),  # for people to see; no decision rests on it

@@ -6,6 +6,13 @@ models, one's exchange may end before or after the other's compute, differently 
 turns drawn nor which of them a rank is in may depend on whether it is inside a turn at that moment: in a job of
 several ranks every `acquire` draws one, and a rank that is still inside a turn gives that back first. If it kept both,
 it would stay before a sibling that its own peers, already behind that sibling, wait for: a deadlock.
+
+[Note: a turn is for computing]
+A rank that waits for data, writes a checkpoint or sleeps inside its turn does not use the device. On a CPU that shows
+in the processor time of the process; once it has stood still for longer than a hand-over lasts while a sibling queues,
+the thread publishes the turn as given back, on this rank alone. When the rank computes again it does so beside the
+sibling: it never waits inside its turn. That takes waits away and adds none, so ranks need not do it alike. On a GPU
+the trial alone decides: to ask a stream whether it is idle would break the capture of a CUDA graph on another thread.
 """
 
 import contextlib
@@ -17,12 +24,14 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .joining import Membership, leave
 from .rules import Grant, Lease, Patience, TurnLog, blockers
+from .segment import members_of
 from .slots import Slot
+from .trial import Mode, Place, Trial
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +41,9 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _FAILED_TIMEOUT_S = 1.0
 _LATENCIES_KEPT = 100
+_LOOK_S = 0.005
+_IDLE_LOOKS = 2
+_IDLE = 0.1  # part of the time in which a process that computes nothing may run
 
 
 class Counters:
@@ -43,6 +55,8 @@ class Counters:
         self.count = 0
         self.held_s = 0.0
         self.waited_s = 0.0
+        self.mode = Mode.UNTRIED
+        """How the last turn was to be computed, as far as it is known."""
         self._hand_overs_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     def hand_over(self, since_s: float, given_back_ns: int) -> None:
@@ -60,10 +74,16 @@ class Counters:
             "turns": self.count,
             "held_s": self.held_s,
             "waited_s": self.waited_s,
+            "turns_pay": {Mode.TURNS: True, Mode.SIDE_BY_SIDE: False}.get(self.mode),
             "handovers": len(latencies),
             "handover_median_s": statistics.median(latencies) if latencies else None,
             "handover_p99_s": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
         }
+
+
+def _place(slot: Slot) -> Place:
+    vote = slot.tried, slot.pairs, slot.turns_s, slot.side_s
+    return Place(slot.job, slot.device, slot.joined_at, bool(slot.trial), *vote)
 
 
 class _Turn:
@@ -74,6 +94,25 @@ class _Turn:
         self.streams = streams
         self.began_s = time.monotonic()
         self.over = False
+        self.lent = False
+        """Whether it was published as given back before it was over."""
+
+
+class Looks:
+    """How long the process has computed nothing while a turn lasted."""
+
+    def __init__(self, turn: _Turn | None) -> None:
+        self.turn = turn
+        self._idle = 0
+        self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
+
+    def is_idle(self) -> bool:
+        """Look once more."""
+        now_s, cpu_s = time.monotonic(), time.process_time()
+        ran = cpu_s - self._last_cpu_s > _IDLE * (now_s - self._last_s)
+        self._idle = 0 if ran else self._idle + 1
+        self._last_s, self._last_cpu_s = now_s, cpu_s
+        return self._idle >= _IDLE_LOOKS
 
 
 class _Wanted:
@@ -96,6 +135,7 @@ class Turns:
         lease: how long siblings are asked to wait for the rank's turns.
         patience: how long the rank waits for siblings' turns.
         counters: where turns and times are counted.
+        lends: whether a turn ends early while the process computes nothing, see [Note: a turn is for computing].
         on_failure: called with the error, on the thread. It must not raise.
     """
 
@@ -105,13 +145,15 @@ class Turns:
         lease: Lease,
         patience: Patience,
         counters: Counters,
+        lends: bool,
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.membership = membership
         self.counters = counters
         self.shared = True
-        """Whether a sibling was on the device when the last turn began."""
+        """Whether a sibling was on the device when the last turn began, and the turn was to wait for it."""
         self._lease, self._patience, self._on_failure = lease, patience, on_failure
+        self._lends = lends and membership.order.on_host
         self._current: _Turn | None = None
         self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
         self._wanted: set[_Wanted] = set()
@@ -119,11 +161,13 @@ class Turns:
         self._closing = False
         self._pid = os.getpid()
         # What follows is the thread's own.
-        self._log = TurnLog()
+        self._trial = Trial(membership.job)
+        self._log = TurnLog(self._trial)
         self._requested = 0  # turns drawn for an `acquire` that is still to come
         self._drawn: deque[Grant] = deque()  # lead rank: grants that are not taken
         self._unnumbered: deque[_Turn] = deque()  # turns begun whose grants have not come
         self._warned_of: set[object] = set()
+        self._looked = Looks(None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
         if membership.channel is not None and not membership.is_lead:
@@ -165,11 +209,13 @@ class Turns:
             self._put(functools.partial(self._pass_request, inside))
             return
         try:
-            self.shared = self.count_siblings() > 0
+            self.shared = self.counters.mode.waits and self.count_siblings() > 0
         except Exception as error:  # promise 3: giving up on turns costs speed, never the job
             self._fail(error)
             return
-        if not self.shared:  # see [Note: alone on a device] in `rules`
+        if (
+            not self.shared
+        ):  # see [Note: alone on a device] in `rules`; side by side nobody is waited for, either
             self._put(functools.partial(self._number, self._begin(None, streams)))
             return
         self._wait(_Wanted(streams))
@@ -246,7 +292,7 @@ class Turns:
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next_job()) is not None:
                 job()
                 del job
         except Exception as error:
@@ -257,6 +303,29 @@ class Turns:
         except Exception as error:
             logger.debug("%s ended with an error of the device: %s", self.membership.device, error)
         self._leave()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        while True:
+            turn = self._current
+            watched = self._lends and self.shared and turn is not None and turn.number and not turn.lent
+            try:
+                return self._jobs.get(timeout=_LOOK_S if watched else None)
+            except queue.Empty:
+                if turn is not None:
+                    self._lend_if_idle(turn)
+
+    def _lend_if_idle(self, turn: _Turn) -> None:
+        """See [Note: a turn is for computing]."""
+        if self._looked.turn is not turn:
+            self._looked = Looks(turn)
+        if not self._looked.is_idle():
+            return
+        slots = self.membership.segment.slots().values()
+        if any(slot.job != self.membership.job and slot.queued > slot.started for slot in slots):
+            with self._lock:
+                turn.lent = not turn.over
+            if turn.lent:
+                self._publish_end(turn)
 
     def _leave(self) -> None:
         with self._lock:
@@ -290,12 +359,15 @@ class Turns:
         """End a turn when the device has reached ``end``: its length is the device's, too."""
         if end is not None:
             self.membership.order.wait(end)
-        held_s = time.monotonic() - turn.began_s
-        self.counters.held_s += held_s
-        if self._lease.note(held_s):
-            self.membership.segment.publish(lease_s=self._lease.seconds)
+        self.counters.held_s += time.monotonic() - turn.began_s
         with self._lock:
             turn.over = True
+        if not turn.lent:
+            self._publish_end(turn)
+
+    def _publish_end(self, turn: _Turn) -> None:
+        if self._lease.note(time.monotonic() - turn.began_s):
+            self.membership.segment.publish(lease_s=self._lease.seconds)
         if turn.number is not None:
             self.membership.segment.publish_returned(turn.number)
 
@@ -323,17 +395,52 @@ class Turns:
             self._draw()
 
     def _draw(self) -> None:
-        """Append, read, look, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
+        """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
         segment, channel = self.membership.segment, self.membership.channel
         if not self.membership.is_lead and channel is not None:
             channel.ask()
             return
         turn = segment.draw_turn()
+        slots = segment.slots(everywhere=True)
+        before = self._trial.mode
+        self._trial.look(
+            {index: _place(slot) for index, slot in slots.items() if slot.lead == self._lead(slots)}
+        )
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        grant = self._log.grant(turn, self.membership.job, segment.members(everywhere=True))
+        grant = self._log.grant(turn, self.membership.job, members_of(slots))
         self._drawn.append(grant)
         if channel is not None:
             channel.send(grant)
+        self._try(before)
+
+    def _lead(self, slots: Mapping[int, Slot]) -> int:
+        own = slots.get(self.membership.segment.slot)
+        return own.lead if own is not None else 0
+
+    def _try(self, before: Mode) -> None:
+        """Do the job's part in the trial; see [Note: trial of turns] in `trial`."""
+        segment, trial = self.membership.segment, self._trial
+        if trial.mode is not before:
+            segment.publish(mode=trial.mode)
+            if trial.mode in (Mode.TURNS, Mode.SIDE_BY_SIDE):
+                self._tell_verdict()
+        if trial.drew(time.monotonic()) and (vote := trial.vote) is not None:
+            times = {"turns_s": vote.turns_s, "side_s": vote.side_s}
+            segment.publish(pairs=0, tried=trial.begun_at, **times)
+            segment.publish(pairs=vote.pairs)
+        if (word := trial.due()) is not None:
+            segment.write_word(word)
+
+    def _tell_verdict(self) -> None:
+        if (vote := self._trial.vote) is not None:
+            logger.info(
+                "turns on %s: a step takes %.4f s in turns and %.4f s side by side with %d sibling(s); from now on %s",
+                self.membership.device,
+                vote.turns_s,
+                vote.side_s,
+                self.count_siblings(),
+                "in turns" if self._trial.mode.waits else "side by side",
+            )
 
     def _number(self, turn: _Turn) -> None:
         """Draw the turn that was begun already."""
@@ -364,9 +471,9 @@ class Turns:
 
     def _grant(self) -> Grant:
         channel = self.membership.channel
-        if self.membership.is_lead or channel is None:
-            return self._drawn.popleft()
-        return channel.receive()
+        grant = self._drawn.popleft() if self.membership.is_lead or channel is None else channel.receive()
+        self.counters.mode = grant.mode
+        return grant
 
     # --- waiting -------------------------------------------------------------------------------------------
 

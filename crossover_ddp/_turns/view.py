@@ -17,6 +17,7 @@ from crossover_ddp.errors import SegmentError
 
 from .slots import GROUP_NAME, SLOT_COUNT, read_slots, slots_are_locked
 from .slots import Slot as Slot
+from .trial import Mode as Mode
 
 _NAME = re.compile(rf"({GROUP_NAME.pattern})@\.(turns|log|[0-9]+\.bell)")
 _PROBLEMS_KEPT = 100

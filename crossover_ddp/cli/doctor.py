@@ -16,7 +16,7 @@ from pathlib import Path
 
 from crossover_ddp._system import environment
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, segment_directory
-from crossover_ddp._turns.view import look, printable
+from crossover_ddp._turns.view import Mode, look, printable
 
 from .output import FINE, FOUND, declare, forget
 
@@ -76,6 +76,15 @@ def _shared_memory(base: str) -> Iterator[Finding]:
         if not segment.held:
             left = f"rm {segment.path.removesuffix('.turns')}.*"
             yield "note", f"dead jobs have left files of group {segment.group}", left
+        for slot in (place.slot for place in segment.places if place.alive):
+            if slot.mode == Mode.SIDE_BY_SIDE and slot.pairs:
+                slower = 100 * (slot.turns_s / slot.side_s - 1)
+                what = f"job {slot.job:x} computes side by side: its turns were {slower:.0f} % slower"
+                yield (
+                    "note",
+                    what[:100],
+                    "if it waits for data: more loader workers; crossover-ddp advise says more",
+                )
     for problem in seen.problems:
         if problem.path != seen.directory:
             yield "problem", f"{problem.path}: {problem.what}", f"rm -r {problem.path}  # while no job runs"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
-from crossover_ddp._turns.view import Look, Slot, look
+from crossover_ddp._turns.view import Look, Mode, Slot, look
 
 from .output import FINE, FOUND, columns, declare, forget, say, write_json
 
@@ -72,6 +72,11 @@ def rows(before: Look, after: Look) -> Iterator[list[str]]:
 
 
 def _state(slots: Sequence[Slot]) -> str:
+    mode, lead = max(((slot.mode, slot) for slot in slots), key=lambda each: each[0])
+    if mode == Mode.SIDE_BY_SIDE:
+        slower = f": turns were {100 * (lead.turns_s / lead.side_s - 1):.0f} % slower" if lead.pairs else ""
+        return f"side by side{slower}"
+    trying = ", trial" if mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
     if any(slot.started > slot.returned for slot in slots):
-        return "computes"
-    return "queues" if any(slot.queued > slot.started for slot in slots) else "between turns"
+        return f"computes{trying}"
+    return f"{'queues' if any(slot.queued > slot.started for slot in slots) else 'between turns'}{trying}"

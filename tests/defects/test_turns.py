@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -456,11 +457,35 @@ def test_jobs_pinned_to_different_cores_share_no_device(monkeypatch: pytest.Monk
     assert len(set(devices)) == 3
 
 
+def wait_for_data(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
+    """Train a small net that waits for data in every step until turns were tried; return what stats and the log say."""
+    logging.getLogger("crossover_ddp").setLevel(logging.INFO)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    state = CrossoverState()
+    model.register_comm_hook(state, crossover_hook)
+    known, ends_s = torch.zeros(1), time.monotonic() + SOON_S / 2
+    with heard(logging.INFO) as said:
+        while not known and time.monotonic() < ends_s:
+            for _ in range(10):
+                time.sleep(0.01)
+                model(torch.ones(4, 64)).sum().backward()
+            known = torch.tensor([float(state.stats()["turns_pay"] is not None)])
+            dist.all_reduce(known, dist.ReduceOp.MIN)
+    logging.getLogger("crossover_ddp").setLevel(logging.NOTSET)
+    pays = state.stats()["turns_pay"]
+    dist.barrier()
+    state.close()
+    return pays, [words for words in said if "side by side with 1 sibling(s); from now on" in words]
+
+
 @pytest.mark.defect("turns-14")
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="turns-14")
 def test_siblings_find_out_whether_turns_pay() -> None:
-    """Siblings try turns against running side by side, and `stats` says what they keep."""
-    mutex = GPUMutex(new_group(), device="dev0")
-    stats = mutex.stats()
-    mutex.close()
-    assert stats["turns_pay"] in (None, True, False)
+    """Siblings try turns against running side by side, and all ranks say what they keep."""
+    group = new_group()
+    variables = [{"CROSSOVER_GROUP": group, "CROSSOVER_DEVICE": f"dev{rank}"} for rank in range(2)]
+    jobs = run_jobs(
+        [Job(wait_for_data, 2, environment=variables, name=name) for name in "ab"], timeout_s=SOON_S
+    )
+    found = {pays for job in jobs for pays, _ in job}
+    assert found in ({True}, {False}), "all ranks of all jobs keep the same"
+    assert [len(words) for job in jobs for _, words in job] == [1, 0, 1, 0], "the lead rank says so once"

@@ -389,3 +389,36 @@ def test_a_job_whose_turns_break_on_one_device_goes_on_without(bad_rank: int) ->
         assert len(warnings) <= 1
         if rank == bad_rank:
             assert "trains on without" in warnings[0]
+
+
+def sleep_in_a_turn(rank: int, world_size: int, group: str, signs: str, trial: bool) -> bool:
+    """Do nothing inside a turn until the sibling is in its own, or has not come for long; return whether it came."""
+    mutex = GPUMutex(group, device="dev0", lease=LEASE_S, trial=trial)
+    (waits, inside) = Path(signs) / "waits", Path(signs) / "inside"
+    eventually(lambda: mutex.stats()["siblings"] == 1)
+    mutex.acquire()
+    waits.touch()
+    came = eventually(inside.exists, timeout_s=TIMEOUT_S / 2 if trial else 1.0)
+    mutex.release()
+    mutex.close()
+    return came
+
+
+def come_next(rank: int, world_size: int, group: str, signs: str, trial: bool) -> bool:
+    """Take the turn after that of `sleep_in_a_turn`."""
+    mutex = GPUMutex(group, device="dev0", lease=LEASE_S, trial=trial)
+    assert eventually((Path(signs) / "waits").exists, timeout_s=TIMEOUT_S / 2)
+    mutex.acquire()
+    (Path(signs) / "inside").touch()
+    assert mutex.stats()["leases_expired"] == 0
+    mutex.close()
+    return True
+
+
+@pytest.mark.parametrize("trial", [True, False])
+def test_a_turn_in_which_nothing_is_computed_is_lent_where_that_is_wanted(
+    tmp_path: Path, trial: bool
+) -> None:
+    arguments = new_group(), str(tmp_path), trial
+    jobs = [Job(function, 1, arguments) for function in (sleep_in_a_turn, come_next)]
+    assert run_jobs(jobs, timeout_s=TIMEOUT_S) == [[trial], [True]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
+from crossover_ddp._turns.trial import Mode
 from crossover_ddp.cli import doctor
 from tests.unit.turns.joined_segments import Process, home, join_at
 
@@ -105,6 +106,16 @@ def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(
     (home(base) / "shopping list").touch()
     code, told = found(base, capsys)
     assert (code, "not a file of turns" in told) == (1, True)
+
+
+def test_jobs_that_are_faster_side_by_side_are_named(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = join_at(base, job=10)
+    segment.publish(mode=Mode.SIDE_BY_SIDE, turns_s=0.0107, side_s=0.01, pairs=2)
+    code, told = found(base, capsys)
+    assert (code, told.split()[0]) == (0, "note")
+    assert "job a computes side by side: its turns were 7 % slower" in told
+    assert "more loader workers" in told
+    segment.leave()
 
 
 def test_gloo_needs_a_host_name_of_this_machine(

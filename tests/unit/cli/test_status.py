@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
+from crossover_ddp._turns.trial import Mode
 from crossover_ddp._turns.view import Look, look
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli.status import HEAD, rows
@@ -114,6 +115,17 @@ def test_a_killed_holder_is_gone_and_holds_nothing(
         ["jobs", DEVICE, "2", "gone"],
     ]
     living.leave()
+
+
+def test_what_a_trial_has_found_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = join_at(tmp_path, job=1)
+    segment.publish(mode=Mode.TRYING_TURNS)
+    assert "between turns, trial" in run(tmp_path, capsys)[1]
+    segment.publish(mode=Mode.SIDE_BY_SIDE)
+    assert "side by side " in run(tmp_path, capsys)[1]
+    segment.publish(turns_s=0.0107, side_s=0.01, pairs=2)
+    assert "side by side: turns were 7 % slower" in run(tmp_path, capsys)[1]
+    segment.leave()
 
 
 def test_no_jobs_and_files_that_are_none_change_the_exit_code(

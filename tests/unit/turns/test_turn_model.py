@@ -17,9 +17,11 @@ from crossover_ddp._turns.rules import (
     TurnLog,
     blockers,
 )
+from crossover_ddp._turns.trial import Mode, Word
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.turn_model import Model, Rules, Violation
 
+SIDE, BACK = Word.SIDE_BY_SIDE, Word.TAKE_TURNS
 PLAIN = (0, 1)
 TWO_ON_ONE = (0, 0, 1)
 """Two ranks on the lead device: two slots there."""
@@ -78,6 +80,17 @@ LARGE = [
         pytest.param(Rules(INSIDE, (2, 2), deaths=1), id="one-device-inside-two-a-death"),
         pytest.param(Rules(RING, (1, 1, 1)), id="ring"),
         pytest.param(Rules(RING, (1, 1, 1), deaths=1, alone=False), id="ring-a-death"),
+        pytest.param(Rules(TWO, (3, 3), words=(SIDE,)), id="side-by-side"),
+        pytest.param(Rules(TWO, (3, 3), words=(SIDE, BACK)), id="side-by-side-and-back"),
+        pytest.param(Rules(TWO, (2, 2), words=(SIDE, BACK), deaths=1), id="side-by-side-and-back-a-death"),
+        pytest.param(Rules(TWO, (2, 2), words=(SIDE, BACK), stops=1), id="side-by-side-and-back-a-stop"),
+        pytest.param(Rules(TWO, (2, 2), words=(SIDE,), late_jobs=1), id="side-by-side-joining-late"),
+        pytest.param(Rules(OVERLAPPING, (2, 2), words=(SIDE, BACK)), id="overlapping-side-by-side-and-back"),
+        pytest.param(Rules(THREE, (1, 2, 1), words=(SIDE,)), id="three-jobs-side-by-side"),
+        pytest.param(Rules(TWO, (2, 2), loans=2), id="two-loans"),
+        pytest.param(Rules(TWO, (2, 2), loans=1, words=(SIDE,), deaths=1), id="a-loan-a-death-side-by-side"),
+        pytest.param(Rules(TWO, (2, 2), loans=1, stops=1), id="a-loan-a-stop"),
+        pytest.param(Rules(RING, (1, 1, 1), loans=1), id="ring-a-loan"),
         *(LARGE if IN_CAMPAIGN else []),
     ],
 )
@@ -119,6 +132,14 @@ class FirstTurnMissed(TurnLog):
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
         late = [member._replace(joined_at=member.joined_at + 1) for member in members]
         return super().grant(turn, own_job, late)
+
+
+class SideBySideUnseen(TurnLog):
+    """Does not wait for the turns that siblings took side by side."""
+
+    def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
+        grant = super().grant(turn, own_job, members)
+        return grant._replace(after=()) if grant.mode is Mode.TURNS else grant
 
 
 class ForgivesForGood(Patience):
@@ -196,6 +217,11 @@ STOP, SLOT_REUSED = Rules(TWO, (2, 2), stops=1), Rules(THREE, (1, 1, 1), late_jo
         ),
         pytest.param(SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK, id="an-earlier-owners-turns"),
         pytest.param(Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP, id="the-first-turn-missed"),
+        pytest.param(
+            Rules(TWO, (3, 3), words=(SIDE, BACK), turn_log=SideBySideUnseen),
+            OVERLAP,
+            id="turns-side-by-side-are-not-waited-for",
+        ),
         pytest.param(STOP._replace(patience=ForgivesForGood), OVERLAP, id="forgives-for-good"),
         pytest.param(
             Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP, id="forgives-all-slots"

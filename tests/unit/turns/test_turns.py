@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossover_ddp._turns import turns
 from crossover_ddp._turns.rules import (
     DEFAULT_LEASE_S,
     LONGEST_LEASE_S,
@@ -115,3 +116,26 @@ def test_a_lease_covers_all_recent_turns_but_three(turns_s: list[float]) -> None
     assert DEFAULT_LEASE_S <= lease_s <= LONGEST_LEASE_S
     assert sum(4 * turn_s > lease_s for turn_s in turns_s[-16:]) <= 3 or lease_s == LONGEST_LEASE_S
     assert lease_s <= max(DEFAULT_LEASE_S, 4 * max(turns_s[-16:], default=0.0))
+
+
+# --- a turn is for computing --------------------------------------------------------------------------------------
+
+
+def test_a_process_is_idle_when_it_has_computed_nothing_twice_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"monotonic": 100.0, "process_time": 7.0}
+    for clock in now:
+        monkeypatch.setattr(turns.time, clock, lambda clock=clock: now[clock])
+    looks = turns.Looks(None)
+
+    def look(ran_s: float) -> bool:
+        now["monotonic"] += 0.005
+        now["process_time"] += ran_s
+        return looks.is_idle()
+
+    assert [look(ran_s) for ran_s in (0.0, 0.005, 0.0001, 0.0001, 0.0, 0.002, 0.0)] == [
+        *(False, False, False),
+        *(True, True),
+        *(False, False),
+    ]

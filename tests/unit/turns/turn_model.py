@@ -1,15 +1,17 @@
 """A model of jobs that take turns, small enough to visit every state; see `test_turn_model`.
 
 Each rank repeats *take a turn, meet the own job's ranks in a collective inside it (DDP's buffer broadcast), compute,
-give back, exchange with the own job's ranks*. Moves are as fine as what can happen between processes: join, append
-to the log, read the log, look at the members, start, pass a collective, give back, leave, die, stop, go on, lose
-patience. What a rank decides is decided by production's own `TurnLog`, `blockers` and `Patience`; the model adds who
-is where, and what nobody can decide: deaths, stops, and time, of which it knows only that a lease ends.
+give back, exchange with the own job's ranks*. Moves are as fine as what can happen between processes: join, append to
+the log (turns, and words of the trial at any moment), look at the members, read the log, start, pass a collective, give
+back, give back early and compute on, leave, die, stop, go on, lose patience. What a rank decides is decided by
+production's own `TurnLog`, `Trial`, `blockers` and `Patience`; the model adds who is where, and what nobody can decide:
+deaths, stops, and time, of which it knows only that a lease ends.
 
-What must hold, checked without those functions: a turn starts on a device when every earlier turn has been given back
-there, or its rank is dead, or the starting rank has waited for a lease of that job and the other rank has not moved
-since; nobody waits for a second lease while no rank of that job on the device has moved; and a state without a
-further move is one in which every healthy job has ended.
+What must hold, checked without those functions: a turn that is not drawn side by side starts on a device when every
+earlier turn has been given back there (perhaps early, by a rank that computes on), or its rank is dead, or the starting
+rank has waited for a lease of that job and the other rank has not moved since; nobody waits for a second lease while no
+rank of that job on the device has moved; and a state without a further move is one in which every healthy job has
+ended.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from functools import cache
 from typing import NamedTuple
 
 from crossover_ddp._turns.rules import Blocker, Grant, Member, Patience, Progress, TurnLog, blockers
+from crossover_ddp._turns.trial import Place, Trial, Word
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
@@ -62,6 +65,8 @@ class Rank(NamedTuple):
     """Rounds whose turns have begun, and perhaps ended, although their numbers have not come."""
     lost: tuple[Lost, ...] = ()
     """At most one a job."""
+    lent: bool = False
+    """Whether it has published its turn as given back, and is inside it."""
 
     @property
     def round(self) -> int:
@@ -99,6 +104,8 @@ class State(NamedTuple):
     deaths: int = 0
     stops: int = 0
     hurries: int = 0
+    words: int = 0
+    loans: int = 0
 
 
 class Rules(NamedTuple):
@@ -114,8 +121,12 @@ class Rules(NamedTuple):
     """How many leases, or limits of a rank's own, may end although nobody is stopped: somebody is only slow."""
     late_jobs: int = 0
     """How many of the jobs, the last ones, join under way."""
+    words: tuple[Word, ...] = ()
+    """What lead ranks write into the log, in this order and at any moment."""
+    loans: int = 0
+    """How many turns may be published as given back before they are over."""
     early_draw: bool = True
-    draw_steps: tuple[str, ...] = ("append", "read", "look")
+    draw_steps: tuple[str, ...] = ("append", "look", "read")
     waits_for: Callable[[Grant, int, Sequence[Member]], list[Blocker]] = blockers
     patience: type[Patience] = Patience
     turn_log: type[TurnLog] = TurnLog
@@ -210,7 +221,7 @@ class Model:
         return False, frozenset(losses)
 
     def _draw(self, state: State, j: int) -> State:
-        """Take the next step of a draw, in the order in which `DrawQueue` takes them."""
+        """Take the next step of a draw, in the order in which `Turns` takes them."""
         job, steps = state.jobs[j], self.rules.draw_steps
         draw, step = job.draw, steps[job.draw.steps]
         if step == "append":
@@ -223,7 +234,11 @@ class Model:
         draw = draw._replace(steps=draw.steps + 1)
         if draw.steps < len(steps):
             return with_job(state, j, job._replace(draw=draw))
-        log = self.rules.turn_log()
+        trial = Trial(j)
+        trial.look(
+            {each.slot: Place(each.job, 0, each.joined_at, True, 0, 0, 0.0, 0.0) for each in draw.seen}
+        )
+        log = self.rules.turn_log(trial)
         log.read(state.log[: draw.records])
         grant = log.grant(draw.turn, j, draw.seen)
         return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, grant)))
@@ -238,11 +253,23 @@ class Model:
         due = lead.round > drawn or lead.place % PLACES_PER_ROUND >= QUEUE  # perhaps begun without its number
         return due or (self.rules.early_draw and drawn > 0)
 
+    def _may_write(self, state: State, j: int) -> bool:
+        lead = state.jobs[j].ranks[0]
+        return state.words < len(self.rules.words) and 0 <= lead.place != self._ends[j] and not lead.stopped
+
+    def _is_side_by_side(self, job: Job, rank: Rank) -> bool:
+        """Whether the last turn whose number has come waited for nobody."""
+        numbered = rank.unnumbered[0] if rank.unnumbered else rank.round
+        return numbered > 0 and not job.grants[numbered - 1].mode.waits
+
     def progress(self, state: State) -> Iterator[State]:
         """Every state that one step of one rank leads to."""
         for j, job in enumerate(state.jobs):
             if self._may_draw(j, job):
                 yield self._draw(state, j)
+            if self._may_write(state, j):
+                record = bytes([self.rules.words[state.words], job.ranks[0].slot])
+                yield state._replace(log=state.log + record, words=state.words + 1)
             doomed = any(rank.place == DEAD for rank in job.ranks)
             for r, rank in enumerate(job.ranks):
                 if rank.stopped or rank.place == DEAD:
@@ -261,18 +288,23 @@ class Model:
         if rank.place == ABSENT:
             yield self._join(state, j, r)
         elif place == QUEUE:
+            alone = self.rules.alone and self._is_alone(state, j, r)
             if len(job.grants) > rank.round:
                 if not rank.unnumbered and self._decision(state, j, r)[0]:
                     yield self._start(state, j, r)
-            elif self.rules.alone and rank.place != self._ends[j] and self._is_alone(state, j, r):
+            elif rank.place != self._ends[j] and (alone or self._is_side_by_side(job, rank)):
                 unnumbered = (*rank.unnumbered, rank.round)
                 yield with_rank(state, j, r, rank._replace(place=rank.place + 1, unnumbered=unnumbered))
         elif place == EXCHANGE and rank.place + 1 == self._ends[j]:
             if job.passes(rank.place):  # to leave frees a slot, which siblings see
                 yield with_rank(state, j, r, rank._replace(place=rank.place + 1))
-        elif place == MET:
+        elif place in (INSIDE, MET) and state.loans < self.rules.loans and not (rank.lent or rank.unnumbered):
+            turn = job.grants[rank.round].turn
+            lent = with_rank(state, j, r, rank._replace(returned=turn, lent=True))
+            yield lent._replace(loans=state.loans + 1)
+        if place == MET and rank.place >= 0:
             returned = rank.returned if rank.unnumbered else job.grants[rank.round].turn
-            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=returned))
+            yield with_rank(state, j, r, rank._replace(place=rank.place + 1, returned=returned, lent=False))
 
     def _pass_collectives(self, state: State, before: State | None = None) -> State:
         """Let every rank pass the collective at which all ranks of its job have arrived; jobs as ``before`` have.
@@ -367,7 +399,7 @@ class Model:
         device, rank = self.rules.jobs[j][r], state.jobs[j].ranks[r]
         if grant.turn <= rank.started:
             raise Violation(f"job {j} starts turn {grant.turn} after {rank.started}: {state}")
-        if self.rules.mutex_per_device:
+        if self.rules.mutex_per_device or not grant.mode.waits:
             return
         lost = {each.job: each for each in rank.lost}
         for k, other in enumerate(state.jobs):
@@ -378,7 +410,7 @@ class Model:
             stages = self._stages(state, k, device)
             for q, peer in enumerate(other.ranks):
                 given_back = len(earlier) <= peer.round  # whether or not its number has come
-                if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back:
+                if self.rules.jobs[k][q] != device or peer.place == DEAD or given_back or peer.lent:
                     continue
                 forgave = k in lost and (earlier[-1] <= lost[k].turn or lost[k].stages[q] == stages[q])
                 if not forgave:
@@ -392,7 +424,7 @@ class Model:
 
         Any other order of their first draws is one of these orders with the jobs' names exchanged.
         """
-        if len(after.log) == len(before.log):
+        if len(after.log) == len(before.log) or after.words != before.words:
             return True
         j = next(j for j, job in enumerate(after.jobs) if job is not before.jobs[j])
         twin = self._twins[j]
