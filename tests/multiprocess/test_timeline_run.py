@@ -28,6 +28,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CROSSOVER_TIMELINE", str(directory))
         monkeypatch.setenv("CROSSOVER_GROUP", new_group())
+        monkeypatch.setenv("CROSSOVER_TRIAL", "0")  # a trial would let both compute at once
         jobs = [Job(train, 2, (seed,), environment=environment(2), name=f"job {seed}") for seed in (1, 2)]
         assert run_jobs(jobs, timeout_s=90) == [[0.0, 0.0]] * 2
     return directory
@@ -53,6 +54,7 @@ def test_jobs_devices_and_steps_are_told_apart(recorded: Path) -> None:
                 if (span.job, span.rank, span.kind) == (job, rank, "exchange")
             ]
             assert steps == list(range(STEPS))
+    assert {span.detail["turns"] for span in found if span.kind == "compute"} == {"untried"}
 
 
 def test_no_two_jobs_computed_at_once(recorded: Path) -> None:

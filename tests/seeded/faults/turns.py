@@ -6,6 +6,7 @@ from tests.seeded.fault import Fault
 
 _RULES = "crossover_ddp/_turns/rules.py"
 _MODEL = ("tests/unit/turns/test_turn_model.py", "-k", "promise")
+_TRIAL = "tests/unit/turns/test_trial.py"
 _JOINING = "tests/multiprocess/test_joining.py"
 _DEFECTS = "tests/defects/test_turns.py"
 
@@ -62,11 +63,39 @@ TURNS: Final[tuple[Fault, ...]] = (
     Fault(
         "giving a turn back asks the job's store",
         "crossover_ddp/_turns/turns.py",
-        "        if self._lease.note(held_s):\n",
+        "        if self._lease.note(time.monotonic() - turn.began_s):\n",
         "        if self.membership.channel is not None:\n"
         "            self.membership.channel._connected().add(f'wait/{turn.number}', 0)\n"
-        "        if self._lease.note(held_s):\n",
+        "        if self._lease.note(time.monotonic() - turn.began_s):\n",
         (_DEFECTS, "-k", "given_back"),
+    ),
+    Fault(
+        "a job that wants turns is not heeded",
+        "crossover_ddp/_turns/trial.py",
+        "        if not self._all_try:\n",
+        "        if False:\n",
+        (_TRIAL, "-k", "wants_turns"),
+    ),
+    Fault(
+        "a trial counts the votes of the one before",
+        "crossover_ddp/_turns/trial.py",
+        " and each.tried == self.begun_at and each.pairs",
+        " and each.pairs",
+        (_TRIAL, "-k", "again"),
+    ),
+    Fault(
+        "a turn side by side waits for siblings",
+        _RULES,
+        "        for member in members if mode.waits else ():\n",
+        "        for member in members:\n",
+        (_TRIAL, "-k", "waits_for_nobody"),
+    ),
+    Fault(
+        "a turn in which nothing is computed is kept",
+        "crossover_ddp/_turns/turns.py",
+        "        return self._idle >= _IDLE_LOOKS\n",
+        "        return False\n",
+        ("tests/multiprocess/test_gpu_mutex_jobs.py", "-k", "lent"),
     ),
     Fault(
         "nobody looks whose turns a mutex takes",

@@ -1,13 +1,12 @@
 """The trial of turns: what lead ranks read, measure and write, without a clock and without a file."""
 
-import logging
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._turns.rules import TurnLog
+from crossover_ddp._turns.rules import Member, TurnLog
 from crossover_ddp._turns.trial import (
     BLOCK,
     LAST_PAIR,
@@ -22,8 +21,6 @@ from crossover_ddp._turns.trial import (
     siblings_of,
     verdict,
 )
-
-logger = logging.getLogger(__name__)
 
 StepTimes = Callable[[Mode], float]
 
@@ -105,6 +102,17 @@ def test_the_trial_costs_at_most_a_hundredth_of_two_thousand_steps(side_s: float
         assert lost_s <= 0.01 * 2000 * fastest_s
 
 
+def test_a_turn_side_by_side_waits_for_nobody() -> None:
+    siblings = Siblings(*(Lead(job, taking(1.0, 0.5)) for job in range(2)))
+    siblings.go_on(WARM_UP + 20 * BLOCK)
+    lead = siblings.leads[0]
+    assert lead.trial.mode is Mode.SIDE_BY_SIDE
+    others = [Member(1, 1, 7, 0, 0, 0, 5.0)]
+    assert lead.log.grant(len(siblings.log) + 1, 0, others).after == ()
+    lead.trial.word(len(siblings.log) + 1, Word.TAKE_TURNS, 1)
+    assert lead.log.grant(len(siblings.log) + 1, 0, others).after != ()
+
+
 def test_a_plain_difference_decides_early_and_no_difference_keeps_turns() -> None:
     def tried(side_s: float) -> int:
         siblings = Siblings(*(Lead(job, taking(1.0, side_s)) for job in range(2)))
@@ -156,6 +164,7 @@ def test_it_is_tried_again_when_a_sibling_comes_and_after_a_few_thousand_turns()
         lead.times = taking(1.0, 0.5)
     siblings.go_on(REPEAT + 20 * BLOCK)
     assert {lead.modes[-1] for lead in siblings.leads} == {Mode.SIDE_BY_SIDE}
+    assert sum(siblings.log.count(word) for word in Word) <= 3 * 2 * len(siblings.leads), "three trials"
 
 
 def test_one_job_that_wants_turns_is_enough() -> None:
