@@ -28,7 +28,7 @@ class RecordingTurn:
         at_acquire: Callable[[], None] | None = None,
         log: list[str] | None = None,
     ) -> None:
-        self.shared = shared
+        self.shared, self.mode = shared, "untried"
         self.ranks = None  # whatever group's
         self.order: list[str] = [] if log is None else log
         self.threads: list[threading.Thread] = []
