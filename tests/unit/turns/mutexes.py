@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError  # Python 3.10 has one of its own
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,6 @@ def acquire_in(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Future[float]":
 
 
 def blocks(future: "Future[float]") -> bool:
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(NotDoneError):
         future.result(0.1)
     return not future.done()
