@@ -20,7 +20,7 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
     made: list[GPUMutex] = []
     first_is_joining = threading.Event()
 
-    def slow(device: object, group: object) -> GPUMutex:
+    def slow(device: object, group: object, trial: bool) -> GPUMutex:
         first_is_joining.set()
         time.sleep(0.2)
         made.append(GPUMutex(device="dev0"))
