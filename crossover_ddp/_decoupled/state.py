@@ -529,7 +529,7 @@ class DecoupledState(Pausable):
             deferred if hands_back else split,
             turn=turn,
             state=self,
-            around=around(self._compression, bucket, group),
+            around=None if self._compression is None else around(self._compression, bucket, group),
             hands_back=hands_back,
             late_buffers=not self._closed,  # in all steps alike
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lab import bound
 
@@ -22,6 +22,7 @@ class Way:
         warm_up: steps before the measured ones: DDP makes its buckets in the first, states make their plans.
         batches: mini-batches in a step.
         script: runs in the place of train.py, with the same arguments.
+        variables: of the environment.
     """
 
     arguments: str
@@ -29,6 +30,7 @@ class Way:
     warm_up: int = 4
     batches: int = 1
     script: str = "train.py"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,34 @@ DECOUPLED = Way("--hook decoupled --bucket-cap-mb 0.15", warm_up=34)
 # torch's PowerSGD makes collectives in callbacks, where those of several buckets mix on gloo.
 POWERSGD = Way("--hook powersgd --bucket-cap-mb 1000")
 
+TURNS_ALWAYS = {"CROSSOVER_TRIAL": "0"}
+
 CLAIMS: Mapping[str, Claim] = {
     "siblings": Claim(
         "two siblings that take turns are faster than one after the other, and than side by side without turns",
         {
             "one after the other": PLAIN,
             "side by side": Way("--hook none", jobs=2),
-            "turns": Way("--hook crossover", jobs=2),
+            "turns": Way("--hook crossover", jobs=2, variables=TURNS_ALWAYS),
         },
         presets=("convnet", "vit", "gpt"),
         ratios=(0.5, 0.75, 1.0, 1.5),
         limit=siblings,
         exact=("side by side", "turns"),
+    ),
+    "trial": Claim(
+        "two siblings that have tried whether turns pay are never slower than side by side",
+        {
+            "side by side": Way("--hook none", jobs=2),
+            "turns": Way("--hook crossover", jobs=2, variables=TURNS_ALWAYS),
+            # After 16 steps at most 8 blocks of each kind of 5 steps are tried.
+            "tried": Way("--hook crossover", jobs=2, warm_up=110),
+        },
+        presets=("convnet", "vit", "gpt"),
+        ratios=(0.25, 0.5, 1.0, 1.5, 2.0),
+        exact=("turns", "tried"),
+        steps=24,
+        repeats=3,
     ),
     "decoupled": Claim(
         "decoupled training is faster than plain DDP with its best buckets, with the same losses",

@@ -141,7 +141,11 @@ class Study:
         """Train one way: its jobs at once, or one after the other."""
         steps = way.warm_up + (steps or self._claim.steps)
         jobs = [
-            Job(job, f"{self._command(way)} --seed {seed} --steps {steps}", {**STEADY_MEMORY, **env})
+            Job(
+                job,
+                f"{self._command(way)} --seed {seed} --steps {steps}",
+                {**STEADY_MEMORY, **way.variables, **env},
+            )
             for seed, job in enumerate(self._jobs)
         ]
         at_once = [jobs] if way.jobs > 1 else [[job] for job in jobs]
