@@ -116,7 +116,6 @@ def expected(oracle: Oracle, model: nn.Module, plan: Plan, step: int, world_size
     Without autocast all is computed in float64 on the CPU. With it, inputs and output gradients are recorded on the
     device, where half precision rounded them, and the rest is computed in float64.
     """
-    settings = oracle.settings
     runs = []
     for rank in range(world_size):
         replica = copy.deepcopy(model)
@@ -133,13 +132,7 @@ def expected(oracle: Oracle, model: nn.Module, plan: Plan, step: int, world_size
             inputs, targets = batch(rank, step, "cpu")
             run = RankRun(replica.cpu().double(), inputs.double(), targets)
         runs.append(run)
-    mean = {name: torch.stack([run.gradients[name] for run in runs]).mean(0) for name in runs[0].gradients}
-    for name in runs[0].layers:
-        oracle._update(name, runs)
-    if oracle.steps % settings.inv_update_steps == 0:
-        oracle.frozen = {name: [factor.clone() for factor in pair] for name, pair in oracle.running.items()}
-    oracle.steps += 1
-    return oracle._precondition(mean, runs[0].layers)
+    return oracle.step_of_runs(runs)
 
 
 def errors(rank: int, world_size: int, plan: Plan) -> list[float]:

@@ -45,7 +45,12 @@ class Oracle:
 
     def step(self, replicas: Sequence[nn.Module], batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Return the gradients by parameter name. ``replicas``: float64 models, one per rank, all alike."""
-        ranks = [RankRun(model, *batch) for model, batch in zip(replicas, batches, strict=True)]
+        return self.step_of_runs(
+            [RankRun(model, *batch) for model, batch in zip(replicas, batches, strict=True)]
+        )
+
+    def step_of_runs(self, ranks: "Sequence[RankRun]") -> dict[str, Tensor]:
+        """Return the gradients by parameter name, from what every rank has computed."""
         mean = {
             name: torch.stack([run.gradients[name] for run in ranks]).mean(0) for name in ranks[0].gradients
         }
