@@ -34,8 +34,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "a step that is not deferred travels exact in spite of a codec",
         "crossover_ddp/_decoupled/state.py",
-        "            around=around(self._compression, bucket, group),\n",
-        "            around=around(self._compression, bucket, group) if hands_back else None,\n",
+        "around=None if self._compression is None else around(",
+        "around=None if self._compression is None or not hands_back else around(",
         (_CODEC, "-k", "makes_no_difference"),
     ),
     Fault(
