@@ -74,8 +74,8 @@ class Rank(NamedTuple):
 
     @property
     def stage(self) -> int:
-        """How often it has started or given back a turn."""
-        return 2 * self.round + (self.place % PLACES_PER_ROUND >= INSIDE)
+        """How often it has started or given back a turn, early or not."""
+        return 2 * self.round + (self.place % PLACES_PER_ROUND >= INSIDE) + self.lent
 
 
 class Job(NamedTuple):
