@@ -120,8 +120,9 @@ class KFACState(Pausable):
     step's number, equal on all ranks. Owners, and which layers are spread, follow from ``inv_update_steps`` of step 0.
 
     On failure: ``ValueError`` for arguments; ``UnsupportedConfigurationError``, here or from the first ``backward()``,
-    for models that cannot work; ``ExchangeError`` from ``backward()`` when a peer dies. A factor that cannot be
-    inverted is damped further, one that is not finite is dropped; `report` counts both.
+    for models that cannot work; ``ExchangeError`` from ``backward()`` when a peer dies (on NCCL see
+    `reduce_scatter_all_gather_hook`). A factor that cannot be inverted is damped further, one that is not finite is
+    dropped; `report` counts both.
 
     **Collective**: all ranks make the state, of the same model with the same arguments, and register the hook.
     ``CROSSOVER_DISABLE=1`` makes the hook a plain all-reduce.

@@ -145,7 +145,8 @@ class MuonState(Pausable):
 
     On failure: ``TypeError`` for another optimizer, ``ValueError`` for a loss scale that is no power of two;
     ``UnsupportedConfigurationError``, here, from ``backward()`` or from ``muon.step()``, for what cannot work, with
-    what to change; ``ExchangeError`` from ``backward()`` when a peer dies.
+    what to change; ``ExchangeError`` from ``backward()`` when a peer dies
+    (on NCCL see `reduce_scatter_all_gather_hook`).
 
     **Collective**: all ranks make the state, of Muons that are built alike, and register the hook.
     ``CROSSOVER_DISABLE=1``, set before, makes the hook a plain all-reduce, and leaves Muon alone.

@@ -4,8 +4,8 @@
 a fast link, little where buckets are few. Which it is shows only in training. So when buckets have settled, some steps
 are deferred and some are not, in turns, and all ranks keep what was faster for the slowest of them. What is not
 deferred goes the way of the split hook: the additions are those of a deferred step, so that results are the same to the
-last bit, whatever is chosen. What counts is the number of
-backward passes, which is the same on all ranks, whatever else one of them does.
+last bit, whatever is chosen. What counts is the number of backward passes, which is the same on all ranks, whatever
+else one of them does.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .joining import Membership, leave
@@ -213,9 +213,8 @@ class Turns:
         except Exception as error:  # promise 3: giving up on turns costs speed, never the job
             self._fail(error)
             return
-        if (
-            not self.shared
-        ):  # see [Note: alone on a device] in `rules`; side by side nobody is waited for, either
+        # See [Note: alone on a device] in `rules`; side by side nobody is waited for, either.
+        if not self.shared:
             self._put(functools.partial(self._number, self._begin(None, streams)))
             return
         self._wait(_Wanted(streams))
@@ -402,20 +401,14 @@ class Turns:
             return
         turn = segment.draw_turn()
         slots = segment.slots(everywhere=True)
-        before = self._trial.mode
-        self._trial.look(
-            {index: _place(slot) for index, slot in slots.items() if slot.lead == self._lead(slots)}
-        )
+        lead, before = slots[segment.slot].lead, self._trial.mode
+        self._trial.look({index: _place(slot) for index, slot in slots.items() if slot.lead == lead})
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
         grant = self._log.grant(turn, self.membership.job, members_of(slots))
         self._drawn.append(grant)
         if channel is not None:
             channel.send(grant)
         self._try(before)
-
-    def _lead(self, slots: Mapping[int, Slot]) -> int:
-        own = slots.get(self.membership.segment.slot)
-        return own.lead if own is not None else 0
 
     def _try(self, before: Mode) -> None:
         """Do the job's part in the trial; see [Note: trial of turns] in `trial`."""
