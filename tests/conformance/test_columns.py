@@ -1,6 +1,7 @@
 """Each hook beside a sibling, with a peer that dies, and resumed from a checkpoint."""
 
 import copy
+import functools
 import re
 import signal
 import threading
@@ -13,15 +14,41 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import GPUMutex
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import ExchangeError
 from tests.conformance.cases import TINY_MB, WIDTH, Recorder, inputs, loss_of
 from tests.conformance.hooks import HOOKS, MUTEX, ORACLES, Row
+from tests.conformance.reference import adding
 from tests.conformance.test_conformance import differences, end
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import new_group
 
 STEPS = 12
 SECONDS = 50.0  # a peer's death is heard of within these, on a busy machine
+OUTER = {
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "adam": torch.optim.Adam,
+}
+OWN_BUFFERS = {"broadcast_buffers": False}
+# Replicas that differ between two averages, so that no other row walks with them.
+REPLICAS = {
+    "local_sgd": Row(
+        lambda model, optimizers, **turn: (LocalSGDState(2, **turn), local_sgd_hook), options=OWN_BUFFERS
+    ),
+    "elastic": Row(
+        lambda model, optimizers, **turn: (ElasticState(2, "sync", 0.2, **turn), elastic_hook),
+        options=OWN_BUFFERS,
+    ),
+    **{
+        name: Row(
+            lambda *_, outer=outer: (LocalSGDState(2, 1, 2, outer_optimizer=outer), local_sgd_hook),
+            options=OWN_BUFFERS,
+            takes_turns=False,
+        )
+        for name, outer in OUTER.items()
+    },
+}
+ROWS = HOOKS | REPLICAS
 
 
 class Walk(Recorder):
@@ -46,12 +73,19 @@ class Walk(Recorder):
             self.update()
 
     def save(self) -> dict[str, Any]:
-        getattr(self._state, "consolidate", lambda: None)()
+        for whole in ("consolidate", "average"):
+            getattr(self._state, whole, lambda: None)()
         return copy.deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
     def load(self, saved: dict[str, Any]) -> None:
-        for name, part in self.parts.items():
-            part.load_state_dict(copy.deepcopy(saved[name]))
+        for name in self.parts.keys() & saved.keys():
+            self.parts[name].load_state_dict(copy.deepcopy(saved[name]))
+
+    def go_on(self, rank: int, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+        self.load(saved)
+        self.train(rank, 4, 7)
+        end(self.model)
+        return self.finish()
 
 
 # --- a sibling -----------------------------------------------------------------------------------------------
@@ -63,7 +97,7 @@ def beside(
     """Train; without a group alone and without turns."""
     mutex = GPUMutex(group, device=f"device{rank}") if group else None
     MUTEX.set(mutex)
-    walk = Walk(HOOKS[hook])
+    walk = Walk(ROWS[hook])
     held = []
     walk.model.module.register_forward_pre_hook(lambda *_: held.append(mutex is None or mutex.holding))
     walk.train(rank, 0, STEPS)
@@ -75,14 +109,17 @@ def beside(
     return walk.finish(), {**stats, "held": held}
 
 
-@pytest.mark.parametrize("hook", [name for name, row in HOOKS.items() if row.takes_turns])
+@pytest.mark.parametrize("hook", [name for name, row in ROWS.items() if row.takes_turns])
 def test_siblings_train_as_alone_and_take_turns(hook: str) -> None:
     alone, group = run_ranks(beside, 2, args=(hook, "")), new_group()
+    every = 1 if hook in HOOKS else 2  # steps from exchange to exchange
     for job in run_jobs([Job(beside, 2, (hook, group), name=name) for name in "ab"], timeout_s=120):
         for rank, (results, stats) in enumerate(job):
             assert not differences(results, alone[rank][0], 0.0)
-            assert stats["turns"] >= STEPS - 1, "a turn a step"
-            assert all(stats["held"][1:]), "the first forward comes before the first turn, all others in one"
+            assert stats["turns"] >= STEPS // every - 1, "a turn an exchange"
+            assert all(stats["held"][every:]), (
+                "the first forwards come before the first turn, all others in one"
+            )
             assert stats["disabled_because"] is None
             assert stats["leases_expired"] == 0
 
@@ -120,25 +157,52 @@ def test_a_peer_that_dies_is_an_error_that_names_rank_and_bucket(hook: str) -> N
 # --- a checkpoint --------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, world_size: int, hook: str) -> str:
-    """Go on from a checkpoint in a new model and state; return how that differs from going on.
+def resumed(rank: int, world_size: int, hook: str) -> tuple[list[str], dict[str, Any]]:
+    """Go on from a checkpoint in a new model and state; return how that differs from going on, and the checkpoint.
 
-    The first step with a codec is exact, that of a resumed job, too.
+    A hook with plain DDP's bits also resumes plain DDP, which resumes it. The first step with a codec is exact, that of
+    a resumed job, too.
     """
-    row = HOOKS[hook]
-    is_exact = row.like in ORACLES or not HOOKS[row.like or hook].lossy
-    whole = Walk(HOOKS[hook])
+    row = ROWS[hook]
+    is_exact = row.like in ORACLES or not ROWS[row.like or hook].lossy
+    whole = Walk(row)
     whole.train(rank, 0, 4)
     saved = whole.save()
     whole.train(rank, 4, 7)
     end(whole.model)
-    again = Walk(HOOKS[hook], seed=9)
-    again.load(saved)
-    again.train(rank, 4, 7)
-    end(again.model)
-    return differences(again.finish(), whole.finish(), 0.0 if is_exact else HOOKS[row.like or hook].tolerance)
+    expected = whole.finish()
+    tolerance = 0.0 if is_exact else ROWS[row.like or hook].tolerance
+    found = [differences(Walk(row, seed=9).go_on(rank, saved), expected, tolerance)]
+    if hook in HOOKS and row.like is None and not row.lossy:
+        plain = Row(None, options=row.options, optimizers=row.optimizers)
+        first = Walk(plain)
+        first.train(rank, 0, 4)
+        for other, theirs in ((plain, saved), (row, first.save())):
+            got = Walk(other, seed=9).go_on(rank, theirs)
+            found.append(differences(parameters_of(got), parameters_of(expected), 0.0))
+    return found, saved
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+def parameters_of(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out buffers, which between two steps are rank 0's with plain DDP."""
+    return {name: value for name, value in results.items() if name.endswith(("weight", "bias"))}
+
+
+@pytest.mark.parametrize("hook", ROWS)
 def test_a_resumed_job_goes_on_to_the_last_bit(hook: str) -> None:
-    assert run_ranks(resumed, 2, args=(hook,)) == ["", ""]
+    for found, _ in run_ranks(resumed, 2, args=(hook,)):
+        assert not any(found), found
+
+
+def resumed_with_more(rank: int, world_size: int, hook: str, saved: dict[str, Any]) -> str:
+    """Go on from the checkpoint of two ranks, beside plain DDP that adds as owners do."""
+    row = HOOKS[hook]
+    plain = Row(lambda *_: adding("tree"), options=row.options, optimizers=row.optimizers, takes_turns=False)
+    ours, theirs = (parameters_of(Walk(each, seed=9).go_on(rank, saved)) for each in (row, plain))
+    return differences(ours, theirs, 0.0)
+
+
+@pytest.mark.parametrize("hook", ["muon", "owners"])
+def test_what_owners_had_is_for_any_number_of_ranks(hook: str) -> None:
+    (_, saved), _ = run_ranks(resumed, 2, args=(hook,))
+    assert run_ranks(resumed_with_more, 3, args=(hook, saved)) == [""] * 3

@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import reduce_scatter_all_gather_hook
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
-from crossover_ddp.errors import CrossoverError
-from tests.harness import inside, run_ranks, single_process_group
+from tests.harness import inside, run_ranks
 from tests.harness.groups import impatient_group
+from tests.harness.oracles import error_of, heard
+from tests.harness.training import Training
 from tests.journeys.test_bits_and_buffers import COUNTED, sent_bytes
 
 
@@ -35,41 +34,33 @@ class Masked(nn.Module):
         return self.layer(inputs) @ torch.softmax(self.mask, -1)
 
 
-class Loop:
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, 4, generator=generator, dtype=torch.float32)
+    return model(inputs.to(next(model.parameters()).dtype)).square().mean()  # type: ignore[no-any-return]
+
+
+class Loop(Training):
     """A model with an averaging state, and a loop around it."""
 
     def __init__(
         self, state: Any, network: nn.Module | None = None, *, lr: float = 0.1, **options: Any
     ) -> None:
         torch.manual_seed(0)
-        network = nn.Linear(4, 4) if network is None else network
-        self.state = state
-        self.model = DistributedDataParallel(network, broadcast_buffers=False, **options)
-        self.model.register_comm_hook(
-            state, elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+        hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+        super().__init__(
+            lambda *_: (state, hook),
+            dist.get_rank(),
+            module=network or nn.Linear(4, 4),
+            optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr)],
+            loss=loss_of,
+            broadcast_buffers=False,
+            **options,
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr)
-        self.batches = torch.Generator().manual_seed(1 + dist.get_rank())
-
-    def train(self, steps: int) -> None:
-        dtype = next(self.model.parameters()).dtype
-        for _ in range(steps):
-            inputs = torch.randn(8, 4, generator=self.batches, dtype=torch.float32).to(dtype)
-            self.optimizer.zero_grad()
-            self.model(inputs).square().mean().backward()
-            self.optimizer.step()
 
     @property
     def values(self) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
-
-
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except CrossoverError as error:
-        return str(error)
-    return "no error"
 
 
 def spread(values: torch.Tensor) -> float:
@@ -83,26 +74,24 @@ def spread(values: torch.Tensor) -> float:
 
 
 @pytest.mark.defect("codecs-S1")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("mode", ["local", "sync", "async"])
 def test_a_mask_of_infinities_is_left_out(mode: Any) -> None:
     """A user whose model has a causal mask among its buffers gets its parameters averaged."""
-    with single_process_group():
-        state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
-        loop = Loop(state, Masked())
-        loop.train(6)
-        stats = state.stats()
-        state.close()
+    state = LocalSGDState(1 + 1) if mode == "local" else ElasticState(1, mode)
+    loop = Loop(state, Masked()).run(6)
+    stats = state.stats()
+    loop.close()
     assert stats.get("not_finite", 0) == 0
     assert stats.get("exchanges", 0) + stats.get("offers", 0) + stats.get("pulls", 0) > 0
 
 
 def blow_up(rank: int, world_size: int) -> str:
-    loop = Loop(LocalSGDState(2))
-    loop.train(2)
+    loop = Loop(LocalSGDState(2)).run(2)
     with torch.no_grad():
         loop.model.module.weight[0, 0] = float("nan") if rank == 1 else 1.0
     message = error_of(loop.state.average)
-    loop.state.close()
+    loop.close()
     return message
 
 
@@ -115,19 +104,12 @@ def test_the_rank_with_infinities_is_named() -> None:
 
 def pull_together(rank: int, world_size: int) -> float:
     state = ElasticState(1, "sync", 0.05)  # small pulls
-    loop = Loop(state, nn.Linear(40, 4).to(torch.bfloat16), lr=0.0)
-
-    def step() -> None:
-        loop.model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
-
-    step()
+    loop = Loop(state, nn.Linear(4, 40).to(torch.bfloat16), lr=0.0).run(1)
     with torch.no_grad():
         for parameter in loop.model.parameters():
             parameter.fill_(1.0 + rank / 16)
-    for _ in range(100):
-        step()
-    apart = spread(loop.values.float())
-    state.close()
+    apart = spread(loop.run(100).values.float())
+    loop.close()
     return apart
 
 
@@ -139,13 +121,11 @@ def test_replicas_of_bfloat16_come_together() -> None:
 
 
 def first_centre(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    network = nn.Sequential(
-        nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)
-    )  # the owners' border is in the means
-    loop = Loop(ElasticState(9, "sync"), network)
-    loop.train(1)
+    # The owners' border is in the means.
+    network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
+    loop = Loop(ElasticState(9, "sync"), network).run(1)
     centre = loop.state.state_dict()["kept"]["centre"]["0.running_mean"]
-    loop.state.close()
+    loop.close()
     return centre, network[0].running_mean
 
 
@@ -172,7 +152,7 @@ def with_arguments(rank: int, world_size: int, case: str) -> str:
         state.load_state_dict({"steps": 2**24 + rank, "kept": None})
     try:
         loop = Loop(state, network)
-        return error_of(lambda: loop.train(2))
+        return error_of(lambda: loop.run(2))
     finally:
         torch.set_default_dtype(torch.float32)
         state.close()
@@ -190,6 +170,7 @@ def test_ranks_that_differ_are_told(case: str) -> None:
     """A user whose ranks differ in an argument, a name or one step of 2**24 gets an error on all ranks."""
     for message in run_ranks(with_arguments, 2, args=(case,)):
         assert message.startswith(f"expected the same {case} on all ranks")
+        assert case != "steps" or "call load_state_dict on all ranks" in message
 
 
 @pytest.mark.defect("strangers-12")
@@ -200,7 +181,7 @@ def test_a_count_of_steps_is_exact_in_rounds() -> None:
     state.load_state_dict({"steps": 2**24, "kept": None})
     loop = Loop(state)
     for _ in range(6000):
-        loop.train(1)
+        loop.run(1)
         if state.rounds():
             break
         time.sleep(0.01)
@@ -211,9 +192,9 @@ def test_a_count_of_steps_is_exact_in_rounds() -> None:
 def second_model(rank: int, world_size: int) -> str:
     loop = Loop(LocalSGDState(2))
     other = Loop(loop.state)
-    loop.train(1)
-    message = error_of(lambda: other.train(1))
-    loop.state.close()
+    loop.run(1)
+    message = error_of(lambda: other.run(1))
+    loop.close()
     return message
 
 
@@ -226,15 +207,13 @@ def test_one_averaging_state_serves_one_model() -> None:
 
 def sixteen_states(rank: int, world_size: int) -> bool:
     for _ in range(15):
-        loop = Loop(ElasticState(1, "async"))
-        loop.train(2)
-        loop.state.close()
+        Loop(ElasticState(1, "async")).run(2).close()
     loop = Loop(ElasticState(1, "async"))
     other = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     other.register_comm_hook(None, reduce_scatter_all_gather_hook)
     same = True
     for _ in range(400):
-        loop.train(1)
+        loop.run(1)
         other.zero_grad()
         other(torch.ones(8, 4)).square().mean().backward()  # the same on all ranks, and so the mean
         alone = torch.autograd.grad(
@@ -243,7 +222,7 @@ def sixteen_states(rank: int, world_size: int) -> bool:
         same = same and all(
             torch.equal(p.grad, g) for p, g in zip(other.module.parameters(), alone, strict=True)
         )
-    loop.state.close()
+    loop.close()
     return same
 
 
@@ -258,34 +237,28 @@ def train_wild(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     with inside.pretend_host(f"host {rank}"):
-        loop = Loop(ElasticState(1, "wild", 0.3), lr=0.0)
-        loop.train(1)
+        loop = Loop(ElasticState(1, "wild", 0.3), lr=0.0).run(1)
     with torch.no_grad():
         start = loop.model.module.weight.clone()
         loop.model.module.weight.add_(float(rank))
-    loop.train(4)
+    loop.run(4)
     centre = loop.state.state_dict()["kept"]["centre"]["weight"]
-    loop.state.close()
+    loop.close()
     return centre - start, len(groups) - before
 
 
 @pytest.mark.defect("codecs-S9")
-def test_the_wild_centre_is_of_one_moment_on_one_host() -> None:
-    """A user's checkpoint holds one centre: here all elements move alike."""
-    for moved, _ in run_ranks(train_wild, 2):
-        assert float(moved.max() - moved.min()) < 1e-6
-
-
 @pytest.mark.defect("codecs-S19")
-def test_a_closed_state_leaves_no_process_group() -> None:
-    """A user who closes a state gets back the process groups that it has made."""
-    assert [left for _, left in run_ranks(train_wild, 2)] == [0, 0]
+def test_the_wild_centre_is_of_one_moment_on_one_host_and_leaves_no_process_group() -> None:
+    """A user's checkpoint holds one centre: here all elements move alike."""
+    for moved, left in run_ranks(train_wild, 2):
+        assert float(moved.max() - moved.min()) < 1e-6
+        assert left == 0
 
 
 def bytes_of_a_bystander(rank: int, world_size: int) -> tuple[float, set[int | None]]:
     """Rank 0 alone trains on; return what this rank sends in a round, as a part of the model, and rank 1's offers."""
-    loop = Loop(ElasticState(1, "async"), nn.Linear(4, 100_000), lr=0.0)
-    loop.train(2)
+    loop = Loop(ElasticState(1, "async"), nn.Linear(4, 100_000), lr=0.0).run(2)
     dist.barrier()
     sent = []
     for count in (5, 15):
@@ -293,10 +266,10 @@ def bytes_of_a_bystander(rank: int, world_size: int) -> tuple[float, set[int | N
             if rank:
                 time.sleep(0.01)
             else:
-                loop.train(1)
+                loop.run(1)
         sent.append(sent_bytes())
     offers = {each.offered[1] for each in loop.state.rounds()[5:15]}
-    loop.state.close()
+    loop.close()
     return (sent[1] - sent[0]) / 10 / (4 * loop.values.numel()), offers
 
 
@@ -314,10 +287,9 @@ def test_a_rank_without_an_offer_sends_no_zeros() -> None:
 
 
 def plan_early(rank: int, world_size: int) -> int:
-    loop = Loop(LocalSGDState(1))
-    loop.train(12)
+    loop = Loop(LocalSGDState(1)).run(12)
     plan = loop.state.plan()
-    loop.state.close()
+    loop.close()
     return plan.sync_every
 
 
@@ -330,8 +302,7 @@ def test_a_plan_needs_no_local_steps() -> None:
 
 def call_all(rank: int, world_size: int, elastic: bool) -> float:
     state = ElasticState(2) if elastic else LocalSGDState(2)
-    loop = Loop(state)
-    loop.train(3)
+    loop = Loop(state).run(3)
     before = loop.values
     state.average()
     with state.averaged():
@@ -349,36 +320,23 @@ def test_a_disabled_state_takes_all_calls(elastic: bool) -> None:
     assert found == [0.0, 0.0]
 
 
-@contextlib.contextmanager
-def warnings_with(text: str) -> Iterator[Callable[[], int]]:
-    """Give what counts the log's records with ``text``."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("crossover_ddp").addHandler(handler)
-    try:
-        yield lambda: sum(text in record.getMessage() for record in records)
-    finally:
-        logging.getLogger("crossover_ddp").removeHandler(handler)
-
-
 def save(rank: int, world_size: int) -> list[int]:
     loop, counts = Loop(LocalSGDState(2)), []
-    with warnings_with("enter state.averaged()") as count:
+    with heard() as said:
 
         def note() -> None:
             loop.model.state_dict()
-            counts.append(count())
+            counts.append(sum("enter state.averaged()" in each for each in said))
 
-        loop.train(3)
+        loop.run(3)
         with loop.state.averaged():
             note()
         note()
-        loop.train(1)
+        loop.run(1)
         note()
         loop.state.average()
         note()
-    loop.state.close()
+    loop.close()
     return counts
 
 
@@ -391,13 +349,13 @@ def test_a_saver_of_one_replica_is_warned_once() -> None:
 def save_in_flight(rank: int, world_size: int) -> list[int]:
     outer = functools.partial(torch.optim.SGD, lr=0.7)
     loop, counts = Loop(LocalSGDState(2, delay=1, outer_optimizer=outer)), []
-    with warnings_with("in flight after step 2 are lost") as count:
-        loop.train(2)
+    with heard() as said:
+        loop.run(2)
         for block in (loop.state.averaged(), contextlib.nullcontext()):
             with block:
                 loop.state.state_dict()
-            counts.append(count())
-    loop.state.close()
+            counts.append(sum("in flight after step 2 are lost" in each for each in said))
+    loop.close()
     return counts
 
 
@@ -408,17 +366,17 @@ def test_a_state_dict_in_flight_is_warned_of() -> None:
 
 
 def evaluate_on_rank_0(rank: int, world_size: int) -> str:
-    group = impatient_group(3)
+    group = impatient_group(2)
     loop = Loop(LocalSGDState(2, process_group=group), process_group=group)
 
     def train() -> None:
-        loop.train(3)
+        loop.run(3)
         with loop.state.averaged() if rank == 0 else contextlib.nullcontext():
             pass
-        loop.train(3)
+        loop.run(3)
 
     message = error_of(train)
-    loop.state.close()
+    loop.close()
     return message
 
 

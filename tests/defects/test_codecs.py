@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
-from crossover_ddp.errors import CrossoverError
 from tests.harness import run_ranks
+from tests.harness.oracles import error_of
 
 STEPS = 6
 
@@ -48,19 +47,15 @@ def mean_of(world_size: int, steps: int) -> torch.Tensor:
     return torch.stack(each).sum(0) / world_size
 
 
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except CrossoverError as error:
-        return str(error)
-    return "no error"
+def compressed(state: CompressedState, module: nn.Module | None = None, **options: Any) -> Any:
+    model = DistributedDataParallel(module or Weights(), **options)
+    model.register_comm_hook(state, compressed_hook)
+    return model
 
 
 def two_models(rank: int, world_size: int) -> str | float:
     state = CompressedState(SIDCo(0.05))
-    models = [DistributedDataParallel(Weights()) for _ in range(2)]
-    for model in models:
-        model.register_comm_hook(state, compressed_hook)
+    models = [compressed(state) for _ in range(2)]
 
     def train() -> None:
         for step in range(STEPS):
@@ -86,8 +81,7 @@ def test_one_state_serves_one_model_or_loses_nothing() -> None:
 
 def plan_twice(rank: int, world_size: int) -> list[float]:
     state = CompressedState(None)
-    model = DistributedDataParallel(Weights())
-    model.register_comm_hook(state, compressed_hook)
+    model = compressed(state)
     for step in range(4):
         time.sleep(0.1)  # what the step computes, with any machine
         walk(model, rank, step)
@@ -137,8 +131,7 @@ class Branches(nn.Module):
 
 def drain_with_zeros(rank: int, world_size: int) -> float:
     state = CompressedState(SIDCo(0.05))
-    model = DistributedDataParallel(Branches())
-    model.register_comm_hook(state, compressed_hook)
+    model = compressed(state, Branches())
     for step in range(4):
         if step == 3:
             state.drain()
@@ -154,18 +147,13 @@ def test_a_drained_step_leaves_no_residual() -> None:
 
 
 def resume_with(rank: int, world_size: int, prefix: str) -> str | float:
-    def model_of(state: CompressedState) -> DistributedDataParallel:
-        model = DistributedDataParallel(Weights())
-        model.register_comm_hook(state, compressed_hook)
-        return model
-
     former, state = CompressedState(SIDCo(0.05)), CompressedState(SIDCo(0.05))
-    model = model_of(former)
+    model = compressed(former)
     total = sum(walk(model, rank, step) for step in range(STEPS - 1))
     saved = former.state_dict()
     renamed = {f"{prefix}{name}": each for name, each in saved["residuals"].items()}
     state.load_state_dict({**saved, "residuals": renamed})
-    model = model_of(state)
+    model = compressed(state)
 
     def resume() -> None:
         nonlocal total
@@ -209,9 +197,7 @@ def test_a_copy_keeps_the_loss_scale(kind: type, how: str) -> None:
 
 
 def searches(rank: int, world_size: int) -> list[int]:
-    state = CompressedState(Int8())
-    model = DistributedDataParallel(Weights())
-    model.register_comm_hook(state, compressed_hook)
+    model = compressed(CompressedState(Int8()))
     gc.freeze()
     asked, get_referrers = [0], gc.get_referrers
 

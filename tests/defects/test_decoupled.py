@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from tests.harness import inside, run_ranks
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError
+from tests.harness import Job, inside, run_jobs, run_ranks
 from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
 from tests.harness.training import CountsPerGroup
 from tests.harness.turn import RecordingTurn
-from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
+from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
 
 pytestmark = pytest.mark.usefixtures("process_group")
 OWNERS: list[dict[str, Any]] = [{}, {"owners": "layers"}]
@@ -56,10 +56,7 @@ def test_a_group_without_gradients_is_counted_as_by_plain_ddp(options: dict[str,
         return CountsPerGroup([{"params": layer.parameters()} for layer in layers], lr=0.1)
 
     ddp = {"find_unused_parameters": True}
-    plain, ours = (
-        Training(decoupled=decoupled, make=counts, net=Branches, ddp=ddp, **options).run(8)
-        for decoupled in (False, True)
-    )
+    ours, plain = (each.run(8) for each in both(make=counts, net=Branches, ddp=ddp, **options))
     assert [group["k"] for group in ours.optimizer.param_groups] == [8, 8, 8]
     assert_same(plain, ours)
 
@@ -72,7 +69,7 @@ class Saving(dict[str, Any]):
     def items(self) -> Any:
         if self.saver is not None and self.saver.ident is None:
             self.saver.start()
-            self.saver.join(timeout=1)  # it may have to wait for the end of step()
+            self.saver.join(timeout=0.3)  # it may have to wait for the end of step()
         return super().items()
 
 
@@ -81,7 +78,8 @@ class Saving(dict[str, Any]):
 @pytest.mark.defect("decoupled-17")
 def test_a_thread_that_saves_during_step_loses_no_step() -> None:
     """A checkpoint written by another thread, at whatever moment, takes no step away."""
-    training, plain = Training(decoupled=True).run(), Training(decoupled=False).run(6)
+    training, plain = both()
+    training.run()
     training.backward()
     group = Saving(training.optimizer.param_groups[0])
     training.optimizer.param_groups[0] = group
@@ -89,7 +87,7 @@ def test_a_thread_that_saves_during_step_loses_no_step() -> None:
     training.optimizer.step()
     assert group.saver.ident is not None, "nobody looked at the group"
     group.saver.join()
-    assert_same(training, plain)
+    assert_same(training, plain.run(6))
 
 
 class Stopping(torch.optim.SGD):
@@ -151,49 +149,46 @@ def test_a_forward_that_nobody_steps_on_takes_no_further_turn(options: dict[str,
     assert runs == {("acquire", 1), ("release", 1)}
 
 
-def late_backward(rank: int, world_size: int, decoupled: bool) -> list[float]:
+def late_backward(rank: int, world_size: int) -> list[list[float]]:
     """Return norms that rank 0 reads while rank 1 still computes; a forward has failed before or after backward."""
-    torch.manual_seed(0)
-    training = Training(
-        decoupled=decoupled, net=lambda: nn.Linear(6, 6), make=lambda m: torch.optim.SGD(m.parameters())
-    )
-    training.run()
-    norms = []
-    for moment in ("before", "after"):
-        loss = training.model(inputs(rank)).sum() * (1 + rank)
-        if moment == "before":
-            with contextlib.suppress(RuntimeError):
-                training.model(torch.ones(2, 5))
-        if rank == 1:
-            time.sleep(0.3)
-        loss.backward()
-        if moment == "after":
-            with contextlib.suppress(RuntimeError):
-                training.model(torch.ones(2, 5))
-        gradients = [p.grad for p in training.model.module.parameters() if p.grad is not None]
-        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
-        training.optimizer.zero_grad()
-    if training.state is not None:
-        training.state.flush()
-    return norms
+    found = []
+    for training in both(net=lambda: mlp(6, 6, seed=0), make=lambda m: torch.optim.SGD(m.parameters())):
+        training.run()
+        norms = []
+        for moment in ("before", "after"):
+            loss = training.model(inputs(rank)).sum() * (1 + rank)
+            if moment == "before":
+                with contextlib.suppress(RuntimeError):
+                    training.model(torch.ones(2, 5))
+            if rank == 1:
+                time.sleep(0.2)
+            loss.backward()
+            if moment == "after":
+                with contextlib.suppress(RuntimeError):
+                    training.model(torch.ones(2, 5))
+            gradients = [p.grad for p in training.model.module.parameters()]
+            norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+            training.drop()
+        found.append(norms)
+        training.close()
+    return found
 
 
 @pytest.mark.defect("decoupled-5")
 def test_gradients_read_after_a_forward_that_failed_are_the_mean() -> None:
     """Whoever goes through the model between ``backward()`` and ``step()`` reads the mean, whatever came between."""
-    plain, ours = (run_ranks(late_backward, 2, args=(decoupled,)) for decoupled in (False, True))
-    assert ours == plain
+    for ours, plain in run_ranks(late_backward, 2):
+        assert ours == plain
 
 
 def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> str:
     """Go on behind a bucket that rank 1 refuses, as a script that leaves a bad batch out; return the next error."""
-    group = impatient_group(4)
-    ddp = {"process_group": group, "bucket_cap_mb": cap_mb}
-    training = Training(decoupled=True, ddp=ddp, process_group=group, defer=defer).run(12)
+    ddp = {"process_group": impatient_group(4), "bucket_cap_mb": cap_mb}
+    training = Training(decoupled=True, ddp=ddp, defer=defer).run(12)
     if rank:
         with inside.refuse_bucket("last"), pytest.raises(KeyError, match="ours"):
             training.step()
-        training.optimizer.zero_grad()
+        training.drop()
     try:
         training.run(8)
     except Exception as error:
@@ -203,30 +198,22 @@ def refused_on_rank_1(rank: int, world_size: int, defer: str, cap_mb: float) -> 
 
 @pytest.mark.defect("decoupled-12")
 @pytest.mark.quiet
-@pytest.mark.parametrize(
-    ("defer", "cap_mb"),
-    [
-        ("always", 1e-4),
-        ("auto", 25),
-        ("always", 25),
-    ],
-)
-def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others(defer: str, cap_mb: float) -> None:
+def test_a_bucket_refused_on_one_rank_alone_is_an_error_on_the_others() -> None:
     """A user gets an error with rank and bucket, with one bucket or with many."""
-    other, own = run_ranks(refused_on_rank_1, 2, args=(defer, cap_mb))
-    named = r"rank \d.* bucket \d"
-    assert re.search(named, other), other
-    assert own == "none" or re.search(named, own), own
+    cases = [("always", 1e-4), ("auto", 25), ("always", 25)]
+    jobs = [Job(refused_on_rank_1, 2, case, name=str(case)) for case in cases]  # all of them do is wait
+    for other, own in run_jobs(jobs):
+        named = r"rank \d.* bucket \d"
+        assert re.search(named, other), other
+        assert own == "none" or re.search(named, own), own
 
 
 def norm_of_nan(rank: int, world_size: int) -> str:
-    net = nn.Linear(3, 2, bias=False)  # each rank owns a row
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    state = DecoupledState(torch.optim.SGD(net.parameters(), lr=0.1))
-    model.register_comm_hook(state, decoupled_hook)
-    (model(torch.ones(1, 3)) * torch.tensor([1.0, float("nan")])).sum().backward()
+    # Each rank owns a row.
+    training = Training(decoupled=True, net=lambda: nn.Linear(6, 2, bias=False), ddp={"bucket_cap_mb": 25})
+    (training.model(torch.ones(1, 6)) * torch.tensor([1.0, float("nan")])).sum().backward()
     try:
-        return str(state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True))
+        return str(training.state.clip_grad_norm_(1.0, float("inf"), error_if_nonfinite=True))
     except RuntimeError as error:
         return str(error)
 
@@ -311,7 +298,6 @@ def test_the_norm_has_the_widest_type_of_all_gradients() -> None:
     net.forward = lambda x: net[1](net[0](x).bfloat16())  # type: ignore[method-assign]
     training = Training(decoupled=True, net=lambda: net)
     training.backward()
-    assert training.state is not None
     norm = training.state.clip_grad_norm_(1.0)
     training.state.flush()
     assert norm.dtype == clip_grad_norm_(training.held, 1.0).dtype == torch.float32
@@ -326,12 +312,10 @@ def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) 
         norms = []
         for run in runs:
             run.backward()
-            assert run.state is not None
             if run is runs[0]:
                 run.state.flush()
             norms.append(run.state.clip_grad_norm_(0.01, norm_type))
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.update()
         assert torch.equal(*norms), step
     assert_same(*runs)
 
@@ -348,9 +332,8 @@ def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) 
 )
 def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(flushed: bool) -> None:
     """An average that goes through parameters taken once (torch_ema) sees updated ones, at least behind ``flush()``."""
-    plain, ours = (Training(decoupled=decoupled) for decoupled in (False, True))
     averages = []
-    for run in (plain, ours):
+    for run in both():
         average = [parameter.detach().clone() for parameter in run.held]
         for _ in range(6):
             run.step()
@@ -404,8 +387,8 @@ class Pinn(nn.Module):
 @pytest.mark.defect("strangers-27")
 def test_derivatives_by_torch_func_in_forward_train_as_with_plain_ddp() -> None:
     """A model that differentiates itself in forward (PINN, Jacobian penalty) trains decoupled as with plain DDP."""
-    plain, ours = (Training(decoupled=decoupled, net=Pinn).run(6) for decoupled in (False, True))
-    assert_same(plain, ours)
+    ours, plain = both(net=Pinn)
+    assert_same(plain.run(6), ours.run(6))
 
 
 class Interrupted(torch.optim.SGD):
@@ -420,10 +403,7 @@ class Interrupted(torch.optim.SGD):
 @pytest.mark.defect("strangers-28")
 def test_a_checkpoint_from_a_signal_handler_inside_an_update_is_one() -> None:
     """A handler that saves (Lightning's requeue) gets a state dict, whatever the signal has interrupted."""
-    training, plain = (
-        Training(decoupled=decoupled, make=lambda m: Interrupted(m.parameters(), lr=0.1))
-        for decoupled in (True, False)
-    )
+    training, plain = both(make=lambda m: Interrupted(m.parameters(), lr=0.1))
     former = signal.getsignal(signal.SIGUSR1)
     saved: list[Any] = []
 

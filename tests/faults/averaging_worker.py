@@ -5,7 +5,6 @@ Told over stdin, one JSON object a line; torch is loaded once, so that a rank co
 
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import CrossoverError, ExchangeError
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from tests.faults.forked import work_and_exit
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
 from tests.multiprocess.replicas import flat
@@ -65,15 +64,14 @@ class Life:
         self._log = log
         self._rank: int = order["rank"]
         state = make_state(order["kind"], group)
-        hook = {"hook": elastic_hook} if isinstance(state, ElasticState) else {}
-        self._trainer = Trainer(self._rank, state, "sgd", process_group=group, **hook)
+        self._trainer = Trainer(self._rank, state, "sgd", process_group=group)
         self._steps = 0
         if order["start"]:
             checkpoint = torch.load(order["start"], weights_only=True)
             self._trainer.model.module.load_state_dict(checkpoint["model"])
             state.load_state_dict(checkpoint["state"])
             self._steps = checkpoint["state"]["steps"]
-            self._trainer.batches = itertools.islice(self._trainer.batches, self._steps, None)
+            self._trainer.steps = self._steps
 
     def live(self) -> None:
         """Train, save and end; or write down the error, and that it comes again."""

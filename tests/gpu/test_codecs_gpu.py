@@ -9,7 +9,7 @@ import torch
 
 from crossover_ddp.codecs import Codec
 from tests.harness import run_ranks
-from tests.multiprocess.test_compression_native import train
+from tests.multiprocess.compressed_training import Coded
 from tests.unit.compression.test_coded_bucket import PAIRS, Ranks, check_bits, check_infinities, gradients
 
 pytestmark = pytest.mark.gpu
@@ -43,9 +43,9 @@ def test_the_host_waits_for_nothing(codecs: tuple[Codec, Codec]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_nccl(rank: int, world_size: int, hook: str) -> list[str]:
+def on_nccl(rank: int, world_size: int, hook: str) -> str:
     torch.cuda.set_device(rank)
-    return train(rank, hook, PAIRS[0], torch.device("cuda", rank))[0]
+    return Coded(hook, rank, PAIRS[0], device=f"cuda:{rank}").run(8).digest()
 
 
 @pytest.mark.gpu(count=2)

@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from crossover_ddp.errors import CrossoverError
 
 
 def sum_as_owners_do(gradients: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
@@ -23,6 +25,15 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
         parts = [*pairs, *parts[2 * len(pairs) :]]
     return parts[0]
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """Return the text of the package's error, or "no error"."""
+    try:
+        act()
+    except CrossoverError as error:
+        return str(error)
+    return "no error"
 
 
 @contextlib.contextmanager

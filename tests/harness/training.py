@@ -1,5 +1,6 @@
 """Every hook of the package on a small model, by public names only."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -25,8 +26,11 @@ from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness.networks import mlp
 
 WIDTH: Final = 6
+STEPS: Final = 5
 # Of a model under DDP, its optimizers and a mutex: the state and the hook to register.
 Way = Callable[[DistributedDataParallel, Sequence[Optimizer], Any], tuple[Any, Any]]
+# Of a model, a rank and the number of a step: the loss on a batch of its own.
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
 def _sgd(model: nn.Module) -> list[Optimizer]:
@@ -38,6 +42,17 @@ def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
     return [Muon(matrices, lr=0.1), SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)]
 
 
+def decoupled(**options: Any) -> Way:
+    """Defer every step that can be deferred, unless ``options`` of the state say otherwise."""
+
+    def made(model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any) -> tuple[Any, Any]:
+        trained = optimizers if options.get("owners") else optimizers[0]
+        given = {"defer": "always", "mutex": mutex, **options}
+        return DecoupledState(trained, model.process_group, **given), decoupled_hook
+
+    return made
+
+
 WAYS: Final[dict[str, Way]] = {
     "split": lambda model, optimizers, mutex: (None, reduce_scatter_all_gather_hook),
     "crossover": lambda model, optimizers, mutex: (CrossoverState(mutex=mutex), crossover_hook),
@@ -46,14 +61,8 @@ WAYS: Final[dict[str, Way]] = {
         crossover_wrapper(allreduce_hook),
     ),
     "int8": lambda model, optimizers, mutex: (CompressedState(Int8(), mutex=mutex), compressed_hook),
-    "decoupled": lambda model, optimizers, mutex: (
-        DecoupledState(optimizers[0], mutex=mutex, defer="always"),
-        decoupled_hook,
-    ),
-    "owned": lambda model, optimizers, mutex: (
-        DecoupledState(optimizers, mutex=mutex, owners="layers"),
-        decoupled_hook,
-    ),
+    "decoupled": decoupled(),
+    "owned": decoupled(owners="layers", defer="auto"),
     "kfac": lambda model, optimizers, mutex: (KFACState(model, optimizers[0], mutex=mutex), kfac_hook),
     "muon": lambda model, optimizers, mutex: (MuonState(optimizers[0], mutex=mutex), muon_hook),  # type: ignore[arg-type]
     "averaged": lambda model, optimizers, mutex: (LocalSGDState(sync_every=2, mutex=mutex), local_sgd_hook),
@@ -99,40 +108,62 @@ class Training:
     """A small model under DDP with one of the package's hooks.
 
     Args:
-        way: the name of one of WAYS, or another.
+        way: the name of one of WAYS, or another; None: plain DDP.
         rank: every rank has data of its own.
         mutex: of the state, if it takes one.
         device: of the model and the data.
         optimizers: makes them; default SGD with momentum, and Muon for its own way.
+        schedule: makes a scheduler for each of them.
+        loss: on the rank's batch of a step; default the mean square on `batch`.
         around: makes the registered hook of the package's.
         options: of DDP.
     """
 
     def __init__(
         self,
-        way: str | Way,
+        way: str | Way | None,
         rank: int = 0,
         *,
         mutex: Any = None,
         module: nn.Module | None = None,
         device: str = "cpu",
         optimizers: Callable[[nn.Module], list[Optimizer]] | None = None,
+        schedule: Callable[[Optimizer], Any] | None = None,
+        loss: Loss | None = None,
         around: Callable[[Any], Any] = lambda hook: hook,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
-        self.rank, self.steps, self.device = rank, 0, device
+        self.rank, self.steps = rank, 0
+        self._loss = loss or (lambda model, *place: model(batch(*place).to(device)).square().mean())
         module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
         self.model = DistributedDataParallel(module.to(device), **(DDP_OPTIONS | options))
+        self.held = list(self.model.parameters())  # as a script may hold them, past all guards
         self.optimizers = (optimizers or (muon_and_sgd if way == "muon" else _sgd))(self.model)
-        self.state, hook = (WAYS[way] if isinstance(way, str) else way)(self.model, self.optimizers, mutex)
-        self.model.register_comm_hook(self.state, around(hook))
+        self.schedulers = [schedule(each) for each in self.optimizers] if schedule is not None else []
+        self.state: Any = None
+        if way is not None:
+            self.state, hook = (WAYS[way] if isinstance(way, str) else way)(
+                self.model, self.optimizers, mutex
+            )
+            self.model.register_comm_hook(self.state, around(hook))
 
-    def loss(self) -> torch.Tensor:
-        return self.model(batch(self.rank, self.steps).to(self.device)).square().mean()  # type: ignore[no-any-return]
+    @property
+    def optimizer(self) -> Any:
+        """The first one, where there is only one."""
+        return self.optimizers[0]
 
-    def backward(self) -> float:
-        loss = self.loss()
+    @property
+    def is_pending(self) -> bool:
+        """Whether an update is deferred."""
+        return bool(self.state is not None and self.state.stats()["deferred"])
+
+    def loss(self, step: int | None = None) -> torch.Tensor:
+        """Return the loss on the batch of a step, by default the next one."""
+        return self._loss(self.model, self.rank, self.steps if step is None else step)
+
+    def backward(self, step: int | None = None) -> float:
+        loss = self.loss(step)
         loss.backward()
         return float(loss.detach())
 
@@ -140,17 +171,46 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        for scheduler in self.schedulers:
+            scheduler.step()
         self.steps += 1
+
+    def drop(self) -> None:
+        """Leave the step out."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def step(self) -> float:
         loss = self.backward()
         self.update()
         return loss
 
-    def run(self, steps: int) -> "Training":
+    def run(self, steps: int = STEPS) -> "Training":
         for _ in range(steps):
             self.step()
         return self
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return copies of parameters and buffers."""
+        return [value.clone() for value in self.model.module.state_dict().values()]
+
+    def save(self) -> dict[str, Any]:
+        """Return a checkpoint: of the model, the optimizers, the schedulers and the state, if it has one."""
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return copy.deepcopy({**parts, "steps": self.steps})
+
+    def load(self, saved: dict[str, Any]) -> "Training":
+        for name, part in self._parts().items():
+            if name in saved:
+                part.load_state_dict(copy.deepcopy(saved[name]))
+        self.steps = saved["steps"]
+        return self
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model.module}
+        for name in ("optimizers", "schedulers"):
+            parts |= {f"{name} {place}": each for place, each in enumerate(getattr(self, name))}
+        return parts | ({"state": self.state} if hasattr(self.state, "load_state_dict") else {})
 
     def close(self) -> None:
         """Close the state. Collective."""
@@ -158,3 +218,8 @@ class Training:
             self.state.consolidate()
         if hasattr(self.state, "close"):
             self.state.close()
+
+
+def same(one: Training, other: Training) -> bool:
+    """Return whether two trainings have the same parameters and buffers to the last bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.weights(), other.weights(), strict=True))

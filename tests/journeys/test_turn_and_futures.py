@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim import _muon as torch_muon
+from torch.optim import sgd as torch_sgd
 
 from crossover_ddp import CrossoverState, ExchangeError, crossover_wrapper
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import run_ranks
 from tests.harness.networks import mlp
 from tests.harness.training import Training, hooked
@@ -38,27 +41,44 @@ def test_the_turn_is_given_away_before_anybody_hears_of_the_last_bucket(way: str
     assert run_ranks(order_with_a_slow_release, world_size, args=(way,)) == [one_step * STEPS] * world_size
 
 
-def turns_at_newton_schulz(rank: int, world_size: int) -> list[int]:
-    """Return for each direction that this rank computes how many turns it had given away and not taken again."""
+# What owners compute, by the way of the hook.
+WORK: dict[str, tuple[Any, str]] = {
+    "kfac": (torch.linalg, "cholesky_ex"),
+    "muon": (torch_muon, "_zeropower_via_newtonschulz"),
+    "owned": (torch_sgd, "sgd"),
+}
+
+
+def kfac_in_each_step(model: Any, optimizers: Any, mutex: Any) -> tuple[Any, Any]:
+    return KFACState(model, optimizers[0], mutex=mutex, inv_update_steps=1), kfac_hook
+
+
+def turns_at_work(rank: int, world_size: int, way: str) -> list[int]:
+    """Return for each piece of work of this rank how many turns it had given away and not taken again."""
     turn, found = RecordingTurn(), []
-    original = torch.optim._muon._zeropower_via_newtonschulz
+    module, name = WORK[way]
+    original = getattr(module, name)
 
     @functools.wraps(original)  # whose signature Muon's state reads
-    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
-        time.sleep(0.02)  # the hook's thread is through
-        found.append(turn.order.count("release") - turn.order.count("acquire"))
+    def noting(*arguments: Any, **options: Any) -> Any:
+        if len(arguments[0]):  # else it is a count of steps
+            time.sleep(0.02)  # the hook's thread is through
+            found.append(turn.order.count("release") - turn.order.count("acquire"))
         return original(*arguments, **options)
 
-    training = Training("muon", rank, mutex=turn)
-    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", noting):
-        training.run(STEPS).close()
+    training = Training(kfac_in_each_step if way == "kfac" else way, rank, mutex=turn).run(1)
+    with mock.patch.object(module, name, noting):
+        training.run(STEPS)
+    training.close()
     return found
 
 
+@pytest.mark.parametrize("way", WORK)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_owners_work_is_compute_inside_the_turn(world_size: int) -> None:
-    found = run_ranks(turns_at_newton_schulz, world_size)
-    assert [each for of_rank in found for each in of_rank] == [0] * 3 * STEPS
+def test_owners_work_is_compute_inside_the_turn(way: str, world_size: int) -> None:
+    found = [each for of_rank in run_ranks(turns_at_work, world_size, args=(way,)) for each in of_rank]
+    assert len(found) >= 3 * STEPS, "a piece for each of three layers in each step"
+    assert not any(found)
 
 
 def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[bool], list[str]]:

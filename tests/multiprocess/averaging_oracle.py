@@ -1,16 +1,15 @@
 """Averaged replicas twice: as ranks of DDP with a hook, and as plain copies in one process."""
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
+from crossover_ddp.averaging_hooks import ElasticState, elastic_hook, local_sgd_hook
+from tests.harness.training import Training
 from tests.multiprocess.replicas import Copies, DelayedWalk, flat
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -19,7 +18,10 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
+# Ranks and steps with infinite losses: in steps before, at and between exchanges, twice in a row, and never on both
+# ranks at once. Scales are powers of two, so scaling and unscaling round nothing.
+OVERFLOWS = frozenset({(1, 3), (1, 4), (0, 7), (1, 9)})
+SCALE = 2.0**10
 
 
 def network() -> nn.Module:
@@ -30,14 +32,13 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(70 + rank)
-    while True:
-        images = torch.randn(6, 1, 6, 6, generator=generator)
-        yield images, torch.randint(0, 7, (6,), generator=generator)
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    images = torch.randn(6, 1, 6, 6, generator=generator)
+    return nn.functional.cross_entropy(model(images), torch.randint(0, 7, (6,), generator=generator))
 
 
-class Trainer:
+class Trainer(Training):
     """One rank: DDP, an optimizer, and the hook's state."""
 
     def __init__(
@@ -46,43 +47,42 @@ class Trainer:
         state: Any,
         optimizer: str = "momentum",
         *,
-        hook: Any = local_sgd_hook,
+        hook: Any = None,
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        given = {
-            "broadcast_buffers": False,
-            "gradient_as_bucket_view": True,
-            "bucket_cap_mb": 0.002,
-            **options,
-        }
-        self.model = DistributedDataParallel(network() if model is None else model, **given)
-        self.optimizer = MAKERS[optimizer](self.model.parameters())
-        self.state = state
-        if hook is not None:
-            self.model.register_comm_hook(state, hook)
-        self.batches = batches(rank)
+        own_hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+        super().__init__(
+            lambda *_: (state, hook or own_hook),
+            rank,
+            module=model or network(),
+            optimizers=lambda made: [MAKERS[optimizer](made.parameters())],
+            loss=loss_of,
+            **{"broadcast_buffers": False, "bucket_cap_mb": 0.002, **options},
+        )
 
-    def backward(self) -> float:
-        images, labels = next(self.batches)
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        loss.backward()
-        return float(loss.detach())
-
-    def step(self, accumulate: int = 1) -> float:
-        for part in range(accumulate):
-            with contextlib.nullcontext() if part == accumulate - 1 else self.model.no_sync():
-                loss = self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def train(self, steps: int) -> list[float]:
-        return [self.step() for _ in range(steps)]
+    def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """Train with a GradScaler, which skips where the loss overflows on this rank."""
+        loss = self.loss()
+        scaler.scale(loss * float("inf") if (self.rank, self.steps) in OVERFLOWS else loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.drop()
+        self.steps += 1
 
     @property
     def values(self) -> torch.Tensor:
         return flat(self.model.module)
+
+    def end(self) -> torch.Tensor:
+        """Close the state; return what the model was before."""
+        values = self.values
+        self.close()
+        return values
+
+
+def new_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
 
 
 def copies_of(
@@ -90,11 +90,10 @@ def copies_of(
 ) -> Copies:
     """The same in one process: a copy of the network for each rank, which goes on with batch ``first``."""
     models = [network() for _ in range(world_size)]
-    sources = [itertools.islice(batches(rank), first, None) for rank in range(world_size)]
+    steps = [itertools.count(first) for _ in models]
 
     def gradients(rank: int) -> None:
-        images, labels = next(sources[rank])
-        nn.functional.cross_entropy(models[rank](images), labels).backward()
+        loss_of(models[rank], rank, next(steps[rank])).backward()
 
     copies = Copies(models, [MAKERS[optimizer](model.parameters()) for model in models], gradients, skips)
     copies.steps = first
@@ -109,42 +108,3 @@ def delayed_oracle(
     for _ in range(steps):
         walk.step()
     return walk.copies.snapshots()
-
-
-def by_hook(rank: int, optimizer: str, steps: int, name: str) -> torch.Tensor:
-    settings, outer = SETTINGS[name]
-    make = None if outer is None else outer_of(*outer)
-    trainer = Trainer(rank, LocalSGDState(**settings, outer_optimizer=make), optimizer)
-    trainer.train(steps)
-    trainer.state.close()
-    return trainer.values
-
-
-def outer_of(rate: float, momentum: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return functools.partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
-
-
-SETTINGS: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
-    "local": ({"sync_every": 4}, None),
-    "post_local": ({"sync_every": 3, "warmup_steps": 4}, None),
-    "delayed": ({"sync_every": 4, "delay": 3}, None),
-    "streamed": ({"sync_every": 4, "delay": 1, "fragments": 4}, None),
-    "many_fragments": ({"sync_every": 3, "delay": 2, "fragments": 5, "warmup_steps": 2}, None),
-    "diloco": ({"sync_every": 4}, (0.7, 0.9)),
-    "streaming_diloco": ({"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1}, (0.7, 0.9)),
-}
-
-
-def walk_all(
-    rank: int, world_size: int, steps: int, cells: Collection[tuple[str, str]]
-) -> dict[tuple[str, str], tuple[torch.Tensor, Any]]:
-    """Return this rank's values of each cell, and on rank 0 what the copies say of all ranks."""
-    torch.set_num_threads(1)
-    found = {}
-    for name, optimizer in cells:
-        expected = None
-        if rank == 0:
-            settings, outer = SETTINGS[name]
-            expected = delayed_oracle(world_size, optimizer, steps, **settings, outer=outer)
-        found[name, optimizer] = by_hook(rank, optimizer, steps, name), expected
-    return found

@@ -1,14 +1,17 @@
-"""What tests of codecs train: all codecs, a small network of several buckets, and its batches."""
+"""What tests of codecs train: a small network of several buckets, by each state that takes a codec, and all codecs."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
+from crossover_ddp.codecs import Codec, CompressedState, Half, Int8, SIDCo, Threshold, compressed_hook
+from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
+from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.harness.training import Training, Way, decoupled
 from tests.multiprocess.identity_codec import Identity
 
 CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
@@ -21,40 +24,67 @@ CODECS: dict[str, Codec | tuple[Codec, Codec]] = {
 }
 
 
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def network() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 70), nn.LayerNorm(70), nn.Linear(70, 10)
     )
 
 
-def wrapped(device: torch.device | None = None, **options: Any) -> DistributedDataParallel:
-    """Return a model of several buckets."""
-    return DistributedDataParallel(network().to(device), bucket_cap_mb=0.02, **options)
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(model: nn.Module, rank: int, step: int, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(10, (8,), generator=generator)
+    images = torch.randn(8, 1, 8, 8, generator=generator).to(device)
+    labels = torch.randint(10, (8,), generator=generator).to(device)
+    return nn.functional.cross_entropy(model(images), labels)
 
 
-def backward(model: nn.Module, rank: int, step: int, device: torch.device | None = None) -> None:
-    inputs, labels = (each.to(device) for each in batch(rank, step))
-    nn.functional.cross_entropy(model(inputs), labels).backward()
+def way_of(kind: str, **settings: Any) -> Way:
+    """Return the way of a state that takes a codec; ``settings``: of the state."""
+    if kind == "decoupled":
+        return decoupled(**settings)
+    if kind == "kfac":
+        return lambda model, optimizers, mutex: (KFACState(model, optimizers[0], **settings), kfac_hook)
+    make, hook = (
+        (CrossoverState, crossover_hook) if kind == "crossover" else (CompressedState, compressed_hook)
+    )
+    return lambda model, optimizers, mutex: (make(mutex=mutex, **settings), hook)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+class Coded(Training):
+    """The network; every third step has two micro-batches."""
 
+    def __init__(
+        self, way: str | Way, rank: int, codec: Any = None, *, device: str = "cpu", **settings: Any
+    ) -> None:
+        super().__init__(
+            way_of(way, codec=codec, **settings) if isinstance(way, str) else way,
+            rank,
+            module=network(),
+            optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)],
+            loss=functools.partial(loss_of, device=device),
+            device=device,
+            bucket_cap_mb=0.02,
+        )
 
-def added_in_order(alone: nn.Module, world_size: int, step: int) -> list[torch.Tensor]:
-    """Return the mean of all ranks' gradients, added in the order of ranks, by a copy without DDP."""
-    sums = [torch.zeros_like(parameter) for parameter in alone.parameters()]
-    for other in range(world_size):
-        alone.zero_grad()
-        backward(alone, other, step)
-        torch._foreach_add_(sums, gradients(alone))
-    return [total / world_size for total in sums]
+    def backward(self, step: int | None = None) -> float:
+        if self.steps % 3 == 2:
+            with self.model.no_sync():
+                self.loss(1000 + self.steps).backward()
+        return super().backward(step)
+
+    def stats_of_codec(self) -> dict[str, Any]:
+        stats = self.state.stats()
+        return stats.get("codec", stats)  # type: ignore[no-any-return]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        state = self.state.state_dict()
+        return state.get("codec", state)["residuals"]  # type: ignore[no-any-return]
+
+    def values(self) -> torch.Tensor:
+        return torch.cat([value.flatten() for value in self.weights()])
+
+    def digest(self) -> str:
+        return digest(self.weights())
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 
-LAYERS, WIDTH = 8, 1600  # ten megabytes each, and one bucket each
+LAYERS, WIDTH = 6, 1600  # ten megabytes each, and one bucket each
 SMALL, LARGE = 16, 160000  # for Muon: as many bytes, and little to compute
 M_MMAP_THRESHOLD = -3
 # The peak is there in each step, within 0.1 MB: two steps are watched, in the campaign four.

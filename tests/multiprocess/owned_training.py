@@ -1,23 +1,59 @@
 """Matrix optimizers as small as they can be, and a model trained with owners, with plain DDP, or with owners' sums."""
 
-import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from crossover_ddp import GPUMutex
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
-from tests.harness.oracles import tree_sum
-from tests.multiprocess.muon_training import TINY_MB, Mixture, batch, loss_of, mixture
-from tests.multiprocess.muon_training import optimizers as muon_and_adamw
+from tests.conformance.reference import adding
+from tests.harness.training import Training, Way
 
-__all__ = ["MAKE", "ByOwners", "OwnedRun", "Shampoo", "Soap", "batch", "loss_of", "mixture"]
+TINY_MB: Final = 0.004
+VOCABULARY, WIDTH = 11, 12
+
+
+class Mixture(nn.Module):
+    """Tall, wide, square and transposed matrices, and parameters that Muon does not take."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.wide = nn.Linear(2 * WIDTH + 5, WIDTH)
+        self.tall = nn.Linear(WIDTH, 2 * WIDTH + 5)
+        self.square = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.turned = nn.Parameter(torch.randn(3 * WIDTH, WIDTH).mul_(0.2).T)
+        self.back = nn.Linear(3 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.is_short = False
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.is_short:  # uses none of Muon's matrices
+            return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = x + self.wide(torch.tanh(self.tall(self.norm(x))))
+        x = x + self.square(torch.tanh(x))
+        x = x + self.back(torch.relu(x @ self.turned))
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [self.wide.weight, self.tall.weight, self.square.weight, self.turned, self.back.weight]
+
+
+def mixture(seed: int = 3, dtype: torch.dtype = torch.float32) -> Mixture:
+    torch.manual_seed(seed)
+    return Mixture(dtype)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (4, 7), generator=generator)
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Soap(Optimizer):
@@ -94,11 +130,9 @@ def _root(side: Tensor) -> Tensor:
 
 
 def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices, and the rest."""
-    return (
-        [p for p in module.parameters() if p.dim() == 2],
-        [p for p in module.parameters() if p.dim() != 2],
-    )
+    """Return the matrices, and the rest."""
+    parameters = [*module.parameters()]
+    return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
 
 
 def with_adamw(
@@ -116,6 +150,17 @@ def shampoo_and_two_groups(module: nn.Module) -> list[Optimizer]:
     matrices, others = halves(module)
     groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
     return [Shampoo(groups), SGD(others, lr=0.02, momentum=0.9)]
+
+
+def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
+    """Muon has two groups with different settings."""
+    matrices = module.matrices()
+    others = [p for p in module.parameters() if all(p is not each for each in matrices)]
+    groups = [
+        {"params": matrices[:2], "adjust_lr_fn": "match_rms_adamw"},
+        {"params": matrices[2:], "weight_decay": 0.01, "momentum": 0.9},
+    ]
+    return [Muon(groups, **{"lr": 0.02, **settings}), AdamW(others, lr=3e-3)]
 
 
 def adan(module: nn.Module) -> list[Optimizer]:
@@ -140,9 +185,9 @@ MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
     "shampoo": shampoo_and_two_groups,
     "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
-    "muon in groups": lambda module: [*muon_and_adamw(module)],
-    "muon without nesterov": lambda module: [*muon_and_adamw(module, nesterov=False, ns_steps=3)],
-    "adamw and muon": lambda module: [*reversed(muon_and_adamw(module))],
+    "muon in groups": muon_in_groups,
+    "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),
+    "adamw and muon": lambda module: muon_in_groups(module)[::-1],
     "derived muon": with_adamw(lambda matrices: DerivedMuon(matrices, lr=0.02)),
     "adamw": lambda module: [AdamW(module.parameters(), lr=3e-3)],
     "adan": adan,
@@ -151,76 +196,27 @@ MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
 }
 
 
-class OwnedRun:
-    """A model with its optimizers and schedulers; ``owners``: with our hook, which may take turns."""
-
-    def __init__(
-        self,
-        module: Mixture,
-        kind: str,
-        *,
-        owners: bool,
-        options: dict[str, Any] | None = None,
-        mutex: GPUMutex | None = None,
-    ) -> None:
-        self.module = module
-        self.model = DistributedDataParallel(
-            module, **{"bucket_cap_mb": TINY_MB, "gradient_as_bucket_view": True, **(options or {})}
-        )
-        self.optimizers = MAKE[kind](module)
-        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 100) for each in self.optimizers]
-        self.state: DecoupledState | None = None
-        if owners:
-            group = self.model.process_group
-            self.state = DecoupledState(self.optimizers, group, mutex=mutex, owners="layers")
-            self.model.register_comm_hook(self.state, decoupled_hook)
-
-    def backward(self, tokens: Tensor) -> None:
-        loss_of(self.model, tokens).backward()
-
-    def update(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-    def step(self, tokens: Tensor) -> None:
-        self.backward(tokens)
-        self.update()
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
+def by_owners(*_: Any) -> tuple[Any, Any]:
+    """Plain DDP, whose gradients are added as owners do, by a hook of the tests' own."""
+    return adding("tree")
 
 
-class ByOwners:
-    """The optimizers fed the sums as the owners make them, without our package; see `muon_training.ByOwners`."""
-
-    def __init__(self, module: Mixture, kind: str, owners: Sequence[int]) -> None:
-        self.module = copy.deepcopy(module)
-        self.optimizers = MAKE[kind](self.module)
-        in_order = [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
-        assert len(in_order) == len(owners)
-        self._in_order = in_order
-        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 100) for each in self.optimizers]
-
-    def step(self, tokens: Tensor) -> None:
-        loss_of(self.module, tokens).backward()
-        world_size = dist.get_world_size()
-        gradients = [parameter.grad for parameter in self._in_order if parameter.grad is not None]
-        assert len(gradients) == len(self._in_order)
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) / world_size
-        everyone = [torch.empty_like(flat) for _ in range(world_size)]
-        dist.all_gather(everyone, flat)
-        of_ranks = [each.split([gradient.numel() for gradient in gradients]) for each in everyone]
-        for place, gradient in enumerate(gradients):
-            total = tree_sum([each[place] for each in of_ranks])
-            gradient.copy_(total.view(gradient.shape))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
+def training_of(
+    way: str | Way | None,
+    rank: int,
+    kind: str = "muon in groups",
+    *,
+    seed: int = 3,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Training:
+    """Return a training of the mixture by optimizers of a kind, with a schedule; ``options``: of DDP."""
+    return Training(
+        way,
+        rank,
+        module=mixture(seed, dtype),
+        optimizers=lambda model: MAKE[kind](model.module),
+        schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 100),
+        loss=loss_of,
+        **{"bucket_cap_mb": TINY_MB, **options},
+    )

@@ -68,17 +68,12 @@ class Copies:
         for rank in range(self.world_size):
             self._gradients(rank)
 
-    def step(self, *, together: bool = False, divisor: int = 1) -> None:
-        """Train one step, each copy on its own gradients, or all on the mean, as plain DDP does.
-
-        Args:
-            together: on the mean.
-            divisor: of the gradients, where those of several batches have been added up.
-        """
+    def step(self, *, together: bool = False) -> None:
+        """Train one step, each copy on its own gradients, or together on the mean, as plain DDP does."""
         self.compute()
         if together:
             for of_all in zip(*[model.parameters() for model in self.models], strict=True):
-                mean = mean_of([parameter.grad for parameter in of_all]).div_(divisor)
+                mean = mean_of([parameter.grad for parameter in of_all])
                 for parameter in of_all:
                     parameter.grad.copy_(mean)
         for rank in range(self.world_size):

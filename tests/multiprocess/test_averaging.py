@@ -1,45 +1,114 @@
-"""Local SGD, delayed averaging and DiLoCo in real ranks, against copies in one process, and their identities.
+"""Local SGD, delayed averaging and DiLoCo in real ranks, against copies in one process.
 
 What is averaged does not depend on the optimizer, so each setting meets one with two ranks and another one with four,
 and all three only in the campaign.
 """
 
+import functools
 import itertools
+from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from crossover_ddp.averaging_hooks import LocalSGDState
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.multiprocess.averaging_oracle import MAKERS, SETTINGS, walk_all
+from tests.multiprocess.averaging_oracle import (
+    MAKERS,
+    OVERFLOWS,
+    SCALE,
+    Trainer,
+    delayed_oracle,
+    new_scaler,
+)
 
 STEPS = 13
+# Arguments of the state, and the outer optimizer's rate and momentum.
+SETTINGS: dict[str, tuple[dict[str, int], tuple[float, float] | None]] = {
+    "local": ({"sync_every": 4}, None),
+    "post_local": ({"sync_every": 3, "warmup_steps": 4}, None),
+    "delayed": ({"sync_every": 4, "delay": 3}, None),
+    "streamed": ({"sync_every": 4, "delay": 1, "fragments": 4}, None),
+    "many_fragments": ({"sync_every": 3, "delay": 2, "fragments": 5, "warmup_steps": 2}, None),
+    "diloco": ({"sync_every": 4}, (0.7, 0.9)),
+    "streaming_diloco": ({"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1}, (0.7, 0.9)),
+}
 
 
-def cells(world_size: int) -> list[tuple[str, str]]:
-    """Return settings and optimizers."""
+class Cell(NamedTuple):
+    """A setting, an optimizer, and whether a GradScaler skips steps on one rank alone."""
+
+    name: str
+    optimizer: str
+    scaled: bool = False
+
+
+def cells(world_size: int) -> list[Cell]:
     if IN_CAMPAIGN:
-        return list(itertools.product(SETTINGS, MAKERS))
-    optimizers = list(MAKERS)
-    shift = 2 if world_size == 2 else 1
-    return [(name, optimizers[(place + shift) % len(optimizers)]) for place, name in enumerate(SETTINGS)]
+        found = [Cell(*each) for each in itertools.product(SETTINGS, MAKERS)]
+    else:
+        optimizers, shift = list(MAKERS), 2 if world_size == 2 else 1
+        found = [
+            Cell(name, optimizers[(place + shift) % len(optimizers)]) for place, name in enumerate(SETTINGS)
+        ]
+    if world_size == 2:
+        found += [Cell(name, "momentum", True) for name in ("local", "post_local", "delayed", "streamed")]
+    return found
+
+
+def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
+    """In warm-up gradients are averaged, so that all ranks meet an overflow and skip."""
+    warm = SETTINGS[cell.name][0].get("warmup_steps", 0)
+    return {
+        (rank, step) for guilty, step in OVERFLOWS for rank in (0, 1) if rank == guilty or step < warm
+    } if cell.scaled else ()  # fmt: skip
+
+
+def by_hook(rank: int, cell: Cell) -> tuple[torch.Tensor, int, float]:
+    """Return this rank's values, steps, and the scale of the loss."""
+    settings, outer = SETTINGS[cell.name]
+    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=True)
+    trainer = Trainer(rank, LocalSGDState(**settings, outer_optimizer=make), cell.optimizer)
+    scaler = new_scaler()
+    for _ in range(STEPS):
+        trainer.scaled_step(scaler) if cell.scaled else trainer.step()
+    steps = trainer.state.stats()["steps"]
+    return trainer.end(), steps, scaler.get_scale()
+
+
+def walk_all(rank: int, world_size: int) -> dict[Cell, tuple[Any, Any]]:
+    """Return what the hook makes of each cell, and on rank 0 what the copies say of all ranks."""
+    torch.set_num_threads(1)
+    found = {}
+    for cell in cells(world_size):
+        settings, outer = SETTINGS[cell.name]
+        walk = functools.partial(delayed_oracle, world_size, cell.optimizer, STEPS, **settings, outer=outer)
+        found[cell] = by_hook(rank, cell), walk(skips=skips_of(cell)) if rank == 0 else None
+    return found
 
 
 @cache
-def walks(world_size: int) -> list[dict[tuple[str, str], tuple[torch.Tensor, Any]]]:
-    return run_ranks(walk_all, world_size, args=(STEPS, cells(world_size)), timeout_s=120)
+def walks(world_size: int) -> list[dict[Cell, tuple[Any, Any]]]:
+    return run_ranks(walk_all, world_size, timeout_s=120)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name", "optimizer"),
-    [(world_size, *cell) for world_size in (2, 4) for cell in cells(world_size)],
+    ("world_size", "cell"),
+    [
+        pytest.param(size, cell, id=f"{size}-{cell.name}-{cell.optimizer}{'-scaled' * cell.scaled}")
+        for size in (2, 4)
+        for cell in cells(size)
+    ],
 )
-def test_ranks_walk_the_path_of_copies_in_one_process(world_size: int, name: str, optimizer: str) -> None:
+def test_ranks_walk_the_path_of_copies_in_one_process(world_size: int, cell: Cell) -> None:
     """To the last bit; where four ranks average gradients in warm-up, DDP's buckets decide the order of additions."""
     found = walks(world_size)
-    bitwise = world_size == 2 or "warmup_steps" not in SETTINGS[name][0]
-    for of_rank, expected in zip(found, found[0][name, optimizer][1], strict=True):
-        difference = float((of_rank[name, optimizer][0] - expected).abs().max())
-        assert difference <= (0.0 if bitwise else 1e-6)
+    bitwise = world_size == 2 or "warmup_steps" not in SETTINGS[cell.name][0]
+    for rank, (of_rank, expected) in enumerate(zip(found, found[0][cell][1], strict=True)):
+        values, steps, scale = of_rank[cell][0]
+        assert float((values - expected).abs().max()) <= (0.0 if bitwise else 1e-6)
+        assert steps == STEPS, "a skipped update has stopped the clock"
+        assert scale == SCALE / 2 ** sum(skipping == rank for skipping, _ in skips_of(cell))

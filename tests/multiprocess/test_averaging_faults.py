@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import CrossoverError, ExchangeError, UnsupportedConfigurationError
-from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook
+from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.groups import impatient_group
 from tests.multiprocess.averaging_oracle import Trainer
 
-PATIENCE_S = 6.0
+PATIENCE_S = 4.0
 LIMIT_S = 45.0  # of a busy machine
 STATES: dict[str, Any] = {
     "blocking": lambda group: LocalSGDState(2, process_group=group),
@@ -28,11 +28,8 @@ STATES: dict[str, Any] = {
 
 
 def patient(rank: int, kind: str) -> Trainer:
-    torch.set_num_threads(1)
     group = impatient_group(PATIENCE_S)
-    state = STATES[kind](group)
-    hook = {"hook": elastic_hook} if isinstance(state, ElasticState) else {}
-    return Trainer(rank, state, process_group=group, **hook)
+    return Trainer(rank, STATES[kind](group), process_group=group)
 
 
 def until_it_fails(trainer: Trainer) -> tuple[str, float, int]:
@@ -53,60 +50,46 @@ def until_it_fails(trainer: Trainer) -> tuple[str, float, int]:
     return "went on", time.monotonic() - begin_s, steps
 
 
-def lose_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]:
-    trainer = patient(rank, kind)
-    trainer.train(5)
-    dist.barrier()
-    if rank == 1:
-        signal.raise_signal(signal.SIGKILL)
-    return until_it_fails(trainer)
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_the_death_of_a_peer_is_an_error_in_bounded_time(kind: str) -> None:
-    error, took_s, _ = run_ranks(lose_a_peer, 2, args=(kind,), deaths={1: signal.SIGKILL}, timeout_s=90)[0]
-    assert error == ExchangeError.__name__
-    assert took_s < PATIENCE_S + LIMIT_S
-
-
-def stop_a_peer(rank: int, world_size: int, kind: str) -> tuple[str, float, int]:
-    trainer = patient(rank, kind)
-    trainer.train(5)
+def lose_a_peer(rank: int, world_size: int, kind: str, how: str) -> tuple[str, float, int]:
+    trainer = patient(rank, kind).run(5)
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
     dist.barrier()
     if rank == 1:
         # Whoever is stopped cannot go on by itself; rank 0 kills it when it has seen enough.
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         time.sleep(60)
     found = until_it_fails(trainer)
-    os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]
+    if how == "stopped":
+        os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]
     return found
 
 
-STOPPED = ("delayed", "async", "wild")
+LOSSES = [
+    *((kind, "killed") for kind in STATES),
+    *((kind, "stopped") for kind in ("delayed", "async", "wild")),
+]
 
 
 @functools.cache
-def after_stops() -> dict[str, tuple[str, float, int]]:
-    """Stop a peer in a job of each kind at the same time: all of them do is wait."""
-    jobs = [Job(stop_a_peer, 2, (kind,), deaths={1: signal.SIGKILL}, name=kind) for kind in STOPPED]
-    return {kind: found for kind, (found, _) in zip(STOPPED, run_jobs(jobs, timeout_s=90), strict=True)}
+def after_losses() -> dict[tuple[str, str], tuple[str, float, int]]:
+    """Lose a peer in a job of each kind at the same time: all of them do is wait."""
+    jobs = [Job(lose_a_peer, 2, loss, deaths={1: signal.SIGKILL}, name="-".join(loss)) for loss in LOSSES]
+    return {loss: found for loss, (found, _) in zip(LOSSES, run_jobs(jobs, timeout_s=90), strict=True)}
 
 
-@pytest.mark.parametrize("kind", STOPPED)
-def test_a_stopped_peer_is_an_error_after_the_timeout(kind: str) -> None:
-    error, took_s, steps = after_stops()[kind]
+@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
+def test_the_loss_of_a_peer_is_an_error_in_bounded_time(loss: tuple[str, str]) -> None:
+    error, took_s, steps = after_losses()[loss]
     assert error == ExchangeError.__name__
     assert took_s < PATIENCE_S + LIMIT_S
-    if kind in ("async", "wild"):
+    if loss in (("async", "stopped"), ("wild", "stopped")):
         assert steps > 4, "a stopped rank has stopped the others before the timeout"
         assert took_s > PATIENCE_S / 2
 
 
 def blow_up(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
-    trainer = patient(rank, kind)
-    trainer.train(4)
+    trainer = patient(rank, kind).run(4)
     if rank == 1:
         with torch.no_grad():
             list(trainer.model.parameters())[-1][0] = float("nan" if kind == "blocking" else "inf")
@@ -117,9 +100,7 @@ def blow_up(rank: int, world_size: int, kind: str) -> tuple[str, bool]:
         except UnsupportedConfigurationError as error:
             message = str(error)
             break
-    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    trainer.state.close()
-    return message, bool(parameters.isfinite().all())
+    return message, bool(trainer.end().isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["blocking", "delayed", "sync"])

@@ -1,154 +1,149 @@
-"""Codecs between real ranks: same parameters everywhere, nothing lost, and what DDP can do.
+"""Codecs between real ranks: the same parameters on all of them, by every state that takes a codec."""
 
-Longer runs, and the long tests with each number of ranks, are for the campaign.
-"""
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import Join
 
-from crossover_ddp.codecs import (
-    CompressedState,
-    Int8,
-    SIDCo,
-    compressed_hook,
-)
-from crossover_ddp.comm_hooks import CrossoverState, crossover_hook
+from crossover_ddp import UnsupportedConfigurationError
+from crossover_ddp.codecs import Half, Int8, PerPair, SIDCo
+from tests.conformance.reference import adding
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.harness.turn import RecordingTurn
-from tests.multiprocess.compressed_training import (
-    CODECS,
-    backward,
-    batch,
-    digest,
-    gradients,
-    network,
-    wrapped,
-)
+from tests.harness.inside import force_native
+from tests.multiprocess.compressed_training import CODECS, Coded
+from tests.multiprocess.identity_codec import Identity
 
-WORLD_SIZES = (2, 3, 4)
-TWO_AND_THREE = WORLD_SIZES if IN_CAMPAIGN else (2, 3)
+STEPS = 200 if IN_CAMPAIGN else 7  # of which five are deferred, one of them with two micro-batches
+TRIAL_STEPS = 34  # after which it is decided whether to defer
 
 
-KEPT_STEPS = 12 if IN_CAMPAIGN else 7
+def digests(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return what each codec makes of the parameters, by each state; on two nodes also one for each pair of ranks."""
+    walks = {name: (codec, ("compressed", "decoupled")) for name, codec in CODECS.items()}
+    if world_size == 4:
+        pairs = PerPair.by_node([0, 0, 1, 1], far=SIDCo(0.1), near=Half())
+        walks = {"per pair": ((pairs, Int8(64)), ("compressed", "crossover", "decoupled", "kfac"))}
+    return {
+        name: [Coded(kind, rank, codec).run(STEPS).digest() for kind in kinds]
+        for name, (codec, kinds) in walks.items()
+    }
 
 
-# --- nothing is lost -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parameters_are_those_of_the_codec_alone_on_all_ranks_by_every_state(world_size: int) -> None:
+    first, *others = run_ranks(digests, world_size)
+    assert others == [first] * (world_size - 1)
+    for alone, *by_others in first.values():
+        if world_size == 4:
+            assert by_others.pop() != alone, "K-FAC"
+        assert set(by_others) == {alone}
+    assert len({alone for alone, *_ in first.values()}) == len(first)
 
 
-def conservation(rank: int, world_size: int, name: str, drained: bool) -> float:
-    """Return by how much the sum of all applied differs from that of all gradients less what is kept."""
-    model, alone = wrapped(), network()
-    state = CompressedState(codec=CODECS[name])
-    model.register_comm_hook(state, compressed_hook)
-    names = [parameter_name for parameter_name, _ in alone.named_parameters()]
-    applied = [torch.zeros_like(p, dtype=torch.float64) for p in alone.parameters()]
-    given = [torch.zeros_like(p, dtype=torch.float64) for p in alone.parameters()]
-    for step in range(KEPT_STEPS):
-        if drained and step == KEPT_STEPS - 1:
-            state.drain()
-        model.zero_grad()
-        alone.zero_grad()
-        backward(model, rank, step)
-        backward(alone, rank, step)
-        for total, gradient in zip(applied, gradients(model), strict=True):
-            total += gradient
-        for total, gradient in zip(given, gradients(alone), strict=True):
-            total += gradient / world_size
-    kept = state.state_dict()["residuals"]
-    assert not drained or not any(residual.any() for residual in kept.values())
-    if not drained and name != "identity":
-        assert max(float(residual.abs().max()) for residual in kept.values()) > 1e-5
-    for each, total in zip(names, given, strict=True):
-        if each in kept:
-            total -= kept[each].view_as(total).double() / world_size
-        dist.all_reduce(total)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(applied, given, strict=True))
+def deferred_or_not(rank: int, world_size: int) -> list[str]:
+    codec = CODECS["pair"]
+    ways: list[Any] = [("compressed", {}), ("decoupled", {"defer": "auto"})]
+    return [Coded(kind, rank, codec, **settings).run(TRIAL_STEPS).digest() for kind, settings in ways]
 
 
-def conservations(rank: int, world_size: int) -> dict[str, float]:
-    return {name: conservation(rank, world_size, name, False) for name in CODECS}
+def test_it_makes_no_difference_which_steps_are_deferred() -> None:
+    results = run_ranks(deferred_or_not, 2)
+    assert len({digest for result in results for digest in result}) == 1
 
 
-@pytest.mark.parametrize("world_size", TWO_AND_THREE)
-def test_what_is_applied_and_what_is_kept_are_all_gradients(world_size: int) -> None:
-    for errors in run_ranks(conservations, world_size):
-        assert errors.keys() == CODECS.keys()
-        assert max(errors.values()) < 1e-5, errors
+def clipped(rank: int, world_size: int) -> tuple[list[float], list[float], str]:
+    """Clip by the state and, from the same parameters on, by torch; return both norms of each step."""
+    ours, alone = Coded("decoupled", rank, Int8()), Coded("compressed", rank, Int8())
+    norms, expected = [], []
+    for _ in range(6):
+        for each in (ours, alone):
+            each.backward()
+        norms.append(float(ours.state.clip_grad_norm_(0.1)))
+        expected.append(float(nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1)))
+        for each in (ours, alone):
+            each.update()
+    return norms, expected, ours.digest()
 
 
-@pytest.mark.parametrize("name", ["int8", "sidco"])
-def test_a_drained_step_applies_all_that_was_kept(name: str) -> None:
-    assert max(run_ranks(conservation, 3, args=(name, True))) < 1e-5
-
-
-# --- the same parameters on all ranks ------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """The second branch is used in some steps, on rank 0 alone in others, or nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(20, 30), nn.Linear(20, 30)
-
-    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
-        return (self.first(inputs) + (self.second(inputs) if both else 0)).square().mean()
-
-
-def branches(rank: int, world_size: int) -> tuple[float, list[bool], str]:
-    network, alone = Branches(), Branches()
-    model = DistributedDataParallel(network, find_unused_parameters=True)
-    state = CompressedState(Int8())
-    model.register_comm_hook(state, compressed_hook)
-    applied, given, is_none = torch.zeros(30, 20).double(), torch.zeros(30, 20).double(), []
-    for step in range(8):
-        both = step % 4 in (0, 1) or (step % 4 == 2 and rank == 0)
-        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))
-        model.zero_grad()
-        alone.zero_grad()
-        model(inputs, both).backward()
-        alone(inputs, both).backward()
-        is_none.append(network.second.weight.grad is None)
-        for total, weight in ((applied, network.second.weight), (given, alone.second.weight)):
-            if weight.grad is not None:
-                total += weight.grad
-    kept = state.state_dict()["residuals"]["second.weight"].view(30, 20)
-    given = (given - kept.double()) / world_size
-    dist.all_reduce(given)
-    return float((applied - given).abs().max() / given.abs().max()), is_none, digest([applied])
-
-
-def test_a_parameter_that_nobody_uses_keeps_its_residual_for_later() -> None:
-    results = run_ranks(branches, 2)
-    for error, is_none, _ in results:
-        assert error < 1e-5
-        assert is_none == [False, False, False, True] * 2
+def test_clipping_sees_decoded_values() -> None:
+    results = run_ranks(clipped, 3)
+    for norms, expected, _ in results:
+        assert norms == pytest.approx(expected, rel=1e-4)
+        assert min(norms) > 0.1
     assert len({last for *_, last in results}) == 1
 
 
-# --- Inf and NaN ---------------------------------------------------------------------------------------------
+def drained(rank: int, world_size: int, kind: str) -> tuple[float, float, float, str]:
+    """Return the greatest residual before and after an exact step, and the rate of bytes."""
+    training, greatest = Coded(kind, rank, CODECS["pair"]).run(4), []
+    rate = training.stats_of_codec()["rate"]
+    for _ in range(2):
+        greatest.append(max(float(each.abs().max()) for each in training.residuals().values()))
+        training.state.drain()
+        training.run(1)
+    return *greatest, rate, training.run(1).digest()
+
+
+@pytest.mark.parametrize("kind", ["crossover", "decoupled"])
+def test_a_drained_step_leaves_nothing_behind(kind: str) -> None:
+    results = run_ranks(drained, 3, args=(kind,))
+    for before, after, rate, _ in results:
+        assert before > 0
+        assert after == 0
+        assert 0.1 < rate < 0.4
+    assert len({last for *_, last in results}) == 1
+
+
+def resumed(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    """Resume after four steps, with residuals and without; return what comes of it, and how far from going on it is."""
+    whole = Coded("decoupled", rank, Int8()).run(4)
+    saved = whole.save()
+    assert any(residual.any() for residual in whole.residuals().values())
+    whole.run(4)
+    again = Coded("decoupled", rank, Int8()).load(saved).run(4)
+    without = {name: part for name, part in saved.items() if name != "state"}
+    forgetful = Coded("decoupled", rank, Int8()).load(without).run(4)
+    apart = [float((each.values() - whole.values()).abs().max()) for each in (again, forgetful)]
+    return [again.digest(), forgetful.digest()], apart
+
+
+def test_residuals_go_on_after_a_stop() -> None:
+    (first, apart), (second, also_apart) = run_ranks(resumed, 2)
+    assert first == second
+    assert max(apart[0], also_apart[0]) < min(apart[1], also_apart[1])
+
+
+def joined(rank: int, world_size: int) -> dict[str, str]:
+    """Let rank 0 run out of inputs some steps early, twice."""
+    steps, early = (4, 3) if IN_CAMPAIGN else (3, 2)  # the third step is the first that is deferred
+    found = {}
+    for name in CODECS:
+        training = Coded("decoupled", rank, CODECS[name])
+        for _ in range(2):
+            with Join([training.model]):
+                training.run(steps + early * (rank > 0))
+        found[name] = training.digest()
+    return found
+
+
+def test_ranks_may_run_out_of_inputs() -> None:
+    first, *others = run_ranks(joined, 3)
+    assert others == [first, first]
 
 
 def scales(rank: int, world_size: int) -> float:
     """Return by how much gradients of a loss whose scale changes differ from those of a constant one."""
     results = []
     for factors in ([1.0] * 4, [1.0, 1.0, 4.0, 0.5]):
-        factor = iter(factors)
-        current = [1.0]
-        model = wrapped()
-        model.register_comm_hook(
-            CompressedState(SIDCo(0.05), loss_scale=lambda current=current: current[0]), compressed_hook
-        )
-        for step, current[0] in enumerate(factor):
-            model.zero_grad()
-            inputs, labels = batch(rank, step)
-            (nn.functional.cross_entropy(model(inputs), labels) * current[0]).backward()
-        results.append(torch.cat([gradient.flatten() for gradient in gradients(model)]) / current[0])
+        scale = [1.0]
+        training = Coded("compressed", rank, SIDCo(0.05), loss_scale=lambda scale=scale: scale[0])
+        for step, scale[0] in enumerate(factors):
+            training.model.zero_grad()
+            (training.loss(step) * scale[0]).backward()
+        results.append(torch.cat([p.grad.flatten() for p in training.held]) / scale[0])
     assert float(results[0].abs().max()) > 1e-3
     return float((results[0] - results[1]).abs().max())
 
@@ -157,28 +152,65 @@ def test_residuals_follow_the_scale_of_the_loss() -> None:
     assert max(run_ranks(scales, 2)) < 1e-6
 
 
-# --- around the state ----------------------------------------------------------------------------------------
+# --- a backend with collectives of its own: here gloo's stand for NCCL's ---------------------------------------------
 
 
-def turns(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
-    orders, digests = [], []
-    for make, hook in ((CompressedState, compressed_hook), (CrossoverState, crossover_hook)):
-        model, mutex = wrapped(), RecordingTurn()
-        state = make(codec=(SIDCo(0.05), Int8()), mutex=mutex)
-        model.register_comm_hook(state, hook)
-        for step in range(4):
-            if step == 3:
-                state.drain()
-            backward(model, rank, step)
-        assert not any(residual.any() for residual in state.state_dict()["residuals"].values())
-        found = state.stats()["codec"] if hook is crossover_hook else state.stats()
-        assert 0.1 < found["rate"] < 0.4
-        orders.append(mutex.order)
-        digests.append(digest(gradients(model)))
-    return orders, digests
+def both_ways(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Return how far parameters have come by messages and by collectives, and the rates of bytes."""
+    ways, rates = [], []
+    for native in (False, True):
+        with force_native() if native else torch.enable_grad():
+            training = Coded("decoupled", rank, (Int8(), Half()))
+            begin = training.values()
+            training.run(6)
+            training.backward()
+            training.state.clip_grad_norm_(0.5)
+            training.update()
+            ways.append(training.values() - begin)
+        rates.append(training.stats_of_codec()["rate"])
+    return ways, rates
 
 
-def test_the_turn_is_given_away_while_messages_travel() -> None:
-    for orders, digests in run_ranks(turns, 2):
-        assert orders == [["release", "request", "acquire"] * 4] * 2
-        assert digests[0] == digests[1]
+def test_parameters_by_collectives_are_equal_on_all_ranks_and_near_those_by_messages() -> None:
+    """With two ranks they have the same bits: tests/journeys/test_bits_and_buffers.py."""
+    results = run_ranks(both_ways, 3)
+    for (by_messages, by_collectives), (rate, native_rate) in results:
+        assert torch.equal(by_collectives, results[0][0][1])
+        assert (by_collectives - by_messages).norm() < 0.05 * by_messages.norm()
+        assert rate <= native_rate < 1.6 * rate, "messages of one size are as long as the longest"
+
+
+@force_native()
+def kfac_with_a_codec(rank: int, world_size: int) -> None:
+    expected = "expected gradients on the CPU and gloo for a codec with K-FAC"
+    with pytest.raises(UnsupportedConfigurationError, match=expected):
+        Coded("kfac", rank, Int8()).run(4)
+
+
+def test_kfac_with_a_codec_is_refused() -> None:
+    run_ranks(kfac_with_a_codec, 2)
+
+
+# --- a codec for each pair of ranks ----------------------------------------------------------------------------------
+
+
+def whole_near_ones(rank: int, world_size: int) -> bool:
+    """All ranks on one node send float32, so their gradients are the sums in the order of ranks."""
+    pairs = PerPair.by_node([0] * world_size, far=Int8())
+    ours = Coded("compressed", rank, (pairs, Identity()))
+    plain = Coded(lambda *_: adding("tree, then ranks"), rank)
+    return torch.equal(ours.run(4).values(), plain.run(4).values())
+
+
+def test_near_ranks_lose_nothing_on_the_way_to_owners() -> None:
+    assert run_ranks(whole_near_ones, 3) == [True] * 3
+
+
+def of_another_size(rank: int, world_size: int) -> None:
+    codec = PerPair.by_node([0, 0, 1], far=Int8()), Int8()
+    with pytest.raises(UnsupportedConfigurationError, match="a row for each of 2 ranks, got 3 rows"):
+        Coded("compressed", rank, codec).backward()
+
+
+def test_a_table_for_another_number_of_ranks_is_refused() -> None:
+    run_ranks(of_another_size, 2)

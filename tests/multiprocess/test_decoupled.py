@@ -8,94 +8,48 @@ from typing import Any
 import pytest
 import timm.utils
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import (
-    DecoupledState,
-    UnsupportedConfigurationError,
-    decoupled_hook,
-)
+from crossover_ddp import UnsupportedConfigurationError, decoupled_hook
 from tests.harness import run_ranks
-
-CAP_MB = 0.002
-MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-}
+from tests.harness.training import Training
+from tests.multiprocess.averaging_oracle import MAKERS, loss_of, network
 
 
-def network() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(96, 24),
-        nn.ReLU(),
-        nn.Linear(24, 10),
+def training_of(rank: int, optimizer: str, *, decoupled: bool = True, **options: Any) -> Training:
+    return Training(
+        "decoupled" if decoupled else None,
+        rank,
+        module=network(),
+        optimizers=lambda model: [MAKERS[optimizer](model.parameters())],
+        loss=loss_of,
+        **{"bucket_cap_mb": 0.002, **options},
     )
 
 
-class Training:
-    """A model under plain DDP, or decoupled."""
-
-    def __init__(
-        self,
-        rank: int,
-        optimizer: str,
-        way: str = "plain",
-        *,
-        options: dict[str, Any] | None = None,
-        hook: Callable[..., Any] = decoupled_hook,
-    ) -> None:
-        options = options or {"bucket_cap_mb": CAP_MB}
-        self.model = DistributedDataParallel(network(), gradient_as_bucket_view=True, **options)
-        self.optimizer = MAKERS[optimizer](self.model)
-        self.state = DecoupledState(self.optimizer, defer="always") if way == "decoupled" else None
-        if self.state is not None:
-            self.model.register_comm_hook(self.state, hook)
-        self.generator = torch.Generator().manual_seed(50 + rank)
-
-    def backward(self) -> None:
-        images = torch.randn(8, 1, 6, 6, generator=self.generator)
-        targets = torch.randint(0, 10, (8,), generator=self.generator)
-        nn.functional.cross_entropy(self.model(images), targets).backward()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def end(self) -> torch.Tensor:
-        self.model.eval()
-        self.model(torch.zeros(1, 1, 6, 6))  # between two steps buffers may differ
-        values = self.model.module.state_dict().values()
-        flat = torch.cat([value.flatten().double() for value in values])
-        if self.state is not None:
-            self.state.close()
-        return flat
+def end(training: Training) -> torch.Tensor:
+    training.model.eval()
+    training.model(torch.zeros(1, 1, 6, 6))  # between two steps buffers may differ
+    flat = torch.cat([value.flatten().double() for value in training.weights()])
+    training.close()
+    return flat
 
 
 def flush_on_rank_0_and_clip(rank: int, world_size: int) -> bool:
     """``flush`` asks nobody, so the ranks that have not called it must not wait for rank 0's parts."""
-    training, plain = (Training(rank, "sgd", way) for way in ("decoupled", "plain"))
+    training, plain = training_of(rank, "momentum"), training_of(rank, "momentum", decoupled=False)
     same = True
     for _ in range(6):
         training.backward()
         plain.backward()
-        assert training.state is not None
         if rank == 0:
             training.state.flush()
         norm = training.state.clip_grad_norm_(0.5)
         # Ours is summed in float64, so that deferred steps have the same.
         same &= torch.allclose(norm, clip_grad_norm_(plain.model.parameters(), 0.5), rtol=1e-6)
-        for each in (training, plain):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
-    return same and torch.allclose(training.end(), plain.end(), rtol=1e-5, atol=1e-6)
+        training.update()
+        plain.update()
+    return same and torch.allclose(end(training), end(plain), rtol=1e-5, atol=1e-6)
 
 
 def test_one_rank_may_flush_before_all_clip() -> None:
@@ -104,25 +58,21 @@ def test_one_rank_may_flush_before_all_clip() -> None:
 
 def only_rank_0_looks(rank: int, world_size: int) -> bool:
     """Checkpoints, averages and evaluations of one rank need no other rank."""
-    training, plain = (Training(rank, "adamw", way) for way in ("decoupled", "plain"))
+    training, plain = training_of(rank, "adamw"), training_of(rank, "adamw", decoupled=False)
     average = timm.utils.ModelEmaV3(training.model.module, decay=0.9) if rank == 0 else None
-    for step in range(12):
-        training.step()
-        plain.step()
-        if rank == 0:
-            look(training, step, average)
-    return torch.equal(training.end(), plain.end())
-
-
-def look(training: Training, step: int, average: Any) -> None:
-    ways: list[Callable[[], object]] = [
+    looks: list[Callable[[], object]] = [
         lambda: training.model.state_dict(),
         lambda: training.optimizer.state_dict(),
         lambda: average.update(training.model.module),
         lambda: copy.deepcopy(training.model.module)(torch.ones(2, 1, 6, 6)),
         lambda: time.sleep(0.05),
     ]
-    ways[step % len(ways)]()
+    for step in range(12):
+        training.step()
+        plain.step()
+        if rank == 0:
+            looks[step % len(looks)]()
+    return torch.equal(end(training), end(plain))
 
 
 def test_one_rank_may_look_alone() -> None:
@@ -130,22 +80,16 @@ def test_one_rank_may_look_alone() -> None:
 
 
 def plan(rank: int, world_size: int) -> dict[str, Any]:
-    training = Training(rank, "sgd", "decoupled")
-    assert training.state is not None
-    for _ in range(8):
-        training.step()
+    training = training_of(rank, "sgd").run(8)
     chosen = training.state.plan_buckets()
-    training.end()
+    end(training)
     sizes: dict[int, int] = {}
 
     def noting(state, bucket):  # type: ignore[no-untyped-def]
         sizes[bucket.index()] = bucket.buffer().nbytes
         return decoupled_hook(state, bucket)
 
-    trained = Training(rank, "sgd", "decoupled", options=chosen.ddp_options(), hook=noting)
-    for _ in range(4):
-        trained.step()
-    trained.end()
+    end(training_of(rank, "sgd", around=lambda _: noting, **chosen.ddp_options()).run(4))
     return {**vars(chosen), "sizes": list(sizes.values())}
 
 
@@ -158,8 +102,7 @@ def test_all_ranks_plan_the_same_buckets() -> None:
 
 
 def plan_too_early(rank: int, world_size: int, steps: int) -> str:
-    training = Training(rank, "sgd", "decoupled")
-    assert training.state is not None
+    training = training_of(rank, "sgd")
     for _ in range(steps):
         training.step()
         if rank == 0:  # whose updates do not come in forward then, so that it has nothing to plan from
@@ -169,7 +112,7 @@ def plan_too_early(rank: int, world_size: int, steps: int) -> str:
     except UnsupportedConfigurationError as error:
         return str(error)
     finally:
-        training.end()
+        end(training)
     return ""
 
 

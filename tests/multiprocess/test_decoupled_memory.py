@@ -21,7 +21,7 @@ def peaks_bytes(way: str) -> list[int]:
 
 def test_peak_of_four_ranks_is_that_of_plain_ddp_and_one_bucket_at_most() -> None:
     plain, decoupled = peaks_bytes("plain"), peaks_bytes("decoupled")
-    assert min(plain) > 24 * BUCKET_BYTES, "parameters, gradients, momentum"
+    assert min(plain) > 3 * 6 * BUCKET_BYTES, "parameters, gradients, momentum"
     # On a busy machine a single rank may peak higher: what it receives early waits for it.
     assert median(decoupled) <= median(plain) + BUCKET_BYTES
 

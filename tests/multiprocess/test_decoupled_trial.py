@@ -1,20 +1,20 @@
 """Whether deferring is worth it is tried and agreed on; results are those of plain DDP all the while, in any case."""
 
-import contextlib
 import functools
-import uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp import DecoupledState, GPUMutex
 from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import new_group
 from tests.harness.oracles import heard
+from tests.harness.training import Training, decoupled
+from tests.multiprocess.averaging_oracle import loss_of, network
 
 WARM_UP, BLOCK, END = inside.TRIAL
 STEPS = END + 10
@@ -30,53 +30,37 @@ class Outcome(NamedTuple):
     turns: int
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 16),
-        nn.Tanh(),
-        nn.Linear(16, 3),
-    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+def training_of(way: Any, rank: int, **options: Any) -> Training:
+    module = network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Training(way, rank, module=module, loss=loss_of, **{"bucket_cap_mb": 0.001, **options})
 
 
 def train(rank: int, world_size: int, way: str, verdict: bool | None = None, group: str = "") -> Outcome:
     """Train as ``way`` says; ``verdict``: what the trial's clock shall show."""
-    views = {} if way.endswith("no views") else {"gradient_as_bucket_view": True}
     mutex = GPUMutex(group, device=f"device{rank}") if group else None
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.001, **views)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state: DecoupledState | None = None
-    if way.startswith("decoupled"):
-        state = DecoupledState(optimizer, mutex=mutex)
-        model.register_comm_hook(state, decoupled_hook)
-        if verdict is not None:
-            inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
-    else:
-        model.register_comm_hook(None, reduce_scatter_all_gather_hook)
-    generator = torch.Generator().manual_seed(rank)
+    by = "split" if way == "split" else decoupled(defer="auto")
+    training = training_of(by, rank, mutex=mutex, gradient_as_bucket_view=not way.endswith("no views"))
+    model, state = training.model, training.state
+    if verdict is not None:
+        inside.pretend_times(state, deferred_s=1.0 if verdict else 3.0, whole_s=2.0)
     losses, deferred = [], []
     for step in range(STEPS):
-        with model.no_sync() if step % 3 == 2 else contextlib.nullcontext():
-            model(torch.randn(5, 1, 6, 6, generator=generator)).square().mean().backward()
         if step % 3 == 2:
-            model(torch.randn(5, 1, 6, 6, generator=generator)).square().mean().backward()
+            with model.no_sync():
+                training.backward(1000 + step)
+        training.backward(step)
         if rank == 0 and step % 7 == 5 and state is not None:
             state.flush()  # on one rank only: that it does not defer then must not confuse the others
-        optimizer.step()
-        deferred.append(state is not None and bool(state.stats()["deferred"]))
+        training.optimizer.step()
+        deferred.append(training.is_pending)
         # Every other time gradients stay allocated, and are added to in place.
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        training.optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step % 10 == 9:
             model.eval()
             losses.append(float(model(torch.ones(2, 1, 6, 6)).sum()))
             model.train()
     deferring = state.deferring if state is not None else None
-    if state is not None:
-        state.close()
+    training.close()
     dist.barrier()
     turns = mutex.stats()["turns"] if mutex is not None else 0
     if mutex is not None:
@@ -118,9 +102,7 @@ def test_training_is_that_of_the_split_hook_whatever_is_chosen(
 
 @pytest.mark.parametrize("verdict", [True, False])
 def test_a_job_that_takes_turns_takes_one_for_each_backward_either_way(verdict: bool) -> None:
-    found = run_ranks(
-        train, 2, args=("decoupled", verdict, f"test-{uuid.uuid4().hex[:12]}"), timeout_s=TIMEOUT_S
-    )
+    found = run_ranks(train, 2, args=("decoupled", verdict, new_group()), timeout_s=TIMEOUT_S)
     assert [each[:2] for each in found] == reference(2)
     forwards = STEPS + STEPS // 3
     assert all(STEPS <= each.turns <= forwards + 4 for each in found), [each.turns for each in found]
@@ -144,16 +126,8 @@ def test_an_unknown_way_to_defer_is_refused() -> None:
 
 def train_plainly(rank: int, world_size: int) -> tuple[bool | None, list[str]]:
     """Return whether it defers in the end, and what was logged as a warning."""
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = DecoupledState(optimizer)
-    model.register_comm_hook(state, decoupled_hook)
     with heard() as said:
-        for _ in range(STEPS):
-            model(torch.randn(5, 1, 6, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return state.deferring, said
+        return training_of(decoupled(defer="auto"), rank).run(STEPS).state.deferring, said
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

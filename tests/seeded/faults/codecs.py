@@ -5,6 +5,7 @@ from typing import Final
 from tests.seeded.fault import Fault
 
 _CODECS = "tests/multiprocess/test_compression.py"
+_BUCKET = "tests/unit/compression/test_coded_bucket.py"
 _KFAC = "tests/multiprocess/test_kfac_codec.py"
 
 CODECS: Final[tuple[Fault, ...]] = (
@@ -13,11 +14,7 @@ CODECS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_compression/coded_link.py",
         "values.add_(self._kept[self.rank])",
         "values",
-        (
-            _CODECS,
-            "-k",
-            "what_is_applied and 2",
-        ),
+        (_BUCKET, "-k", "what_is_applied and 2"),
     ),
     Fault(
         "owners add the last rank first",
@@ -35,11 +32,7 @@ CODECS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_compression/coded_link.py",
         "torch.where(is_unused, old, piece, out=piece)",
         "piece.masked_fill_(is_unused, 0)",
-        (
-            _CODECS,
-            "-k",
-            "keeps_its_residual",
-        ),
+        (_BUCKET, "-k", "all_gradients_are_zero"),
     ),
     Fault(
         "an owner keeps its mean where others decode its message",
@@ -113,7 +106,7 @@ CODECS: Final[tuple[Fault, ...]] = (
         "near if one == other else far",
         "far if one == other else near",
         (
-            "tests/multiprocess/test_compression_pairs.py",
+            _CODECS,
             "-k",
             "near_ranks_lose_nothing",
         ),

@@ -6,7 +6,7 @@ from tests.seeded.fault import Fault
 
 _DEFECTS = "tests/defects/test_decoupled.py"
 _TRIAL = "tests/multiprocess/test_decoupled_trial.py"
-_CODEC = "tests/multiprocess/test_decoupled_codec.py"
+_CODEC = "tests/multiprocess/test_compression.py"
 _WALKS = ("tests/conformance/test_conformance.py", "-k", "gloo-decoupled- and 2")
 
 DECOUPLED: Final[tuple[Fault, ...]] = (

@@ -6,7 +6,7 @@ from tests.seeded.fault import Fault
 
 _DEFECTS = "tests/defects/test_owners.py"
 _OWNERS = "tests/multiprocess/test_owners.py"
-_MUON = "tests/multiprocess/test_muon.py"
+_STATES = "tests/unit/owners/test_states.py"
 
 OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
@@ -15,22 +15,14 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "take_step(update.parameter, direction, _group(plan, update.parameter))",
         "number = plan.group_of[id(update.parameter)]\n"
         "            take_step(update.parameter, direction, self.optimizer.param_groups[number])",
-        (
-            _OWNERS,
-            "-k",
-            "replicated_optimizers and muon",
-        ),
+        (_OWNERS, "-k", "2-owned-muon"),
     ),
     Fault(
         "an owner does not apply the directions that it has computed",
         "crossover_ddp/_decoupled/owned.py",
         "for update, direction, _ in arrived:",
         "for update, direction, _ in [each for each in arrived if not each.is_own]:",
-        (
-            _OWNERS,
-            "-k",
-            "replicated_optimizers and muon",
-        ),
+        (_OWNERS, "-k", "2-owned-muon"),
     ),
     Fault(
         "a direction takes the place of a matrix in float32",
@@ -48,7 +40,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_owners/optimizer.py",
         "        self._count(groups, plan.attributes)\n",
         "",
-        (_OWNERS, "-k", "parameters_without_gradients"),
+        (_OWNERS, "-k", "unused-shampoo"),
     ),
     Fault(
         "gradients that only owners have look like gradients of zero",
@@ -139,11 +131,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_owners/kept.py",
         "group=group, group_src=owner)",
         "group=group, group_src=0)",
-        (
-            _OWNERS,
-            "-k",
-            "checkpoints and soap",
-        ),
+        (_OWNERS, "-k", "lists_and_tuples and soap"),
     ),
     Fault(
         "an owner's state comes to the device of the rank that has sent it",
@@ -161,22 +149,14 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "        for update, piece, _ in own:\n"
         "            piece.copy_(update.parameter)\n"
         "        self.partial.apply(plan, [each.update for each in own])\n",
-        (
-            _OWNERS,
-            "-k",
-            "fed_the_owners_sums and adamw",
-        ),
+        (_OWNERS, "-k", "2-owned-adamw"),
     ),
     Fault(
         "Muon's momentum is that of gradients as large as the loss's scale",
         "crossover_ddp/muon_hooks.py",
         "gradient.mul_(1.0 / round_.scale)",
         "pass",
-        (
-            _MUON,
-            "-k",
-            "overflow",
-        ),
+        (_OWNERS, "-k", "overflow"),
     ),
     Fault(
         "the turn is given away before owners compute",
@@ -197,11 +177,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/muon_hooks.py",
         "DirectionSettings.of(g)",
         "DirectionSettings.of(self.muon.param_groups[0])",
-        (
-            _MUON,
-            "-k",
-            "last_bit and 2",
-        ),
+        (_OWNERS, "-k", "2-muon_hook"),
     ),
     Fault(
         "a step that is skipped has changed the momentum",
@@ -210,10 +186,6 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "                if old is not None:\n"
         "                    self._next[number] = old\n",
         "                put_momentum(state, self._next[number])\n",
-        (
-            _MUON,
-            "-k",
-            "skipped_step",
-        ),
+        (_STATES, "-k", "skipped"),
     ),
 )

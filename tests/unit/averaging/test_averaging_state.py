@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,95 +12,87 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, KFACState, UnsupportedConfigurationError, crossover_wrapper
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
+from tests.harness.training import hooked
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def small() -> nn.Module:
+def small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-def wrapped(network: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
-    given = {"broadcast_buffers": False, **options}
-    return DistributedDataParallel(small() if network is None else network, **given)
+def model_of(state: Any, network: nn.Module | None = None, *, hook: Any = None, **options: Any) -> Any:
+    own_hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
+    return hooked(network or small(), hook or own_hook, state, **{"broadcast_buffers": False, **options})
 
 
 def backward(model: nn.Module) -> None:
     model(torch.randn(5, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+def with_gaps() -> nn.Module:
+    network = nn.Linear(4, 2, bias=False)
+    network.weight = nn.Parameter(torch.randn(2, 8)[:, ::2])
+    return network
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "buffers": (
-        small,
-        {"broadcast_buffers": True},
+        lambda: model_of(LocalSGDState(4), broadcast_buffers=True),
         r"expected (forward_sync|broadcast)_buffers=False, got True.*every step",
     ),
-    "unused": (small, {"find_unused_parameters": True}, r"expected find_unused_parameters=False, got True"),
+    "unused": (
+        lambda: model_of(LocalSGDState(4), find_unused_parameters=True),
+        "expected find_unused_parameters=False, got True",
+    ),
+    "under the wrapper": (
+        lambda: model_of(CrossoverState(hook_state=LocalSGDState(4)), hook=crossover_wrapper(local_sgd_hook)),
+        "got it inside of crossover_wrapper",
+    ),
+    "compressed gradients": (  # it has none to compress
+        lambda: model_of(LocalSGDState(4), hook=fp16_compress_wrapper(local_sgd_hook)),
+        "got it inside of fp16_compress_wrapper",
+    ),
+    "gaps": (lambda: model_of(LocalSGDState(2), with_gaps()), "without gaps, got weight of shape"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_waits_in_every_step_is_refused(name: str) -> None:
-    make, options, message = REFUSED[name]
-    model = wrapped(make(), **options)
-    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
-    with pytest.raises(UnsupportedConfigurationError, match=message):
-        backward(model)
+def test_a_model_or_hook_that_cannot_work_is_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(CrossoverError, match=message):
+        backward(make())
+
+
+def test_a_model_that_k_fac_watches_is_refused() -> None:
+    network = nn.Sequential(nn.Linear(4, 2))
+    kfac = KFACState(network, kl_clip=None)
+    with pytest.raises(UnsupportedConfigurationError, match="without K-FAC, got a KFACState that watches"):
+        backward(model_of(LocalSGDState(4), network))
+    kfac.close()
 
 
 def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP itself refuses them on a CPU, so they come behind its back."""
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
-    model = wrapped()
+    model = model_of(LocalSGDState(4))
     parameters = model.module[1]._parameters
     model.module[1] = nn.SyncBatchNorm(3)
     model.module[1]._parameters = parameters
-    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
     with pytest.raises(UnsupportedConfigurationError, match="got SyncBatchNorm 1, which waits for all ranks"):
         backward(model)
 
 
-def test_a_model_that_is_averaged_in_every_step_may_wait() -> None:
-    model = wrapped(broadcast_buffers=True, find_unused_parameters=True)
-    model.register_comm_hook(LocalSGDState(1), local_sgd_hook)
-    backward(model)
-
-
-def test_buffers_may_be_broadcast_if_there_are_none() -> None:
-    model = wrapped(nn.Linear(4, 2), broadcast_buffers=True)
-    model.register_comm_hook(LocalSGDState(2), local_sgd_hook)
+def test_a_model_that_is_averaged_in_every_step_may_wait_and_one_without_buffers_broadcast() -> None:
+    backward(model_of(LocalSGDState(1), broadcast_buffers=True, find_unused_parameters=True))
+    model = model_of(LocalSGDState(2), nn.Linear(4, 2), broadcast_buffers=True)
     backward(model)
     backward(model)
-
-
-def test_other_hooks_do_not_go_with_it() -> None:
-    model = wrapped()
-    state = CrossoverState(hook_state=LocalSGDState(4))
-    model.register_comm_hook(state, crossover_wrapper(local_sgd_hook))
-    with pytest.raises(CrossoverError, match="got it inside of crossover_wrapper"):
-        backward(model)
-    network = nn.Sequential(nn.Linear(4, 2))
-    kfac = KFACState(network, kl_clip=None)
-    model = wrapped(network)
-    model.register_comm_hook(LocalSGDState(4), local_sgd_hook)
-    with pytest.raises(
-        UnsupportedConfigurationError, match="without K-FAC, got a KFACState that watches module"
-    ):
-        backward(model)
-    kfac.close()
-
-
-def test_what_compresses_gradients_has_none_to_compress() -> None:
-    model = wrapped()
-    model.register_comm_hook(LocalSGDState(4), fp16_compress_wrapper(local_sgd_hook))
-    with pytest.raises(UnsupportedConfigurationError, match="got it inside of fp16_compress_wrapper"):
-        backward(model)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +124,13 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def test_an_outer_optimizer_is_made_by_a_function() -> None:
     made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(TypeError, match="pass a function of the parameters"):
-        LocalSGDState(4, outer_optimizer=made)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got outer_optimizer=3"):
-        LocalSGDState(4, outer_optimizer=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got list"):
-        LocalSGDState(4, outer_optimizer=list)  # type: ignore[arg-type]
+    for wrong, message in (
+        (made, "a function of the parameters"),
+        (3, "outer_optimizer=3"),
+        (list, "got list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            LocalSGDState(4, outer_optimizer=wrong)  # type: ignore[arg-type]
 
 
 def test_an_outer_optimizer_must_not_look_at_values() -> None:
@@ -151,8 +145,8 @@ def test_an_outer_optimizer_must_not_look_at_values() -> None:
 
 
 def test_a_state_is_loaded_before_it_trains() -> None:
-    model, state = wrapped(), LocalSGDState(2, 1, outer_optimizer=_sgd)
-    model.register_comm_hook(state, local_sgd_hook)
+    state = LocalSGDState(2, 1, outer_optimizer=_sgd)
+    model = model_of(state)
     with pytest.raises(UnsupportedConfigurationError, match="whose hook was never called"):
         state.average()
     with pytest.raises(ValueError, match=r"got keys \['steps'\]"):
@@ -163,16 +157,16 @@ def test_a_state_is_loaded_before_it_trains() -> None:
     saved = state.state_dict()
     with pytest.raises(ValueError, match="expected fragments=1 as when the state was saved, got fragments=2"):
         LocalSGDState(4, 0, 2, outer_optimizer=_sgd).load_state_dict(saved)
-    other, fresh = wrapped(nn.Linear(4, 2)), LocalSGDState(2, 1, outer_optimizer=_sgd)
-    other.register_comm_hook(fresh, local_sgd_hook)
+    fresh = LocalSGDState(2, 1, outer_optimizer=_sgd)
+    other = model_of(fresh, nn.Linear(4, 2))
     fresh.load_state_dict(saved)
     with pytest.raises(ValueError, match="expected values of shape"):
         backward(other)
 
 
 def test_a_copied_model_leaves_the_state_behind(caplog: pytest.LogCaptureFixture) -> None:
-    model, state = wrapped(), LocalSGDState(2, 1)
-    model.register_comm_hook(state, local_sgd_hook)
+    state = LocalSGDState(2, 1)
+    model = model_of(state)
     backward(model)
     with caplog.at_level(logging.WARNING):
         pickle.loads(pickle.dumps(model.module))
@@ -185,8 +179,8 @@ def test_a_copied_model_leaves_the_state_behind(caplog: pytest.LogCaptureFixture
 
 
 def test_forwards_without_gradients_do_not_act() -> None:
-    model, state = wrapped(), LocalSGDState(2)
-    model.register_comm_hook(state, local_sgd_hook)
+    state = LocalSGDState(2)
+    model = model_of(state)
     for _ in range(2):
         backward(model)
     with torch.no_grad():
@@ -199,8 +193,8 @@ def test_forwards_without_gradients_do_not_act() -> None:
 
 
 def test_a_closed_state_goes_on_as_the_split_hook() -> None:
-    model, state = wrapped(), ElasticState(1, "async")
-    model.register_comm_hook(state, elastic_hook)
+    state = ElasticState(1, "async")
+    model = model_of(state)
     for _ in range(3):
         backward(model)
     state.close()
@@ -209,18 +203,9 @@ def test_a_closed_state_goes_on_as_the_split_hook() -> None:
     assert state.stats()["steps"] == 3
 
 
-def test_parameters_with_gaps_are_refused() -> None:
-    network = nn.Linear(4, 2, bias=False)
-    network.weight = nn.Parameter(torch.randn(2, 8)[:, ::2])
-    model = wrapped(network)
-    model.register_comm_hook(LocalSGDState(2), local_sgd_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="without gaps, got weight of shape"):
-        backward(model)
-
-
 def test_rounds_end_with_the_process_group() -> None:
-    model, state = wrapped(), ElasticState(1, "async")
-    model.register_comm_hook(state, elastic_hook)
+    state = ElasticState(1, "async")
+    model = model_of(state)
     for _ in range(3):
         backward(model)
     dist.destroy_process_group()
@@ -232,8 +217,8 @@ def test_rounds_end_with_the_process_group() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_centre_is_wide_and_pulls_half_precision(dtype: torch.dtype) -> None:
     network = nn.Linear(4, 2).to(dtype)
-    model, state = wrapped(network), ElasticState(1, "sync", 0.5)
-    model.register_comm_hook(state, elastic_hook)
+    state = ElasticState(1, "sync", 0.5)
+    model = model_of(state, network)
     model(torch.randn(5, 4, dtype=dtype)).sum().backward()
     start = network.weight.detach().clone()
     with torch.no_grad():

@@ -169,6 +169,14 @@ def test_infinities_reach_all_ranks_and_no_residual(codecs: tuple[Codec, Codec],
     check_infinities(codecs, bad, CPU)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("codecs", PAIRS, ids=repr)
+def test_buckets_for_collectives_have_the_bits_of_those_for_messages(
+    codecs: tuple[Codec, Codec], world_size: int
+) -> None:
+    check_bits(codecs, world_size, CPU)
+
+
 def test_where_all_gradients_are_zero_nothing_is_sent_if_the_parameter_may_be_unused() -> None:
     """Those of one rank alone do not hold back what others send; its own waits."""
     start, stop = sum(NUMELS[:2]), sum(NUMELS[:3])

@@ -2,22 +2,23 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp._ddp.compiled import called_by_compiled_code, uncompiled
 from crossover_ddp._decoupled.clock import END
-from tests.unit.decoupled.decoupled_training import inputs, network, sgd
+from tests.harness import training as harness
+from tests.unit.decoupled.decoupled_training import assert_same, inputs, network
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
-Compile = Callable[[Any], Any]
+# Of a module and torch.compile: what takes the module's place.
+Compiled = Callable[[Any, Any], Any]
 STEPS = 8
 
 
@@ -58,81 +59,56 @@ class Blocks(nn.Module):
         return features
 
 
-def ddp(net: nn.Module) -> DistributedDataParallel:
-    # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
-    return DistributedDataParallel(net, bucket_cap_mb=1, gradient_as_bucket_view=True)
+def as_it_is(module: Any, compiled: Any) -> Any:
+    return module
 
 
-def the_network(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(compiled(Net()))
-    return model, model
+def itself(module: Any, compiled: Any) -> Any:
+    return compiled(module)
 
 
-def the_networks_method(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    net = Net()
-    net.compile(backend=compiled.keywords["backend"])  # type: ignore[attr-defined]
-    model = ddp(net)
-    return model, model
+def by_method(module: Any, compiled: Any) -> Any:
+    module.compile(backend=compiled.keywords["backend"])
+    return module
 
 
-def the_networks_forward(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    net = Net()
-    net.forward = compiled(net.forward)  # type: ignore[method-assign]
-    model = ddp(net)
-    return model, model
+def by_forward(module: Any, compiled: Any) -> Any:
+    module.forward = compiled(module.forward)
+    return module
 
 
-def the_model(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(Net())
-    return model, compiled(model)
+def around(module: Any, compiled: Any) -> Any:
+    return compiled(lambda features: module(features) + 1.0)
 
 
-def the_models_method(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(Net())
-    model.compile(backend=compiled.keywords["backend"])  # type: ignore[attr-defined]
-    return model, model
+def each_block(compile_block: Compiled) -> Compiled:
+    def blocks(net: Any, compiled: Any) -> Any:
+        net.blocks = nn.ModuleList(compile_block(block, compiled) for block in net.blocks)
+        return net
+
+    return blocks
 
 
-def a_function_around_it(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(Net())
-    return model, compiled(lambda features: model(features) + 1.0)
+@dataclass(frozen=True)
+class Way:
+    """A network, and what is compiled before and after DDP is put around it."""
+
+    net: Callable[[], nn.Module] = Net
+    inner: Compiled = as_it_is
+    outer: Compiled = as_it_is
 
 
-def each_block(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    net = Blocks()
-    net.blocks = nn.ModuleList(compiled(block) for block in net.blocks)
-    model = ddp(net)
-    return model, model
-
-
-def each_blocks_method(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    net = Blocks()
-    for block in net.blocks:
-        block.compile(backend=compiled.keywords["backend"])  # type: ignore[attr-defined]
-    model = ddp(net)
-    return model, model
-
-
-def nothing(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(Net())
-    return model, model
-
-
-def blocks_as_they_are(compiled: Compile) -> tuple[DistributedDataParallel, Any]:
-    model = ddp(Blocks())
-    return model, model
-
-
-WAYS = [
-    the_network,
-    the_networks_method,
-    the_networks_forward,
-    the_model,
-    the_models_method,
-    a_function_around_it,
-    each_block,
-    each_blocks_method,
-]
+NOTHING, BLOCKS = Way(), Way(Blocks)
+WAYS = {
+    "the network": Way(inner=itself),
+    "the network's method": Way(inner=by_method),
+    "the network's forward": Way(inner=by_forward),
+    "the model": Way(outer=itself),
+    "the model's method": Way(outer=by_method),
+    "a function around it": Way(outer=around),
+    "each block": Way(Blocks, inner=each_block(itself)),
+    "each block's method": Way(Blocks, inner=each_block(by_method)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -142,145 +118,125 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Trained:
+class Trained(harness.Training):
     """A compiled model that is trained, step by step."""
 
-    def __init__(
-        self,
-        way: Callable[[Compile], tuple[DistributedDataParallel, Any]],
-        *,
-        decoupled: bool,
-        defer: Literal["auto", "always"] = "always",
-    ) -> None:
+    def __init__(self, way: Way, *, decoupled: bool, defer: str = "always") -> None:
         self.counter = CompileCounter()
-        self.model, self.called = way(functools.partial(torch.compile, backend=self.counter))
-        self.optimizer = sgd(self.model)
-        self.state = DecoupledState(self.optimizer, defer=defer) if decoupled else None
-        if self.state is not None:
-            self.model.register_comm_hook(self.state, decoupled_hook)
-        self.steps = 0
+        compiled = functools.partial(torch.compile, backend=self.counter)
+        super().__init__(
+            harness.decoupled(defer=defer) if decoupled else None,
+            module=way.inner(way.net(), compiled),
+            loss=lambda model, rank, step: self.called(inputs(step)).square().mean(),
+            # torch's own optimizer of compiled DDP models asks for buckets of a megabyte at least.
+            bucket_cap_mb=1,
+        )
+        self.called = way.outer(self.model, compiled)
         self.graphs: list[int] = []
         self.deferred = 0
+        self.between: Callable[[Trained], object] = lambda _: None
 
-    def run(self, steps: int = STEPS, between: Callable[["Trained"], object] | None = None) -> "Trained":
-        for _ in range(steps):
-            self.called(inputs(self.steps)).square().mean().backward()
-            self.optimizer.step()
-            self.deferred += bool(self.state is not None and self.state.stats()["deferred"])
-            self.optimizer.zero_grad()
-            if between is not None:
-                between(self)
-            self.steps += 1
-            self.graphs.append(self.counter.frame_count)
-        return self
-
-    def end(self) -> dict[str, torch.Tensor]:
-        weights = {name: value.clone() for name, value in self.model.module.state_dict().items()}
-        if self.state is not None:
-            self.state.close()
-        return weights
+    def update(self) -> None:
+        self.optimizer.step()
+        self.deferred += self.is_pending
+        self.drop()
+        self.between(self)
+        self.steps += 1
+        self.graphs.append(self.counter.frame_count)
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def assert_ends_are_same(one: Trained, other: Trained) -> None:
+    assert_same(one, other)
+    one.close()
+    other.close()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_there_are_as_many_graphs_as_without_the_hook(way: Callable[[Compile], Any]) -> None:
-    plain = Trained(way, decoupled=False).run()
+@pytest.mark.parametrize("way", WAYS)
+def test_there_are_as_many_graphs_as_without_the_hook(way: str) -> None:
+    plain = Trained(WAYS[way], decoupled=False).run(STEPS)
     torch._dynamo.reset()
-    decoupled = Trained(way, decoupled=True).run()
+    decoupled = Trained(WAYS[way], decoupled=True).run(STEPS)
     assert decoupled.graphs == plain.graphs
     assert decoupled.deferred == STEPS - 2
-    assert_equal(decoupled.end(), plain.end())
+    assert_ends_are_same(decoupled, plain)
 
 
-@pytest.mark.parametrize("way", [the_network, the_model, each_block], ids=lambda way: way.__name__)
-def test_steps_deferred_and_not_deferred_share_their_graphs(way: Callable[[Compile], Any]) -> None:
-    plain = Trained(way, decoupled=False).run(END + STEPS)
+@pytest.mark.parametrize("way", ["the network", "each block"])
+def test_steps_deferred_and_not_deferred_share_their_graphs(way: str) -> None:
+    plain = Trained(WAYS[way], decoupled=False).run(END + STEPS)
     torch._dynamo.reset()
-    tried = Trained(way, decoupled=True, defer="auto").run(END + STEPS)
+    tried = Trained(WAYS[way], decoupled=True, defer="auto").run(END + STEPS)
     assert tried.graphs == plain.graphs
     assert 0 < tried.deferred < END
-    assert_equal(tried.end(), plain.end())
+    assert_ends_are_same(tried, plain)
 
 
-@pytest.mark.parametrize("way", [the_network, the_model, each_blocks_method], ids=lambda way: way.__name__)
-def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(
-    way: Callable[[Compile], Any],
-) -> None:
-    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-
-    def look(trained: Trained) -> None:
-        sums = [value.double().sum() for value in trained.model.module.state_dict().values()]
-        seen[trained.state is not None].append(torch.stack(sums))
-
-    plain = Trained(way, decoupled=False).run(between=look)
-    torch._dynamo.reset()
-    decoupled = Trained(way, decoupled=True).run(between=look)
-    assert decoupled.graphs == plain.graphs
-    assert torch.equal(torch.stack(seen[True]), torch.stack(seen[False]))
-    decoupled.end()
+@pytest.mark.parametrize("way", ["the model", "each block's method"])
+def test_who_looks_between_step_and_forward_sees_the_update_and_makes_no_graph(way: str) -> None:
+    found = []
+    for decoupled in (True, False):
+        torch._dynamo.reset()
+        trained, seen = Trained(WAYS[way], decoupled=decoupled), []
+        trained.between = lambda each, seen=seen: seen.append(  # type: ignore[misc]
+            torch.stack([value.double().sum() for value in each.weights()])
+        )
+        found.append((trained.run(STEPS).graphs, torch.stack(seen)))
+        trained.close()
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_blocks_compiled_one_by_one_are_updated_one_by_one() -> None:
-    trained = Trained(each_blocks_method, decoupled=True).run(6)
-    blocks = trained.model.module.blocks
+    trained = Trained(WAYS["each block's method"], decoupled=True).run(6)
     pending: list[int] = []
-    assert trained.state is not None
-    for block in (trained.model.module.first, *blocks):  # type: ignore[union-attr]
-        block.register_forward_hook(  # type: ignore[union-attr]
-            uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"]))  # type: ignore[union-attr]
-        )
+    for block in (trained.model.module.first, *trained.model.module.blocks):
+        block.register_forward_hook(uncompiled(lambda *_: pending.append(trained.state.stats()["deferred"])))
     trained.run(1)
     assert pending == sorted(pending, reverse=True)
-    trained.end()
+    trained.close()
 
 
 def test_a_module_compiled_during_training_is_noticed() -> None:
-    plain, decoupled = (Trained(blocks_as_they_are, decoupled=decoupled) for decoupled in (False, True))
+    plain, decoupled = (Trained(BLOCKS, decoupled=decoupled) for decoupled in (False, True))
     graphs = []
     for trained in (plain, decoupled):
         torch._dynamo.reset()
         trained.run(5)
         counter = CompileCounter()
-        for block in trained.model.module.blocks:  # type: ignore[union-attr]
+        for block in trained.model.module.blocks:
             block.compile(backend=counter)
         trained.run(5)
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1]
-    assert_equal(decoupled.end(), plain.end())
+    assert_ends_are_same(decoupled, plain)
 
 
 def test_a_network_compiled_apart_reads_what_is_up_to_date() -> None:
     """An evaluation through another compiled copy of the network, between step and forward."""
-    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-
-    def evaluate(trained: Trained) -> None:
-        apart = vars(trained).setdefault("apart", torch.compile(trained.model.module, backend="eager"))
-        with torch.no_grad():
-            found[trained.state is not None].append(apart(inputs(99)))
-
+    found = []
     for decoupled in (False, True):
         torch._dynamo.reset()
-        Trained(nothing, decoupled=decoupled).run(between=evaluate).end()
-    assert torch.equal(torch.stack(found[True]), torch.stack(found[False]))
+        trained, outputs = Trained(NOTHING, decoupled=decoupled), []
+        apart = torch.compile(trained.model.module, backend="eager")
+        trained.between = lambda _, outputs=outputs, apart=apart: outputs.append(apart(inputs(99)).detach())  # type: ignore[misc]
+        trained.run(STEPS).close()
+        found.append(torch.stack(outputs))
+    assert torch.equal(*found)
 
 
 def test_a_whole_step_that_is_compiled_is_that_of_plain_ddp() -> None:
-    plain = Trained(nothing, decoupled=False).run()
-    trained = Trained(nothing, decoupled=True)
+    plain, trained = Trained(NOTHING, decoupled=False).run(STEPS), Trained(NOTHING, decoupled=True)
+    model, optimizer = trained.model, trained.optimizer
 
     @torch.compile(backend="eager")
     def step(features: torch.Tensor) -> None:
-        trained.model(features).square().mean().backward()
-        trained.optimizer.step()
-        trained.optimizer.zero_grad()
+        model(features).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     for number in range(STEPS):
         step(inputs(number))
-    assert_equal(trained.end(), plain.end())
+    assert_ends_are_same(trained, plain)
 
 
 def test_a_call_from_compiled_code_is_told_from_one_that_is_kept_out() -> None:

@@ -10,10 +10,9 @@ import pytest
 import timm.optim
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
-from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network, sgd
+from crossover_ddp import UnsupportedConfigurationError
+from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs, network, sgd
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -42,15 +41,10 @@ class Tied(Remembering):
         return nn.functional.linear(hidden, self.references[0])
 
 
-def both(net: Callable[[], nn.Module] = network, make: Make = sgd) -> tuple[Training, Training]:
-    return Training(decoupled=True, net=net, make=make), Training(decoupled=False, net=net, make=make)
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[Training, Training]]:
     training, plain = both()
     yield training, plain
-    assert training.state is not None
     with contextlib.suppress(UnsupportedConfigurationError):
         training.state.close()
 
@@ -62,7 +56,7 @@ def pair() -> Iterator[tuple[Training, Training]]:
 def test_references_kept_elsewhere_are_up_to_date_from_the_first_step(
     net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    training, plain = both(net)
+    training, plain = both(net=net)
     assert [training.step() for _ in range(10)] == [plain.step() for _ in range(10)]
     assert training.is_pending
     told = [r.getMessage() for r in caplog.records if "does not read" in r.message]
@@ -72,7 +66,7 @@ def test_references_kept_elsewhere_are_up_to_date_from_the_first_step(
 
 
 def test_an_evaluation_past_ddp_reads_references_that_are_up_to_date() -> None:
-    training, plain = both(Remembering)
+    training, plain = both(net=Remembering)
     found = []
     for each in (training, plain):
         each.run()
@@ -83,19 +77,18 @@ def test_an_evaluation_past_ddp_reads_references_that_are_up_to_date() -> None:
 
 def test_what_is_read_through_its_module_is_still_deferred_into_forward() -> None:
     """Only the buckets of what is read past the guards come before forward."""
-    training, _ = both(Remembering)
+    training, _ = both(net=Remembering)
     training.run()
     pending: list[int] = []
-    training.model.module.layers[1].register_forward_pre_hook(  # type: ignore[index,union-attr]
-        lambda *_: pending.append(training.state.stats()["deferred"])  # type: ignore[union-attr]
+    training.model.module.layers[1].register_forward_pre_hook(
+        lambda *_: pending.append(training.state.stats()["deferred"])
     )
     training.backward()
     assert pending[0] >= 1
 
 
 def test_nobody_is_told_of_references_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
-    training, _ = both(lambda: nn.Sequential(nn.LSTM(6, 6), First(), nn.Linear(6, 6)))
-    training.run(8)
+    Training(decoupled=True, net=lambda: nn.Sequential(nn.LSTM(6, 6), First(), nn.Linear(6, 6))).run(8)
     assert "does not read" not in caplog.text
 
 
@@ -118,7 +111,7 @@ def test_data_of_gradients_changed_after_step_is_refused_in_forward(pair: tuple[
     training.backward()
     gradients = [p.grad for p in training.held]
     training.optimizer.step()
-    gradients[0].data.mul_(0.5)  # type: ignore[union-attr]
+    gradients[0].data.mul_(0.5)
     with pytest.raises(UnsupportedConfigurationError, match="got gradients that were changed"):
         training.backward()
 
@@ -154,8 +147,7 @@ def test_from_the_fourth_deferred_step_on_nothing_is_checked(
     assert summed
     training.backward()  # applies the third
     summed.clear()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
+    training.update()
     training.run(3)
     assert not summed
 
@@ -203,7 +195,7 @@ def test_hyper_parameters_and_zero_grad_bring_nothing_up_to_date(pair: tuple[Tra
 def test_groups_are_plain_lists_again_after_close(pair: tuple[Training, Training]) -> None:
     training, _ = pair
     training.run()
-    training.state.close()  # type: ignore[union-attr]
+    training.state.close()
     assert [type(group["params"]) for group in training.optimizer.param_groups] == [list]
 
 
@@ -222,9 +214,7 @@ def test_updates_run_without_forwards_autocast(make: Make) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = each.model(inputs(each.steps)).float().square().mean()
             loss.backward()
-            each.optimizer.step()
-            each.optimizer.zero_grad()
-            each.steps += 1
+            each.update()
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(training, plain)
 
@@ -258,8 +248,7 @@ def test_updates_run_outside_of_inference_mode(look: str, clip: bool) -> None:
             each.backward()
             if clip and each.state is not None:
                 each.state.clip_grad_norm_(1e9)
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
             with torch.inference_mode(step % 3 == 0):
                 each.model.eval()(inputs(7)) if look == "forward" else each.model.module.state_dict()
             each.model.train()
@@ -270,7 +259,7 @@ def test_updates_run_outside_of_inference_mode(look: str, clip: bool) -> None:
 
 
 def test_one_state_dict_is_one_early_read(caplog: pytest.LogCaptureFixture) -> None:
-    training, _ = both()
+    training = Training(decoupled=True)
     with caplog.at_level(logging.WARNING):
         training.run(6)
         for _ in range(2):
@@ -284,8 +273,8 @@ def test_one_state_dict_is_one_early_read(caplog: pytest.LogCaptureFixture) -> N
 def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     training, plain = both()
     training.run()
-    plain.run(STEPS)
-    partial = training.state._partial  # type: ignore[union-attr]
+    plain.run()
+    partial = training.state._partial
     original, both_are_in = partial.apply, threading.Barrier(2)
 
     def slow(*args: Any) -> None:
@@ -304,21 +293,17 @@ def test_a_thread_that_saves_applies_no_update_twice(monkeypatch: pytest.MonkeyP
 
 
 def test_a_lookahead_around_the_optimizer_of_the_state_is_that_of_plain_ddp() -> None:
-    weights = []
-    for decoupled in (True, False):
-        each = Training(decoupled=decoupled)
+    training, plain = both()
+    for each in (training, plain):
         outer = timm.optim.Lookahead(each.optimizer, k=3)
         for _ in range(2 * STEPS):
             each.backward()
             outer.step()
             outer.zero_grad()
-        weights.append(each.weights())
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_same(training, plain)
 
 
 def test_a_scripted_module_inside_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6)))
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
     with pytest.raises(UnsupportedConfigurationError, match=r"got 1 made by torch\.jit"):
-        model(inputs(0)).sum().backward()
+        Training(decoupled=True, net=lambda: net).backward()

@@ -4,58 +4,61 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp import UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.codecs import Int8
-from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network, sgd
+from tests.harness import training as harness
+from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
 
-def test_gradients_that_are_no_views_are_refused_where_they_cannot_be_made_views() -> None:
-    model = DistributedDataParallel(network(), find_unused_parameters=True)
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError, match=r"gradient_as_bucket_view=False and find_unused"):
-        model(inputs(0)).sum().backward()
+NO_VIEWS = {"gradient_as_bucket_view": False, "find_unused_parameters": True}
+REFUSED: dict[str, tuple[Callable[[], harness.Training], str]] = {
+    "no views that can be made": (
+        lambda: Training(decoupled=True, ddp=NO_VIEWS),
+        r"gradient_as_bucket_view=False and find_unused",
+    ),
+    "parameters without an optimizer": (
+        lambda: Training(decoupled=True, make=lambda m: torch.optim.SGD(list(m.parameters())[:4], lr=0.1)),
+        r"got 2 that are not in it \(4.*parameter group",
+    ),
+    "sparse gradients": (
+        lambda: harness.Training(
+            "decoupled", module=nn.Embedding(4, 3, sparse=True), loss=lambda m, *_: m(torch.tensor([1])).sum()
+        ),
+        "sparse=False",
+    ),
+}
 
 
-def test_parameters_without_an_optimizer_are_refused_by_name() -> None:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(list(model.parameters())[:4], lr=0.1)
-    model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError, match=r"got 2 that are not in it \(4.*parameter group"):
-        model(inputs(0)).sum().backward()
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    training = make()
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        training.backward()
 
 
 def test_a_second_model_is_refused() -> None:
-    models = [DistributedDataParallel(network(), gradient_as_bucket_view=True) for _ in range(2)]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
-    state = DecoupledState(optimizer)
-    for model in models:
-        model.register_comm_hook(state, decoupled_hook)
-    models[0](inputs(0)).sum().backward()
+    first = Training(decoupled=True)
+    first.backward()
+    second = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    second.register_comm_hook(first.state, decoupled_hook)
     with pytest.raises(UnsupportedConfigurationError, match="one model for each DecoupledState"):
-        models[1](inputs(0)).sum().backward()
+        second(inputs(0)).sum().backward()
 
 
 def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
     stranger = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
-    model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
-    (model(inputs(0)).sum() + stranger.sum()).backward()
+    training = Training(
+        decoupled=True, make=lambda model: torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
+    )
+    (training.loss() + stranger.sum()).backward()
     with pytest.raises(UnsupportedConfigurationError, match="gradients of 1 other parameters"):
-        optimizer.step()
-
-
-def test_sparse_gradients_are_refused() -> None:
-    model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True), gradient_as_bucket_view=True)
-    model.register_comm_hook(DecoupledState(sgd(model)), decoupled_hook)
-    with pytest.raises(UnsupportedConfigurationError, match="sparse=False"):
-        model(torch.tensor([1])).sum().backward()
+        training.optimizer.step()
 
 
 def by_hand(parameters: list[nn.Parameter]) -> None:
@@ -86,7 +89,6 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
     if instead == "a fused one" and steps > 4:
         monkeypatch.setenv("CROSSOVER_CHECK", "1")  # torch's fused kernels count no version
     training, plain = Training(decoupled=True).run(steps), Training(decoupled=False).run(steps)
-    assert training.state is not None
     for each in (training, plain):
         each.backward()
         training.state.flush()
@@ -101,32 +103,29 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
 
 
 def test_parameters_may_be_written_before_the_own_step() -> None:
-    training, plain = Training(decoupled=True), Training(decoupled=False)
+    training, plain = both()
     for each in (training, plain):
         for _ in range(6):
             each.backward()
             with torch.no_grad():
                 for parameter in each.held:
                     parameter.mul_(0.9)
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
     assert training.is_pending
     assert_same(training, plain)
 
 
 def test_parameters_may_be_read_and_steps_left_out() -> None:
-    training, plain = Training(decoupled=True), Training(decoupled=False)
+    training, plain = both()
     for each in (training, plain):
         for step in range(9):
             each.backward()
             if step % 3 != 1:
-                each.optimizer.step()
-            each.optimizer.zero_grad()
+                each.update()
     assert_same(training, plain)
 
 
-def test_a_codec_does_not_round_the_parameters_that_owners_send(process_group: dist.ProcessGroup) -> None:
-    with pytest.raises(
-        UnsupportedConfigurationError, match=r"codec=None with owners='layers'.*use one of both"
-    ):
-        DecoupledState(sgd(network()), owners="layers", codec=Int8())
+def test_a_codec_does_not_round_the_parameters_that_owners_send() -> None:
+    message = r"codec=None with owners='layers'.*use one of both"
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        Training(decoupled=True, owners="layers", codec=Int8())

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import pickle
 import warnings
@@ -12,12 +13,12 @@ import pytest
 import timm.utils
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from crossover_ddp import DecoupledState, UnsupportedConfigurationError, decoupled_hook
+from crossover_ddp import DecoupledState, UnsupportedConfigurationError
+from tests.harness import training as harness
 from tests.harness.fuse import blow
-from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, inputs, network
+from tests.unit.decoupled.decoupled_training import STEPS, Training, assert_same, both, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -31,7 +32,6 @@ def plain() -> Training:
 def training() -> Iterator[Training]:
     made = Training(decoupled=True)
     yield made
-    assert made.state is not None
     # A test that spoiled the gradients hears of it once more.
     with contextlib.suppress(UnsupportedConfigurationError):
         made.state.close()
@@ -54,7 +54,7 @@ def test_step_changes_nothing_until_somebody_looks(training: Training, plain: Tr
     assert all(torch.equal(p, b) for p, b in zip(held, before, strict=True)), (
         "documented: held tensors are old"
     )
-    training.state.flush()  # type: ignore[union-attr]
+    training.state.flush()
     plain.run(STEPS + 1)
     assert_same(training, plain)
 
@@ -67,12 +67,12 @@ LOOKS: dict[str, Callable[[Training], object]] = {
     "an evaluation through DDP": lambda t: torch.no_grad()(t.model.eval())(inputs(0)),
     "a moving average": lambda t: timm.utils.ModelEmaV3(t.model),
     "a deep copy of the network": lambda t: copy.deepcopy(t.model.module),
-    "the state's own dict": lambda t: t.state.state_dict(),  # type: ignore[union-attr]
+    "the state's own dict": lambda t: t.state.state_dict(),
     "the optimizer's": lambda t: t.optimizer.state_dict(),
     "loading the optimizer's": lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())),
     "zeroing in place": lambda t: t.optimizer.zero_grad(set_to_none=False),
     "a second step": lambda t: t.optimizer.step(),
-    "close": lambda t: t.state.close(),  # type: ignore[union-attr]
+    "close": lambda t: t.state.close(),
 }
 
 
@@ -97,43 +97,26 @@ def test_reading_in_every_step_is_correct_and_said_once(
     assert len([r for r in caplog.records if "updates wait for the network" in r.message]) == 1
 
 
-@pytest.mark.parametrize("decoupled_first", [True, False])
-def test_state_dicts_are_interchangeable(decoupled_first: bool, plain: Training) -> None:
-    plain.run(2 * STEPS)
-    first, second = Training(decoupled=decoupled_first), Training(decoupled=not decoupled_first)
-    first.run()
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    second.steps = first.steps
-    second.run()
-    assert_same(second, plain)
-    assert str(second.optimizer.state_dict()) == str(plain.optimizer.state_dict())
-
-
 @pytest.mark.parametrize("scheduler_first", [True, False])
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_schedulers_work_wherever_they_are_made_and_stepped(scheduler_first: bool, when: str) -> None:
-    made = []
-    for decoupled in (True, False):
-        model = DistributedDataParallel(network(), bucket_cap_mb=1e-4, gradient_as_bucket_view=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20) if scheduler_first else None
-        if decoupled:
-            model.register_comm_hook(DecoupledState(optimizer, defer="always"), decoupled_hook)
-        scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, 20)
+    cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20)
+    trained = []
+    for way in ("decoupled", None):
+        each = harness.Training(way, schedule=cycle if scheduler_first else None)
+        scheduler = each.schedulers.pop() if scheduler_first else cycle(each.optimizer)
         with warnings.catch_warnings():
             # Stepping it before is what torch warns of in any case; stepping it after must not warn.
             warnings.simplefilter("ignore" if when == "before" else "error")
-            for step in range(8):
-                model(inputs(step)).square().mean().backward()
+            for _ in range(8):
+                each.backward()
                 if when == "before":
                     scheduler.step()
-                optimizer.step()
-                optimizer.zero_grad()
+                each.update()
                 if when == "after":
                     scheduler.step()
-        made.append(model.module.state_dict())
-    assert all(torch.equal(made[0][name], made[1][name]) for name in made[1])
+        trained.append(each)
+    assert_same(*trained)
 
 
 def test_a_closure_is_called_once_and_its_step_is_deferred(training: Training, plain: Training) -> None:
@@ -142,7 +125,7 @@ def test_a_closure_is_called_once_and_its_step_is_deferred(training: Training, p
         calls: list[float] = []
 
         def closure(each: Training = each, calls: list[float] = calls) -> float:
-            each.optimizer.zero_grad()
+            each.drop()
             calls.append(each.backward())
             return calls[-1]
 
@@ -162,12 +145,11 @@ def test_clipping_by_the_state_is_torchs(
     for _ in range(STEPS):
         training.backward()
         plain.backward()
-        got = training.state.clip_grad_norm_(max_norm, norm_type)  # type: ignore[union-attr]
+        got = training.state.clip_grad_norm_(max_norm, norm_type)
         expected = clip_grad_norm_(plain.model.parameters(), max_norm, norm_type)
         assert torch.allclose(got, expected, rtol=1e-6)
         for each in (training, plain):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
     for a, b in zip(training.weights(), plain.weights(), strict=True):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
@@ -175,7 +157,6 @@ def test_clipping_by_the_state_is_torchs(
 def test_clipping_twice_clips_what_is_left(training: Training) -> None:
     training.run()
     training.backward()
-    assert training.state is not None
     first = training.state.clip_grad_norm_(1e-3)
     second = training.state.clip_grad_norm_(1e-4)
     assert first > 1e-3
@@ -185,7 +166,6 @@ def test_clipping_twice_clips_what_is_left(training: Training) -> None:
 def test_a_norm_that_is_not_finite_is_an_error_on_request(training: Training) -> None:
     training.run()
     training.backward()
-    assert training.state is not None
     training.state._pending.shares[0].bucket.flat.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="expected a finite norm"):
         training.state.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -232,8 +212,7 @@ def test_gradients_changed_through_the_model_or_the_optimizer_are_those_of_plain
         for _ in range(STEPS):
             each.backward()
             CHANGES[change](WAYS[way](each))
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
     assert not training.is_pending
     assert_same(training, plain)
     warned = [r for r in caplog.records if "between backward() and optimizer.step()" in r.message]
@@ -246,22 +225,18 @@ def test_after_flush_gradients_are_those_of_plain_ddp_and_may_be_changed(
 ) -> None:
     for _ in range(STEPS):
         training.backward()
-        training.state.flush()  # type: ignore[union-attr]
+        training.state.flush()
         plain.backward()
         for each in (training, plain):
             CHANGES[change](each.held)
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
     assert_same(training, plain)
 
 
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_scaler_works(fused: bool, unscale: bool) -> None:
-    training, plain = (
-        Training(decoupled=decoupled, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused))
-        for decoupled in (True, False)
-    )
+    training, plain = both(make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, fused=fused))
     for each in (training, plain):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         for step in range(STEPS):
@@ -280,7 +255,7 @@ def test_gradients_zeroed_in_place_before_their_update_are_refused(training: Tra
     held = [p.grad for p in training.held]
     training.optimizer.step()
     for gradient in held:
-        gradient.zero_()  # type: ignore[union-attr]
+        gradient.zero_()
     with pytest.raises(UnsupportedConfigurationError, match="changed in place"):
         training.backward()
 
@@ -303,26 +278,20 @@ def test_gradients_nobody_steps_on_are_those_of_plain_ddp_in_the_next_forward(
         for _ in range(2):
             for _ in range(3):
                 each.backward()
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            each.update()
     assert_same(training, plain)
 
 
-def test_gradients_never_zeroed_are_those_of_plain_ddp(training: Training, plain: Training) -> None:
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_dropped_or_never_zeroed_are_those_of_plain_ddp(
+    zeroed: bool, training: Training, plain: Training
+) -> None:
     for each in (training, plain):
         for _ in range(7):
             each.backward()
-            each.optimizer.step()
-    assert_same(training, plain)
-
-
-def test_a_dropped_gradient_is_a_parameter_left_alone(training: Training, plain: Training) -> None:
-    for each in (training, plain):
-        for _ in range(7):
-            each.backward()
-            each.model.module[2].weight.grad = None
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            if zeroed:
+                each.model.module[2].weight.grad = None
+            each.update() if zeroed else each.optimizer.step()
     assert_same(training, plain)
 
 
@@ -350,7 +319,6 @@ def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Traini
         training.backward()
     with pytest.raises(UnsupportedConfigurationError, match="ended with an exception"):
         training.optimizer.step()
-    assert training.state is not None
     training.state.close()
     assert "_step_supports_amp_scaling" not in vars(training.optimizer)
 
@@ -358,7 +326,7 @@ def test_an_exception_in_backward_is_followed_by_a_refused_step(training: Traini
 def test_a_second_state_on_one_optimizer_is_refused(training: Training) -> None:
     with pytest.raises(UnsupportedConfigurationError, match="has another already"):
         DecoupledState(training.optimizer)
-    training.state.close()  # type: ignore[union-attr]
+    training.state.close()
     DecoupledState(training.optimizer).close()
 
 
@@ -375,7 +343,6 @@ def test_the_optimizer_and_a_copied_model_are_ordinary_again_after_close(plain: 
     training = Training(decoupled=True).run(3)
     twin = copy.deepcopy(training.model.module)
     twin(inputs(0)).sum().backward()
-    assert training.state is not None
     training.state.close()
     training.state.close()
     assert "step" not in vars(training.optimizer)
@@ -386,12 +353,10 @@ def test_the_optimizer_and_a_copied_model_are_ordinary_again_after_close(plain: 
 
 def test_the_state_dict_carries_the_order_of_forward(training: Training) -> None:
     training.run()
-    assert training.state is not None
     saved = training.state.state_dict()
     names = [name for name, _ in training.model.module.named_parameters()]
     assert saved == {"forward_order": names}
     other = Training(decoupled=True)
-    assert other.state is not None
     other.state.load_state_dict(saved)
     with pytest.raises(ValueError, match="forward_order"):
         other.state.load_state_dict({"order": []})
@@ -402,7 +367,6 @@ def test_without_the_state_ddp_goes_on_after_an_error(training: Training, plain:
         each.run()
         each.backward()
     clip_grad_norm_(training.held, 1.0)
-    assert training.state is not None
     for use in (training.optimizer.step, training.state.close):
         with pytest.raises(UnsupportedConfigurationError, match="changed in place"):
             use()

@@ -1,0 +1,224 @@
+"""Owners by `DecoupledState` and by `MuonState` in a job of one rank: refusals, skipped steps, ends."""
+
+import copy
+import functools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Muon
+
+from crossover_ddp.comm_hooks import DecoupledState
+from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.kfac_hooks import KFACState
+from crossover_ddp.muon_hooks import MuonState, muon_hook
+from tests.harness.training import Training, Way, muon_and_sgd, same
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def refuses(match: str) -> Any:
+    return pytest.raises(UnsupportedConfigurationError, match=match)
+
+
+def muon(**settings: Any) -> Way:
+    return lambda model, optimizers, mutex: (MuonState(optimizers[0], **settings), muon_hook)
+
+
+class OtherStep(Muon):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def test_another_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Muon, got muon=AdamW"):
+        MuonState(AdamW(nn.Linear(2, 2).parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="of which OtherStep has another"):
+        MuonState(OtherStep([nn.Parameter(torch.ones(2, 2))]))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, math.inf, math.nan])
+def test_a_loss_scale_that_rounds_is_refused(scale: float) -> None:
+    make = functools.partial(Training, optimizers=muon_and_sgd)
+    late = make(muon(loss_scale=lambda: scale))
+    for use in (lambda: make(muon(loss_scale=scale)), late.backward):
+        with pytest.raises(ValueError, match="expected a loss_scale that is a power of two"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("way", "message"), [("muon", r"backward\(\) with muon_hook between"), ("owned", r"outside of no_sync\(\)")]
+)  # fmt: skip
+def test_a_step_needs_an_exchange(way: str, message: str) -> None:
+    training = Training(way)
+    training.optimizer.step()  # no gradients: nothing to do, as ever
+    if way == "muon":
+        with refuses("got none yet"):
+            training.state.grad_norm()
+    training.run(1)
+    with training.model.no_sync():
+        training.backward()
+    with refuses(message):
+        training.optimizer.step()
+    training.drop()
+    before = training.weights()
+    training.step()
+    assert not all(map(torch.equal, training.weights(), before))
+
+
+@pytest.mark.parametrize(("way", "step"), [("muon", "muon.step()"), ("owned", "step()")])
+def test_a_skipped_step_changes_nothing_and_a_forgotten_one_is_an_error(way: str, step: str) -> None:
+    ours = Training(way)
+    plain = Training(None, optimizers=muon_and_sgd if way == "muon" else None)
+    for number in range(8):
+        for each in (ours, plain):
+            if number % 3 == 1:
+                each.backward(700)
+                each.drop()
+        if number % 3 == 2:
+            ours.backward(800)
+            with pytest.raises(UnsupportedConfigurationError) as error:
+                ours.backward(800)
+            assert f"expected {step} between two exchanges" in str(error.value)
+            ours.drop()
+        ours.step()
+        plain.step()
+        assert same(ours, plain), number
+
+
+def test_a_closure_works() -> None:
+    ours, plain = Training("muon"), Training(None, optimizers=muon_and_sgd)
+    for _ in range(5):
+        for each in (ours, plain):
+
+            def closure(each: Training = each) -> float:
+                each.drop()
+                return each.backward()
+
+            assert math.isfinite(each.optimizer.step(closure))
+            each.optimizers[1].step()
+    assert same(ours, plain)
+
+
+# --- owners -------------------------------------------------------------------------------------------------------
+
+
+MISUSES: dict[str, tuple[Callable[[Training], object], str]] = {
+    "clipping": (lambda t: (clip_grad_norm_(t.held, 0.1), t.update()), r"state\.clip_grad_norm_"),
+    "a read": (lambda t: (t.optimizer.step(), t.weights()), r"call all of them after each backward\(\)"),
+    "forward": (lambda t: (t.optimizer.step(), t.backward()), "call all of them"),
+    "a step hook": (
+        lambda t: (t.optimizer.register_step_post_hook(lambda *_: None), t.optimizer.step()),
+        "owners=None",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_of_owners_is_refused_with_the_remedy(misuse: str) -> None:
+    act, message = MISUSES[misuse]
+    training = Training("owned", optimizers=muon_and_sgd)
+    training.backward()
+    with refuses(message):
+        act(training)
+
+
+class Talkative(SGD):
+    """An optimizer with a collective of its own, as public distributed Muons have one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
+    with refuses("Talkative.*allreduce"):
+        DecoupledState(Talkative(nn.Linear(2, 2).parameters(), lr=0.1), owners="layers")
+
+
+# --- Muon ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_owners_settings_may_not_change_before_the_step() -> None:
+    training = Training("muon")
+    training.backward()
+    training.optimizer.param_groups[0]["momentum"] = 0.5
+    with refuses("change them before backward"):
+        training.optimizer.step()
+
+
+def test_matrices_of_another_model_are_refused() -> None:
+    stranger = nn.Parameter(torch.ones(2, 2))
+    training = Training(
+        "muon", optimizers=lambda model: [Muon([*(p for p in model.parameters() if p.ndim == 2), stranger])]
+    )
+    with refuses("expected the matrices of one DDP model"):
+        training.backward()
+
+
+def test_another_state_is_refused() -> None:
+    training = Training(lambda model, *_: (KFACState(model.module, kl_clip=None), muon_hook))
+    with refuses("expected a MuonState, got state=KFACState"):
+        training.backward()
+
+
+def test_a_state_stays_in_its_process() -> None:
+    training = Training("muon")
+    for attempt in (lambda: pickle.dumps(training.state), lambda: copy.deepcopy(training.model)):
+        with pytest.raises(TypeError, match="expected a model without its hook"):
+            attempt()
+
+
+def test_what_is_not_finite_shows_in_the_gradients() -> None:
+    training = Training("muon")
+    matrices = [p for p in training.held if p.ndim == 2]
+    training.backward()
+    assert not any(matrix.grad.any() for matrix in matrices)
+    norm = float(training.state.grad_norm())
+    assert norm > 0
+    training.state.muon.zero_grad()
+    (training.loss() * math.inf).backward()
+    assert all(matrix.grad.isnan().all() for matrix in matrices)
+    training.model.zero_grad()
+    training.backward()  # what was not finite need not be dropped by hand
+    assert float(training.state.grad_norm()) == norm
+    assert training.state.newton_schulz_calls == 3 * len(matrices)
+    assert training.state.memory_usage()["buffers"] > 0
+
+
+def test_disabled_leaves_muon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSOVER_DISABLE", "1")
+    ours, plain = Training("muon").run(2), Training(None, optimizers=muon_and_sgd).run(2)
+    assert same(ours, plain)
+    ours.state.consolidate()
+    assert len(ours.optimizer.state_dict()["state"]) == 3
+    assert ours.state.newton_schulz_calls == 0 and set(ours.state.memory_usage().values()) == {0}
+    ours.state.close()
+    with refuses("CROSSOVER_DISABLE"):
+        ours.state.grad_norm()
+
+
+def test_a_closed_state_gives_muon_back() -> None:
+    training, plain = Training("muon").run(2), Training(None, optimizers=muon_and_sgd).run(2)
+    with refuses("has another already"):
+        MuonState(training.optimizer)
+    training.state.close()
+    with refuses(r"got a backward\(\) after close"):
+        training.backward()
+    training.drop()
+    assert "zero_grad" not in vars(training.optimizer)
+    after = Training(None, module=training.model.module, optimizers=lambda _: training.optimizers)
+    after.steps = training.steps
+    assert same(after.run(2), plain.run(2))
+    MuonState(training.optimizer)
+    with refuses("has another already"):
+        DecoupledState(training.optimizer, owners="layers")
