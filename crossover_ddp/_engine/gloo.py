@@ -143,10 +143,12 @@ class Gloo:
     def interrupt(self) -> None:
         """See `links.Network`.
 
-        gloo cannot cancel a wait, but one that runs out of time closes all connections of its group.
+        gloo cannot cancel a wait, but one that runs out of time closes all connections of its group. Of a rank whose
+        connection is closed already nothing is waited for, so another one is tried.
         """
-        with contextlib.suppress(RuntimeError, ValueError):
-            self.receive(torch.empty(1), self.others[0], _PRIVATE_TAG - 1).wait(timedelta(milliseconds=1))
+        for rank in self.others:
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.receive(torch.empty(1), rank, _PRIVATE_TAG - 1).wait(timedelta(milliseconds=1))
 
     def close(self, timeout_s: float) -> bool:
         """See `links.Network`."""

@@ -1,6 +1,7 @@
 """Situations of DDP. Each trains a little and tells what came out, with whatever hook ``Wrap`` registers."""
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -32,6 +33,16 @@ DEVICE = torch.device("cpu")  # where models and inputs lie; see `backends`
 def case(function: Case) -> Case:
     CASES[function.__name__] = function
     return function
+
+
+def case_with_views(function: Case) -> Case:
+    """Register a case, and one whose gradients are views of buckets."""
+
+    def viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
+        return function(functools.partial(wrap, gradient_as_bucket_view=True), rank, world_size)
+
+    CASES[f"{function.__name__}_viewed"] = viewed
+    return case(function)
 
 
 class Recorder:
@@ -110,67 +121,55 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def train_mlp(wrap: Wrap, rank: int, **options: Any) -> Results:
-    recorder = Recorder(wrap(mlp(), **options))
+def train(
+    wrap: Wrap,
+    rank: int,
+    model: nn.Module | None = None,
+    *,
+    lr: float = 0.1,
+    max_norm: float | None = None,
+    **options: Any,
+) -> Results:
+    """Train a model, else an MLP, on the rank's inputs. ``options`` are DDP's."""
+    recorder = Recorder(
+        wrap(mlp() if model is None else model, **{"bucket_cap_mb": TINY_MB, **options}), lr=lr
+    )
+    dtype = next(recorder.model.parameters()).dtype
     for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
+        recorder.step(loss_of(recorder.model(inputs(rank, step, dtype))), max_norm)
     return recorder.finish()
 
 
-@case
+@case_with_views
 def many_buckets(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB)
+    return train(wrap, rank)
 
 
-@case
-def many_buckets_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, gradient_as_bucket_view=True)
-
-
-@case
+@case_with_views
 def one_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank)
+    return train(wrap, rank, bucket_cap_mb=25)
 
 
-@case
-def one_bucket_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank, gradient_as_bucket_view=True)
-
-
-@case
+@case_with_views
 def static_graph(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, static_graph=True)
-
-
-@case
-def static_graph_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, static_graph=True, gradient_as_bucket_view=True)
+    return train(wrap, rank, static_graph=True)
 
 
 @case
 def lazy_bucket_allocation(wrap: Wrap, rank: int, world_size: int) -> Results:
     """Buckets lie elsewhere in every step. New in torch 2.15; older ones run the plain case again."""
     known = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel).parameters
-    return train_mlp(wrap, rank, bucket_cap_mb=TINY_MB, **({"lazy_bucket_allocation": True} if known else {}))
+    return train(wrap, rank, **({"lazy_bucket_allocation": True} if known else {}))
 
 
-def accumulate(wrap: Wrap, rank: int, **options: Any) -> Results:
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB, **options))
+@case_with_views
+def accumulation(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
     for step in range(STEPS):
         with recorder.model.no_sync():  # type: ignore[operator]
             loss_of(recorder.model(inputs(rank, 10 + step))).backward()
         recorder.step(loss_of(recorder.model(inputs(rank, step))))
     return recorder.finish()
-
-
-@case
-def accumulation(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return accumulate(wrap, rank)
-
-
-@case
-def accumulation_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return accumulate(wrap, rank, gradient_as_bucket_view=True)
 
 
 class Branches(nn.Module):
@@ -186,23 +185,14 @@ class Branches(nn.Module):
         return self.head(branch(x))  # type: ignore[no-any-return]
 
 
-def train_branches(wrap: Wrap, rank: int, **options: Any) -> Results:
-    recorder = Recorder(wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=TINY_MB, **options))
+@case_with_views
+def unused_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
+    recorder = Recorder(wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=TINY_MB))
     for step in range(STEPS + 1):
         # The ranks disagree in steps 0 and 1, and agree in the last two: one branch is unused everywhere.
         left = (step + rank) % 2 == 0 if step < 2 else step == 2
         recorder.step(loss_of(recorder.model(inputs(rank, step), left=left)))
     return recorder.finish()
-
-
-@case
-def unused_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_branches(wrap, rank)
-
-
-@case
-def unused_parameters_viewed(wrap: Wrap, rank: int, world_size: int) -> Results:
-    return train_branches(wrap, rank, gradient_as_bucket_view=True)
 
 
 class Normed(nn.Module):
@@ -245,6 +235,11 @@ class BufferRecorder(Recorder):
         self._forwards += 1
         return loss
 
+    def train(self) -> Results:
+        for _ in range(STEPS):
+            self.step(self.forward())
+        return self.finish()
+
     def finish(self) -> Results:
         self.model.eval()
         self.forward()
@@ -254,10 +249,7 @@ class BufferRecorder(Recorder):
 @case
 def batch_norm_buffers(wrap: Wrap, rank: int, world_size: int) -> Results:
     """DDP broadcasts the running statistics inside forward, on the group that the hook uses."""
-    recorder = BufferRecorder(wrap, rank)
-    for _ in range(STEPS):
-        recorder.step(recorder.forward())
-    return recorder.finish()
+    return BufferRecorder(wrap, rank).train()
 
 
 @case
@@ -265,9 +257,7 @@ def buffers_recomputed_in_backward(wrap: Wrap, rank: int, world_size: int) -> Re
     """Activation checkpointing runs forward twice, so that backward changes statistics."""
     recorder = BufferRecorder(wrap, rank)
     recorder.model.module.recomputes = True  # type: ignore[union-attr]
-    for _ in range(STEPS):
-        recorder.step(recorder.forward())
-    return recorder.finish()
+    return recorder.train()
 
 
 @case
@@ -350,18 +340,12 @@ class Mixed(nn.Module):
 
 @case
 def several_dtypes(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Mixed()))
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
-    return recorder.finish()
+    return train(wrap, rank, Mixed(), bucket_cap_mb=25)
 
 
 @case
 def bfloat16_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(mlp(dtype=torch.bfloat16), bucket_cap_mb=TINY_MB), lr=0.01)
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step, torch.bfloat16))))
-    return recorder.finish()
+    return train(wrap, rank, mlp(dtype=torch.bfloat16), lr=0.01)
 
 
 @case
@@ -433,10 +417,7 @@ class Scalars(nn.Module):
 
 @case
 def fewer_elements_than_ranks(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Scalars(), bucket_cap_mb=1e-6))
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
-    return recorder.finish()
+    return train(wrap, rank, Scalars(), bucket_cap_mb=1e-6)
 
 
 @case
@@ -444,10 +425,7 @@ def frozen_parameters(wrap: Wrap, rank: int, world_size: int) -> Results:
     model = mlp()
     for parameter in list(model.parameters())[2:4]:
         parameter.requires_grad_(False)
-    recorder = Recorder(wrap(model, bucket_cap_mb=TINY_MB))
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
-    return recorder.finish()
+    return train(wrap, rank, model)
 
 
 class Recomputed(nn.Module):
@@ -466,10 +444,7 @@ class Recomputed(nn.Module):
 
 @case
 def reentrant_checkpointing(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(Recomputed(), bucket_cap_mb=TINY_MB))
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))))
-    return recorder.finish()
+    return train(wrap, rank, Recomputed())
 
 
 @case
@@ -526,10 +501,7 @@ def refused_bucket(wrap: Wrap, rank: int, world_size: int) -> Results:
 
 @case
 def clipping(wrap: Wrap, rank: int, world_size: int) -> Results:
-    recorder = Recorder(wrap(mlp(), bucket_cap_mb=TINY_MB))
-    for step in range(STEPS):
-        recorder.step(loss_of(recorder.model(inputs(rank, step))), max_norm=0.01)
-    return recorder.finish()
+    return train(wrap, rank, max_norm=0.01)
 
 
 @case
@@ -602,9 +574,7 @@ def model_not_found_on_one_rank(wrap: Wrap, rank: int, world_size: int) -> Resul
     recorder = BufferRecorder(wrap, rank)
     if rank == world_size - 1:
         gc.freeze()
-    for _ in range(STEPS):
-        recorder.step(recorder.forward())
-    return recorder.finish()
+    return recorder.train()
 
 
 @contextlib.contextmanager

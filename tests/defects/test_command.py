@@ -69,23 +69,11 @@ def test_two_torchruns_at_one_endpoint_are_refused_whatever_their_ids_are(tmp_pa
 # --- importing ----------------------------------------------------------------------------------------------------
 
 
-def python(text: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", text], cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True
-    )
-
-
 @pytest.mark.defect("strangers-35")
 def test_a_platform_without_fcntl_is_named() -> None:
     """The wheel claims any platform; where it cannot work, the first name that is imported says why."""
-    done = python("import sys; sys.modules['fcntl'] = None; from crossover_ddp import GPUMutex")
-    assert done.stderr.splitlines()[-1].startswith("ImportError: expected Linux, got sys.platform=linux;")
-
-
-@pytest.mark.defect("strangers-35")
-def test_the_command_explains_itself_without_torch() -> None:
-    """Commands start at once: help needs no torch, which takes two seconds of processor time."""
-    done = python(
-        "import sys; sys.modules['torch'] = None; from crossover_ddp.cli import main; main(['--help'])"
+    text = "import sys; sys.modules['fcntl'] = None; from crossover_ddp import GPUMutex"
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True
     )
-    assert done.returncode == 0
+    assert done.stderr.splitlines()[-1].startswith("ImportError: expected Linux, got sys.platform=linux;")

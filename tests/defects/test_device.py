@@ -182,7 +182,7 @@ def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
     model.register_comm_hook(state, decoupled_hook)
     norms = []
     for step in range(7):  # the first one travels exact
-        with late(nccl_us=100_000):
+        with late(nccl_us=40_000):
             model(batch(rank, step, device)[:, :25]).square().sum().backward()
             norm = float(state.clip_grad_norm_(float("inf")))
         optimizer.step()
@@ -258,7 +258,7 @@ def computing(rank: int, world_size: int, plan: Plan, is_other: bool) -> bool:
     with held(first) as gate:
 
         def open_late() -> None:
-            came.append(eventually(lambda: any(Path(plan.meeting).glob("began.*")), timeout_s=3))
+            came.append(eventually(lambda: any(Path(plan.meeting).glob("began.*")), timeout_s=1.5))
             gate.open()
 
         tell(plan, "computing")

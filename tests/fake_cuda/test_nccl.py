@@ -75,7 +75,7 @@ def read_at_once(rank: int, world_size: int, waits: bool) -> bool:
     number = torch.ones(1, device="cuda")
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
-    with late(nccl_us=1_500_000):
+    with late(nccl_us=500_000):
         work = dist.all_reduce(number, async_op=True)
         if waits:
             work.wait()

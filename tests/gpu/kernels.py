@@ -2,13 +2,10 @@
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-
-from tests import fake_cuda
 
 Busy = Callable[[torch.Tensor, int], None]
 """``busy(marks, duration_ns)``: enqueue; afterwards ``marks`` (int64, 2) holds begin and end in nanoseconds."""
@@ -26,7 +23,6 @@ extern "C" __global__ void busy(unsigned long long* marks, int duration_ns) {
     marks[1] = now;
 }
 """
-WARM_UP_S = 0.3  # until the clocks of a device that was idle no longer rise
 
 
 @functools.cache
@@ -90,12 +86,6 @@ def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> list[tupl
     return [(a, b) for a in first for b in second if a.begin_ns < b.end_ns and b.begin_ns < a.end_ns]
 
 
-def span_s(*jobs: Sequence[Interval]) -> float:
-    """Return the time from the first kernel's begin to the last one's end."""
-    every = [interval for job in jobs for interval in job]
-    return (max(i.end_ns for i in every) - min(i.begin_ns for i in every)) / 1e9
-
-
 def switches(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     """Count how often the device went over from one job to the other."""
     order = sorted([(i.begin_ns, 0) for i in first] + [(i.begin_ns, 1) for i in second])
@@ -108,25 +98,3 @@ def gaps_s(first: Sequence[Interval], second: Sequence[Interval]) -> list[float]
     return [
         (b.begin_ns - a.end_ns) / 1e9 for (a, one), (b, other) in itertools.pairwise(order) if one != other
     ]
-
-
-def sleep_s(duration_s: float) -> None:
-    """Keep the current stream busy for about this long; needs no compiler.
-
-    The clock of the streaming multiprocessors is not known beforehand, so it is measured once.
-    """
-    torch.cuda._sleep(int(duration_s * _cycles_per_s()))
-
-
-@functools.cache
-def _cycles_per_s() -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    awake_s = time.monotonic() + (0.0 if fake_cuda.is_here() else WARM_UP_S)
-    while time.monotonic() < awake_s:
-        torch.cuda._sleep(1_000_000)
-        torch.cuda.synchronize()
-    begin.record()
-    torch.cuda._sleep(50_000_000)
-    end.record()
-    end.synchronize()
-    return float(50_000_000 / (begin.elapsed_time(end) / 1e3))

@@ -62,9 +62,8 @@ def test_the_driver_names_the_gpu_as_torch_and_nvidia_smi_do() -> None:
 # --- streams and graphs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", DEVICE_ORDERS)
-@pytest.mark.parametrize("variant", ["streams", "graph"])
-def test_kernels_on_other_streams_and_in_graphs_never_overlap(way: str, variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "way"), [*zip(("streams", "graph"), DEVICE_ORDERS, strict=True)])
+def test_kernels_on_other_streams_and_in_graphs_never_overlap(variant: str, way: str, tmp_path: Path) -> None:
     [[first], [second]] = run_race(new_plan(tmp_path, variant=variant, way=way))
     check_turns(first, second)
     check_alternation(first, second)
@@ -190,34 +189,39 @@ def test_siblings_that_come_and_go_leave_nothing_open(tmp_path: Path) -> None:
 
 
 LEAVE_WITHOUT_A_WORD = """
-import sys, torch
+import os, sys, torch
 from crossover_ddp.gpu_mutex import GPUMutex
+from crossover_ddp._system.environment import DEVICE_ORDER
 from tests.gpu.kernels import busy_kernel
 busy = busy_kernel()
 marks = torch.zeros(2, dtype=torch.int64, device="cuda")
 torch.cuda.synchronize()
-mutex = GPUMutex(sys.argv[1], device=0, lease=30.0)
+mutexes = []
+for way in sys.argv[2:]:
+    os.environ[DEVICE_ORDER] = way
+    mutexes.append(GPUMutex(f"{sys.argv[1]}-{way}", device=0, lease=30.0))
 print("joined", flush=True)
 sys.stdin.readline()
-mutex.acquire()
+for mutex in mutexes:
+    mutex.acquire()
 busy(marks, 1_000_000_000)
-mutex.release()
+for mutex in mutexes:
+    mutex.release()
 print("given back", flush=True)
 sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("way", DEVICE_ORDERS)
-def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(way: str, tmp_path: Path) -> None:
+def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(tmp_path: Path) -> None:
     """Without `close()`: the end of the process waits for the device before it gives its slot up."""
     plan = new_plan(tmp_path)
     marks = torch.zeros(2, dtype=torch.int64, device="cuda")
     busy = busy_kernel()
     torch.cuda.synchronize()
-    mutex = mutex_on_gpu(plan, way)
+    mutexes = [mutex_on_gpu(plan._replace(group=f"{plan.group}-{way}"), way) for way in DEVICE_ORDERS]
     ending = subprocess.Popen(
-        [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group],
-        env={**os.environ, DEVICE_ORDER: way, "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, "-c", LEAVE_WITHOUT_A_WORD, plan.group, *DEVICE_ORDERS],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -230,17 +234,20 @@ def test_a_script_that_ends_with_kernels_in_flight_holds_nobody_up(way: str, tmp
         assert ending.stdout.readline().strip() == "given back"
         begin_s = time.monotonic()
         print("end", file=ending.stdin, flush=True)
-        mutex.acquire()
-        assert fake_cuda.is_here() or time.monotonic() - begin_s > LONG_NS / 2e9, (
-            "beside the sibling's kernel"
-        )
+        for mutex in mutexes:
+            mutex.acquire()
+            assert fake_cuda.is_here() or time.monotonic() - begin_s > LONG_NS / 2e9, (
+                "beside the sibling's kernel"
+            )
         busy(marks, 1000)
         assert ending.wait(timeout=60.0) == 0
-        assert mutex.stats()["leases_expired"] == 0
-        mutex.release()
+        for mutex in mutexes:
+            assert mutex.stats()["leases_expired"] == 0
+            mutex.release()
         torch.cuda.synchronize()
-        assert mutex.disabled_because is None
+        assert [mutex.disabled_because for mutex in mutexes] == [None, None]
     finally:
         ending.kill()
         ending.communicate()
-        mutex.close()
+        for mutex in mutexes:
+            mutex.close()

@@ -31,8 +31,6 @@ from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
 
 pytestmark = pytest.mark.gpu
-# Cells of cuda_gloo and cuda_nccl.
-IN_CONFORMANCE = pytest.mark.gpu(elsewhere="tests/conformance")
 
 TIMEOUT_S = 150.0
 # cuBLAS is deterministic only with a workspace of fixed size, which it reads from here once per process.
@@ -213,46 +211,60 @@ def reference(plain: Plan, world_size: int, backend: str) -> list[Outcome]:
     return once
 
 
-def check(plan: Plan, *, against: str = "none", world_size: int = 2, backend: str = "gloo") -> list[Outcome]:
-    """Compare a hook with plain DDP."""
+# A run, what it walks with, its ranks and its backend.
+RUNS = {
+    "bfloat16": (Plan("crossover", amp="bfloat16", steps=4), "none", 2, "gloo"),
+    "float16": (Plan("crossover", amp="float16", steps=4), "none", 2, "gloo"),
+    "decoupled, bfloat16": (Plan("decoupled", amp="bfloat16", steps=4), "none", 2, "gloo"),
+    **{
+        f"{hook}, alone on NCCL, {way}": (
+            Plan(hook, steps=4, force_native=way == "native"),
+            "none",
+            1,
+            "nccl",
+        )
+        for hook, way in (("rsag", "shortcut"), ("crossover", "native"), ("decoupled", "native"))
+    },
+}
+# Cells of cuda_gloo and cuda_nccl.
+RUNS_IN_CONFORMANCE = {
+    **{
+        f"{hook}, {backend}, {'views' if views else 'copies'}": (Plan(hook, views=views), "none", 2, backend)
+        for hook in ("rsag", "crossover")
+        for backend in ("gloo", "nccl")
+        for views in (True, False)
+    },
+    **{f"decoupled, {backend}": (Plan("decoupled"), "none", 2, backend) for backend in ("gloo", "nccl")},
+    **{
+        f"{hook}, accumulated": (Plan(hook, accumulate=3), "none", 2, "gloo")
+        for hook in ("crossover", "decoupled")
+    },
+    "wrapped": (Plan("crossover fp16"), "fp16", 2, "gloo"),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "against", "world_size", "backend"),
+    [
+        *(pytest.param(*run, id=name) for name, run in RUNS.items()),
+        *(
+            pytest.param(
+                *run,
+                id=name,
+                marks=[
+                    pytest.mark.gpu(elsewhere="tests/conformance"),
+                    pytest.mark.gpu(count=2 if run[3] == "nccl" else 1),
+                ],
+            )
+            for name, run in RUNS_IN_CONFORMANCE.items()
+        ),
+    ],
+)
+def test_losses_equal_those_without_our_hook(plan: Plan, against: str, world_size: int, backend: str) -> None:
     expected = reference(plan._replace(hook=against, force_native=False), world_size, backend)
     found = run(plan, world_size=world_size, backend=backend)
     assert [one.losses for one in found] == [one.losses for one in expected]
     assert same(found, expected)
-    return found
-
-
-@IN_CONFORMANCE
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("hook", ["rsag", "crossover"])
-def test_losses_over_gloo_equal_plain_ddp(hook: str, views: bool) -> None:
-    check(Plan(hook, views=views))
-
-
-@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
-def test_losses_with_mixed_precision_equal_plain_ddp(amp: str) -> None:
-    check(Plan("crossover", amp=amp, steps=3))
-
-
-@IN_CONFORMANCE
-@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
-def test_losses_with_accumulation_equal_plain_ddp(hook: str) -> None:
-    check(Plan(hook, accumulate=3))
-
-
-@IN_CONFORMANCE
-def test_losses_of_decoupled_training_over_gloo_equal_plain_ddp() -> None:
-    check(Plan("decoupled"))
-
-
-@IN_CONFORMANCE
-@pytest.mark.gpu(count=2)
-def test_losses_of_decoupled_training_over_nccl_equal_plain_ddp() -> None:
-    check(Plan("decoupled"), backend="nccl")
-
-
-def test_decoupled_training_with_mixed_precision_equals_plain_ddp() -> None:
-    check(Plan("decoupled", amp="bfloat16"))
 
 
 def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
@@ -281,25 +293,6 @@ def test_clipping_on_a_gpu_is_torchs() -> None:
     plain, decoupled = (run_jobs([Job(clipped, 2, args=(way,))])[0] for way in (False, True))
     for got, expected in zip(decoupled, plain, strict=True):
         assert got == pytest.approx(expected, rel=3e-5)  # torch's norm sums in float32
-
-
-@IN_CONFORMANCE
-def test_a_wrapped_hook_gives_what_it_gives_alone() -> None:
-    check(Plan("crossover fp16"), against="fp16")
-
-
-@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
-@pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
-def test_losses_with_one_rank_on_nccl_equal_plain_ddp(hook: str, force_native: bool) -> None:
-    check(Plan(hook, force_native=force_native), world_size=1, backend="nccl")
-
-
-@IN_CONFORMANCE
-@pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("hook", ["rsag", "crossover"])
-def test_losses_over_nccl_equal_plain_ddp(hook: str, views: bool) -> None:
-    check(Plan(hook, views=views), backend="nccl")
 
 
 # --- siblings ------------------------------------------------------------------------------------------------
@@ -341,23 +334,17 @@ def check_siblings(directory: Path, plan: Plan, *, world_size: int, backend: str
     assert sum(outcome.stats["handovers"] for job in together for outcome in job) > 0
 
 
-def test_siblings_over_gloo_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover", steps=12), world_size=2, backend="gloo")
-
-
-def test_siblings_around_a_wrapped_hook_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover fp16", steps=8), world_size=2, backend="gloo")
-
-
-@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
-def test_siblings_of_one_rank_on_nccl_train_as_if_alone(force_native: bool, tmp_path: Path) -> None:
-    plan = Plan("crossover", steps=12, force_native=force_native)
-    check_siblings(tmp_path, plan, world_size=1, backend="nccl")
-
-
-@pytest.mark.gpu(count=2)
-def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
-    check_siblings(tmp_path, Plan("crossover", steps=12), world_size=2, backend="nccl")
+@pytest.mark.parametrize(
+    ("plan", "world_size", "backend"),
+    [
+        pytest.param(Plan("crossover"), 2, "gloo", id="gloo"),
+        pytest.param(Plan("crossover fp16"), 2, "gloo", id="wrapped"),
+        pytest.param(Plan("crossover", force_native=True), 1, "nccl", id="one rank"),
+        pytest.param(Plan("crossover"), 2, "nccl", id="nccl", marks=pytest.mark.gpu(count=2)),
+    ],
+)
+def test_siblings_train_as_if_alone(plan: Plan, world_size: int, backend: str, tmp_path: Path) -> None:
+    check_siblings(tmp_path, plan, world_size=world_size, backend=backend)
 
 
 # --- memory --------------------------------------------------------------------------------------------------
@@ -366,11 +353,11 @@ def test_siblings_over_nccl_train_as_if_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", ["rsag", "crossover", "decoupled"])
 def test_device_memory_is_that_of_plain_ddp_plus_a_bucket_at_most(hook: str) -> None:
     bucket_bytes = 5 * 2**20  # the largest layer is one of 4 MB, and a bucket holds whole layers
-    for plain, hooked in zip(once(Plan()), once(Plan(hook)), strict=True):
+    for plain, hooked in zip(once(Plan(steps=4)), once(Plan(hook, steps=4)), strict=True):
         assert hooked.peak_bytes <= plain.peak_bytes + bucket_bytes
 
 
 def test_device_memory_does_not_grow_with_steps() -> None:
-    short, long = (once(Plan("crossover", steps=steps)) for steps in (8, 24))
+    short, long = (once(Plan("crossover", steps=steps)) for steps in (4, 16))
     for few, many in zip(short, long, strict=True):
         assert many.peak_bytes <= few.peak_bytes + 2**20

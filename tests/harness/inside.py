@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from crossover_ddp import DecoupledState, GPUMutex, kfac_hooks
 from crossover_ddp._averaging import shared_centre
-from crossover_ddp._ddp import module_buffers
 from crossover_ddp._decoupled.clock import BLOCK, END, WARM_UP, Trial
 from crossover_ddp._engine import gloo
 from crossover_ddp._engine.exchange import Exchange
@@ -70,13 +69,6 @@ def break_engine(error: Exception) -> Iterator[None]:
 def force_native() -> Iterator[None]:
     """Let gloo count as a backend with collectives of its own; it has all that is needed."""
     with mock.patch.object(Exchange, "sends_messages", lambda self, device: False):
-        yield
-
-
-@contextlib.contextmanager
-def hide_model() -> Iterator[None]:
-    """Let no engine find the model behind a hook, as if somebody else held it in a strange place."""
-    with mock.patch.object(module_buffers, "model_of", lambda *_, **__: None):
         yield
 
 

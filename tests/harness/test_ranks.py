@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,11 +50,6 @@ def _die_alone(rank: int, world_size: int) -> str:
 def _exit_on_rank_one(rank: int, world_size: int) -> None:
     if rank == 1:
         os._exit(7)
-
-
-def _hang_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        threading.Event().wait()
 
 
 def _hang_in_a_collective(rank: int, world_size: int) -> None:
@@ -150,15 +144,6 @@ def test_whatever_goes_wrong_in_a_rank_is_named(
     assert where in str(caught.value)
 
 
-def test_hang_shows_where() -> None:
-    begin_s = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 of 2 hung for 1 s") as caught:
-        run_ranks(_hang_on_rank_one, 2, timeout_s=1.0)
-    assert "in _hang_on_rank_one" in str(caught.value)
-    assert "rank 0" not in str(caught.value)
-    assert time.monotonic() - begin_s < 60.0
-
-
 def test_hang_in_a_collective_shows_all_stacks() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_hang_in_a_collective, 2, timeout_s=1.0)
@@ -176,11 +161,8 @@ def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
     assert eventually(lambda: not _is_running(int(where.read_text()))), "it is killed, not waited for"
 
 
-def test_expected_death_is_no_failure() -> None:
+def test_expected_death_must_come_and_is_no_failure() -> None:
     assert run_ranks(_die_alone, 2, deaths={1: signal.SIGKILL}) == ["alive", None]
-
-
-def test_expected_death_must_come() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 was expected to die by SIGKILL and returned"):
         run_ranks(_sum_of_ranks, 2, args=(0.0,), deaths={1: signal.SIGKILL})
 

@@ -23,17 +23,22 @@ def enter(
     return thread
 
 
-@pytest.mark.parametrize("company", [Company.ALONE, Company.QUIET])
-def test_one_alone_waits_for_the_others_and_they_for_it(company: Company, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("beside", "company"),
+    [(Company.CROWD, Company.ALONE), (Company.CROWD, Company.QUIET), (Company.QUIET, Company.ALONE)],
+)
+def test_one_alone_waits_for_the_others_and_they_for_it(
+    beside: Company, company: Company, tmp_path: Path
+) -> None:
     first, second = Turnstile(tmp_path, 0, 2), Turnstile(tmp_path, 1, 2)
     log: list[str] = []
-    beside, alone, later = threading.Event(), threading.Event(), threading.Event()
-    threads = [enter(first, log, "a", beside, Company.CROWD)]
+    goes_on, alone, later = threading.Event(), threading.Event(), threading.Event()
+    threads = [enter(first, log, "a", goes_on, beside)]
     assert eventually(lambda: log == ["a"])
     threads.append(enter(second, log, "alone", alone, company))
     third = Turnstile(tmp_path, 0, 2)  # the first worker's next test
-    threads.append(enter(third, log, "b", later, Company.CROWD))
-    beside.set()
+    threads.append(enter(third, log, "b", later, beside))
+    goes_on.set()
     assert eventually(lambda: "alone" in log or "b" in log)
     alone.set()
     later.set()
@@ -57,17 +62,3 @@ def test_two_of_a_kind_run_beside_each_other(company: Company, tmp_path: Path) -
     for thread in threads:
         thread.join()
     assert not both.broken
-
-
-def test_one_alone_waits_for_quiet_ones_too(tmp_path: Path) -> None:
-    first, second = Turnstile(tmp_path, 0, 2), Turnstile(tmp_path, 1, 2)
-    log: list[str] = []
-    quiet, alone = threading.Event(), threading.Event()
-    threads = [enter(first, log, "quiet", quiet, Company.QUIET)]
-    assert eventually(lambda: log == ["quiet"])
-    threads.append(enter(second, log, "alone", alone, Company.ALONE))
-    alone.set()
-    quiet.set()
-    for thread in threads:
-        thread.join()
-    assert log == ["quiet", "quiet ends", "alone", "alone ends"]

@@ -42,13 +42,18 @@ def muon_and_sgd(model: nn.Module) -> list[Optimizer]:
     return [Muon(matrices, lr=0.1), SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1)]
 
 
+def optimizers_of(way: Any, model: nn.Module) -> list[Optimizer]:
+    """Return SGD with momentum, or what Muon's way needs."""
+    return muon_and_sgd(model) if way == "muon" else _sgd(model)
+
+
 def decoupled(**options: Any) -> Way:
     """Defer every step that can be deferred, unless ``options`` of the state say otherwise."""
 
     def made(model: DistributedDataParallel, optimizers: Sequence[Optimizer], mutex: Any) -> tuple[Any, Any]:
         trained = optimizers if options.get("owners") else optimizers[0]
         given = {"defer": "always", "mutex": mutex, **options}
-        return DecoupledState(trained, model.process_group, **given), decoupled_hook
+        return DecoupledState(trained, getattr(model, "process_group", None), **given), decoupled_hook
 
     return made
 
@@ -116,6 +121,7 @@ class Training:
         schedule: makes a scheduler for each of them.
         loss: on the rank's batch of a step; default the mean square on `batch`.
         around: makes the registered hook of the package's.
+        wrap: what makes the model of the module.
         options: of DDP.
     """
 
@@ -131,15 +137,16 @@ class Training:
         schedule: Callable[[Optimizer], Any] | None = None,
         loss: Loss | None = None,
         around: Callable[[Any], Any] = lambda hook: hook,
+        wrap: Callable[..., Any] = DistributedDataParallel,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         self.rank, self.steps = rank, 0
         self._loss = loss or (lambda model, *place: model(batch(*place).to(device)).square().mean())
         module = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3, tanh_last=True) if module is None else module
-        self.model = DistributedDataParallel(module.to(device), **(DDP_OPTIONS | options))
+        self.model = wrap(module.to(device), **(DDP_OPTIONS | options))
         self.held = list(self.model.parameters())  # as a script may hold them, past all guards
-        self.optimizers = (optimizers or (muon_and_sgd if way == "muon" else _sgd))(self.model)
+        self.optimizers = optimizers(self.model) if optimizers else optimizers_of(way, self.model)
         self.schedulers = [schedule(each) for each in self.optimizers] if schedule is not None else []
         self.state: Any = None
         if way is not None:

@@ -7,15 +7,14 @@ order in which `World.run` lets them go on. Real links must show by themselves t
 """
 
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crossover_ddp._engine.gloo import goes_around
-from tests.harness.oracles import sum_as_owners_do, tree_sum
+from tests.harness.oracles import tree_sum
 
 Ready = Callable[[], bool]
 Choose = Callable[[Sequence[str]], str]
@@ -64,27 +63,20 @@ class Actor:
 
 
 class World:
-    """See the module.
+    """See the module. ``size`` is the number of ranks."""
 
-    Args:
-        size: number of ranks.
-        kind: of the links.
-    """
-
-    def __init__(self, size: int, kind: "type[WorldLink] | None" = None) -> None:
-        self.size, self.kind = size, kind or WorldLink
-        self.threads: dict[tuple[int, str], list[Hashable]] = {}
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.mail: dict[Hashable, Tensor] = {}
         self.actors: dict[str, Actor] = {}
         self.dead: set[int] = set()
         self.failures: dict[int, BaseException] = {}
-        self.sent_bytes = [0] * size
         self.links = [0] * size
 
     def link(self, rank: int) -> "WorldLink":
         """Return the rank's next link; all ranks draw them in one order."""
         self.links[rank] += 1
-        return self.kind(self, rank, self.links[rank])
+        return WorldLink(self, rank, self.links[rank])
 
     def start(
         self,
@@ -195,8 +187,7 @@ class World:
 
     def key(self) -> Hashable:
         """Tell two states apart: who has gone how far, and what lies in the mail."""
-        queues = tuple(sorted((thread, tuple(queue)) for thread, queue in self.threads.items() if queue))
-        return tuple(sorted((name, a.steps) for name, a in self.actors.items())), frozenset(self.mail), queues
+        return tuple(sorted((name, a.steps) for name, a in self.actors.items())), frozenset(self.mail)
 
 
 @dataclass
@@ -241,7 +232,6 @@ class WorldLink:
         for to, tensor in outgoing.items():
             assert (tag, self.rank, to) not in self._world.mail, "two messages have one tag"
             self._world.mail[tag, self.rank, to] = tensor.clone()
-            self._world.sent_bytes[self.rank] += tensor.nbytes
         return Mail(self._world.mail, [(tag, source, self.rank) for source in self._others])
 
     def _take(self, mail: Mail) -> list[Tensor]:
@@ -296,124 +286,3 @@ class WorldLink:
     async def compute(self) -> None:
         """Go on where an owner may compute for long."""
         await until(lambda: True)
-
-    @staticmethod
-    def mean(addends: Sequence[Tensor], layout: Layout) -> Tensor:
-        """Return what owners make of the ranks' addends, which are divided."""
-        return tree_sum(addends)
-
-
-@dataclass
-class Served:
-    """Mail that a thread of a rank waits for, which waits for nothing else meanwhile."""
-
-    queue: list[Hashable]
-    ticket: Hashable
-    mail: Mail
-
-    def __call__(self) -> bool:
-        return self.queue[0] == self.ticket and self.mail()
-
-    @property
-    def sources(self) -> set[int]:
-        return self.mail.sources if self.queue[0] == self.ticket and not self.mail() else set()
-
-
-class ThreadedLink(WorldLink):
-    """A link whose journeys wait on two threads of their rank, first come first served; large layouts go around a ring.
-
-    Around a ring each gather has a thread to itself.
-    """
-
-    def __init__(self, world: World, rank: int, number: int) -> None:
-        super().__init__(world, rank, number)
-        self._left, self._right = (rank - 1) % self.size, (rank + 1) % self.size
-
-    async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        cut = flat.div_(self.size).split(list(layout))
-        own: Tensor = cut[self.rank]
-        if is_large(layout):
-            added = [(self.rank - step) % self.size for step in range(2, self.size + 1)]
-            async for part, came in self._around("reducing", cut, self._left, added):
-                cut[part].add_(came)
-        else:
-            received = await self._straight("reducing", {other: cut[other] for other in self._others})
-            received.insert(self.rank, own.clone())
-            own.copy_(tree_sum(received))
-        for other in self._others:
-            cut[other].fill_(torch.nan)
-        return own
-
-    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        cut = flat.split(list(layout))
-        if is_large(layout):
-            passed = [(self.rank - step) % self.size for step in range(1, self.size)]
-            async for part, came in self._around(self._relay(), cut, self.rank, passed):
-                cut[part].copy_(came)
-        else:
-            received = await self._straight("gathering", dict.fromkeys(self._others, cut[self.rank]))
-            for other, came in zip(self._others, received, strict=True):
-                cut[other].copy_(came)
-
-    def _relay(self) -> str:
-        return f"relay {self._number} {self._calls}"
-
-    async def _straight(self, thread: str, outgoing: Mapping[int, Tensor]) -> list[Tensor]:
-        mail = self._post(outgoing)
-        async with _Thread(self, thread) as serve:
-            await until(serve(mail))
-            return self._take(mail)
-
-    async def _around(
-        self, thread: str, cut: Sequence[Tensor], first: int, parts: Sequence[int]
-    ) -> AsyncIterator[tuple[int, Tensor]]:
-        """Send a part, and yield the others as they come, to be passed on; but for the last one."""
-        tag, self._calls = (self._number, self._calls), self._calls + 1
-        leaving = first
-        async with _Thread(self, thread) as serve:
-            for part in parts:
-                self._send((tag, leaving), cut[leaving])
-                mail = Mail(self._world.mail, [((tag, part), self._left, self.rank)])
-                await until(serve(mail))
-                yield part, self._take(mail)[0]
-                leaving = part
-
-    def _send(self, tag: Hashable, tensor: Tensor) -> None:
-        self._world.mail[tag, self.rank, self._right] = tensor.clone()
-        self._world.sent_bytes[self.rank] += tensor.nbytes
-
-    @staticmethod
-    def mean(addends: Sequence[Tensor], layout: Layout) -> Tensor:
-        if not is_large(layout):
-            return tree_sum(addends)
-        cut = [each.split(list(layout)) for each in addends]
-        return torch.cat(
-            [sum_as_owners_do([each[owner] for each in cut], owner) for owner in range(len(layout))]
-        )
-
-
-class OneGathererLink(ThreadedLink):
-    """A mistake: gathers are passed on by the thread that waits for others, too."""
-
-    def _relay(self) -> str:
-        return "gathering"
-
-
-class _Thread:
-    """A place in the queue of a rank's thread, from now until the journey goes on elsewhere."""
-
-    def __init__(self, link: ThreadedLink, name: str) -> None:
-        self._queue = link._world.threads.setdefault((link.rank, name), [])
-        self._ticket = link._number, link._calls
-
-    async def __aenter__(self) -> Callable[[Mail], Served]:
-        self._queue.append(self._ticket)
-        return lambda mail: Served(self._queue, self._ticket, mail)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._queue.remove(self._ticket)
-
-
-def is_large(layout: Layout) -> bool:
-    """Tell whether a layout of a few elements goes around, as if each had some megabytes."""
-    return goes_around(layout, 4 << 20)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import DecoupledState, decoupled_hook, reduce_scatter_all_gather_hook
+from crossover_ddp import reduce_scatter_all_gather_hook
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from tests.harness import inside, run_ranks
@@ -69,82 +69,17 @@ def odd_gradients(
     return got, rows.mean(0), rows.abs().mean(0)
 
 
-@pytest.mark.parametrize("numbered_late", [False, True], ids=["", "numbers_begin_anew"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "numbered_late"),
+    [(2, True), (3, False), (4, True)],
+    ids=["2-numbers_begin_anew", "3", "4-numbers_begin_anew"],
+)
 def test_the_mean_is_exact_up_to_rounding_for_all_sizes(world_size: int, numbered_late: bool) -> None:
     """Also where the numbers of transfers, and with them the tags of messages, begin anew."""
     outcomes = run_ranks(odd_gradients, world_size, args=(numbered_late,))
     for got, exact, size in outcomes:
         assert torch.equal(got, outcomes[0][0])
         assert ((got.double() - exact).abs() <= world_size * torch.finfo(torch.float32).eps * size).all()
-
-
-# --- others' traffic -------------------------------------------------------------------------------------------------
-
-
-class Talking(torch.autograd.Function):
-    """Uses the group in backward, where buckets are under way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        total, word = torch.ones(1000), torch.empty(1000)
-        dist.all_reduce(total)
-        assert torch.equal(total, torch.full((1000,), float(world_size)))
-        for tag in range(4):
-            sent = dist.isend(torch.full((1000,), float(rank)), (rank + 1) % world_size, tag=tag)
-            dist.recv(word, (rank - 1) % world_size, tag=tag)
-            sent.wait()
-            assert torch.equal(word, torch.full((1000,), float((rank - 1) % world_size)))
-        return gradients[0]
-
-
-class Talkative(nn.Module):
-    """A network that uses the group between its layers."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=seed)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = Talking.apply(layer(x))  # type: ignore[no-untyped-call]
-        return x
-
-
-def beside_others(rank: int, world_size: int, way: str | None) -> list[float]:
-    """Train two models on one group and one on a group of the same ranks, in turns; return what they are."""
-    twin = dist.new_group(range(world_size))
-    models: list[DistributedDataParallel] = []
-    for seed, group in ((1, None), (2, None), (3, twin)):
-        model = DistributedDataParallel(
-            Talkative(seed), bucket_cap_mb=1e-4, gradient_as_bucket_view=True, process_group=group
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if way == "decoupled":
-            model.register_comm_hook(DecoupledState(optimizer, group, defer="always"), decoupled_hook)
-        elif way is not None:
-            model.register_comm_hook(group, reduce_scatter_all_gather_hook)
-        model.optimizer = optimizer  # type: ignore[assignment]
-        models.append(model)
-    for step in range(5):
-        losses = [model(batch(rank, step)).square().mean() for model in models]
-        for model, loss in zip(models, losses, strict=True):
-            loss.backward()
-            model.optimizer.step()  # type: ignore[operator, union-attr]
-            model.zero_grad()
-    return [
-        float(parameters_of(model).double().sum()) for model in models if model(batch(rank, 9)) is not None
-    ]
-
-
-@pytest.mark.parametrize("way", ["split", "decoupled"])
-def test_users_messages_and_other_models_pass_beside_buckets_on_one_group(way: str) -> None:
-    assert run_ranks(beside_others, 2, args=(way,)) == run_ranks(beside_others, 2, args=(None,))
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -205,12 +140,11 @@ def on_the_same_data(rank: int, world_size: int, way: str, is_slow: bool) -> tor
     return parameters_of(training.model)
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("way", ["kfac", "muon", "owned"])
-def test_owners_give_all_ranks_what_one_rank_has_alone(way: str, is_slow: bool) -> None:
+def test_owners_give_all_ranks_what_one_rank_has_alone(way: str) -> None:
     """What travels there and back has other sizes, in other buffers, than the gradients."""
     (alone,) = run_ranks(on_the_same_data, 1, args=(way, False))
-    for world_size in (2, 3):
+    for world_size, is_slow in ((2, False), (3, True)):
         for got in run_ranks(on_the_same_data, world_size, args=(way, is_slow)):
             assert torch.allclose(got, alone, rtol=1e-3, atol=1e-4)
 
@@ -292,32 +226,6 @@ def test_bytes_on_the_wire(way: str) -> None:
     assert low * own <= sent <= high * own + 4000, sent / own
 
 
-# --- one rank differs ------------------------------------------------------------------------------------------------
-
-
-def buffers_of_a_hidden_model(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Rank 1 does not find the model behind its hook; return our buffers, and plain DDP's."""
-    found = []
-    for hook in (reduce_scatter_all_gather_hook, None):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
-        with inside.hide_model() if rank and hook else mock.MagicMock():
-            model = DistributedDataParallel(module)
-            if hook is not None:
-                model.register_comm_hook(None, hook)
-            for step in range(4):
-                model(batch(rank, step)).square().sum().backward()
-            model.eval()
-            model(batch(rank, 5))
-        found.append([float(value) for buffer in model.module[1].buffers() for value in buffer.flatten()])
-    return found[0], found[1]
-
-
-def test_all_ranks_decide_alike_whether_buffers_travel_with_gradients() -> None:
-    for ours, plain in run_ranks(buffers_of_a_hidden_model, 2):
-        assert ours == plain
-
-
 # --- what is planned and averaged -------------------------------------------------------------------------------------
 
 
@@ -332,12 +240,12 @@ class Slow(nn.Module):
 
 
 def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
-    """Rank 0 computes for 20 ms a step and waits for rank 1 for 0.3 s in the next forward."""
+    """Rank 0 computes for 20 ms a step and waits for rank 1 for 0.2 s in the next forward."""
     module = nn.Sequential(Slow(0.02), *mlp(WIDTH, WIDTH, WIDTH, WIDTH, seed=3))
     training = Training("decoupled", rank, module=module)
     if rank:
-        training.model.module[1].weight.register_hook(lambda _: time.sleep(0.3))
-    training.run(10)  # in the first ones nobody waits in forward
+        training.model.module[1].weight.register_hook(lambda _: time.sleep(0.2))
+    training.run(8)  # in the first ones nobody waits in forward
     step_s: float = training.state.plan_buckets().step_s
     training.close()
     return step_s
@@ -345,7 +253,7 @@ def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
 
 def test_waiting_for_a_peer_is_no_compute_in_a_plan() -> None:
     step_s, _ = run_ranks(planned_beside_a_slow_peer, 2)
-    assert 0.02 <= step_s < 0.25
+    assert 0.02 <= step_s < 0.17
 
 
 class Tied(nn.Module):

@@ -28,7 +28,7 @@ IMPATIENT_S = 60.0
 ENDS = [
     (way, how) for way in ("split", "int8", "decoupled") for how in ("exit", "fall off the end", "destroy")
 ]
-FEW = [("split", "exit"), ("split", "fall off the end"), ("split", "destroy"), ("decoupled", "destroy")]
+FEW = [("split", "exit"), ("decoupled", "destroy")]
 
 
 @pytest.mark.parametrize(("way", "how"), ENDS if IN_CAMPAIGN else FEW)
@@ -51,7 +51,7 @@ def losses_around_workers(rank: int, world_size: int, way: str, workers: int) ->
     return losses
 
 
-@pytest.mark.parametrize("way", ["split", "int8", "decoupled", "kfac", "elastic"])
+@pytest.mark.parametrize("way", ["int8", "decoupled", "elastic"])
 def test_a_loaders_workers_are_forked_while_a_hook_is_active(way: str) -> None:
     alone, beside = (run_ranks(losses_around_workers, 2, args=(way, workers)) for workers in (0, 2))
     assert way == "elastic" or alone == beside
@@ -80,9 +80,7 @@ def _status_of_a_fork_in(training: Training) -> int:
 
 
 # Alone the split needs neither a thread nor a peer, so that a fork may go on.
-@pytest.mark.parametrize(
-    ("way", "world_size"), [("crossover", 1), ("split", 2), ("crossover", 2), ("int8", 2), ("kfac", 2)]
-)
+@pytest.mark.parametrize(("way", "world_size"), [("crossover", 1), ("split", 2), ("kfac", 2)])
 def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, world_size: int) -> None:
     close_pools()  # ranks that have run other tests may have threads of autograd's, which no fork survives
     ours, alone = (run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False))

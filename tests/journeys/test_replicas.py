@@ -1,7 +1,5 @@
 """Parameters that must be the same on all ranks are compared in some steps; who differs is named."""
 
-import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -190,21 +188,3 @@ def other_branches(rank: int, world_size: int, owners: Any) -> str:
 @pytest.mark.parametrize("owners", [None, "layers"])
 def test_updates_that_one_rank_has_read_and_another_has_not_are_no_difference(owners: Any) -> None:
     assert run_ranks(other_branches, 2, args=(owners,)) == ["none"] * 2
-
-
-def compared_steps(rank: int, world_size: int) -> list[int]:
-    """Differ from the first step on; return in which steps that is told."""
-    training = Training("split", rank)
-    part_from(training, "0.weight") if rank else None
-    steps = []
-    for step in itertools.count(1):
-        if "differ" in error_of(training.step):
-            steps.append(step)
-        if step == 2002:
-            return steps
-
-
-@pytest.mark.skipif("CROSSOVER_CAMPAIGN" not in os.environ, reason="2,002 steps: make campaign runs it")
-def test_steps_that_are_compared_are_powers_of_two_and_thousands() -> None:
-    looked_at = sorted([2**power + 1 for power in range(11)] + [1001, 2001])
-    assert run_ranks(compared_steps, 2) == [looked_at] * 2

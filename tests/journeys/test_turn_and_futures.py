@@ -23,7 +23,10 @@ from tests.harness.turn import RecordingTurn
 
 STEPS = 3
 # Backward ends with their exchange, so that the next turn is taken by a thread of the package's.
-TURNS_IN_BACKWARD = ("crossover", "wrapped", "int8", "kfac", "muon")
+TURNS_IN_BACKWARD = [
+    *((way, 2) for way in ("crossover", "wrapped", "int8", "kfac", "muon")),
+    *((way, 1) for way in ("crossover", "wrapped")),
+]
 
 
 def order_with_a_slow_release(rank: int, world_size: int, way: str) -> list[str]:
@@ -33,8 +36,7 @@ def order_with_a_slow_release(rank: int, world_size: int, way: str) -> list[str]
     return turn.order
 
 
-@pytest.mark.parametrize("way", TURNS_IN_BACKWARD)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
 def test_the_turn_is_given_away_before_anybody_hears_of_the_last_bucket(way: str, world_size: int) -> None:
     """Whoever hears of it may take the next turn at any moment; ranks would count turns differently, and hang."""
     one_step = ["release", "acquire"] if way == "wrapped" else ["release", "request", "acquire"]
@@ -107,8 +109,7 @@ def futures_at_the_acquire(rank: int, world_size: int, way: str) -> tuple[list[b
     return done, [thread.name for thread in takers if isinstance(thread, threading._DummyThread)]
 
 
-@pytest.mark.parametrize("way", TURNS_IN_BACKWARD)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("way", "world_size"), TURNS_IN_BACKWARD)
 def test_the_last_future_waits_for_the_turn_which_no_thread_of_gloos_takes(way: str, world_size: int) -> None:
     """A thread of gloo's that waits for a sibling would keep all other collectives of the group waiting."""
     outcomes = run_ranks(futures_at_the_acquire, world_size, args=(way,))

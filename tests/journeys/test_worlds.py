@@ -17,19 +17,9 @@ from torch import Tensor
 from crossover_ddp._averaging.replica import late_mean
 from crossover_ddp._engine.buckets import split
 from crossover_ddp._engine.links import LinkAround
+from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.oracles import tree_sum
-from tests.harness.world import (
-    Gate,
-    Layout,
-    LostError,
-    Once,
-    OneGathererLink,
-    ThreadedLink,
-    World,
-    WorldLink,
-    is_large,
-    until,
-)
+from tests.harness.world import Gate, Layout, LostError, Once, World, WorldLink, until
 
 
 @dataclass
@@ -89,16 +79,6 @@ async def on_owners(bucket: Bucket, link: WorldLink) -> None:
         part.copy_(pair[: part.numel()])
 
 
-async def by_all_to_all(bucket: Bucket, link: WorldLink) -> None:
-    """Everybody sends all it has to everybody: a split without halves."""
-    bucket.flat.div_(link.size)
-    layout = [bucket.flat.numel()] * link.size
-    outgoing = bucket.flat.repeat(link.size)
-    incoming = outgoing.clone()
-    await link.all_to_all(outgoing, layout, incoming, layout)
-    bucket.flat.copy_(tree_sum(incoming.split(layout)))
-
-
 class HalfLink(LinkAround):
     """A codec as a link around a link: what travels has half the bytes."""
 
@@ -124,20 +104,8 @@ async def averaged(bucket: Bucket, link: WorldLink) -> None:
     bucket.flat.neg_()
 
 
-async def owned(bucket: Bucket, link: WorldLink) -> None:
-    """Owners send what they have in the program's ``step()``."""
-    bucket.hand_back()
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    await bucket.due
-    await link.all_gather(bucket.flat, bucket.layout)
-    bucket.updated = True
-
-
-async def of_each_kind(bucket: Bucket, link: WorldLink) -> None:
-    await (split, on_owners, owned)[bucket.flat.numel() % 3](bucket, link)  # type: ignore[arg-type]
-
-
-JOURNEYS = [split, decoupled, on_owners, by_all_to_all, coded, averaged]
+WORLDS = 1000 if IN_CAMPAIGN else 100  # made up at random
+JOURNEYS = [split, decoupled, on_owners, coded, averaged]
 
 
 async def in_turn(bucket: Bucket, link: WorldLink, journey: Journey, turn: Turn) -> None:
@@ -174,10 +142,8 @@ class Run:
         layouts: Sequence[Layout],
         seed: int = 0,
         around: Callable[..., Coroutine[Any, Any, None]] = in_turn,
-        kind: type[WorldLink] = WorldLink,
     ) -> None:
-        self.world = World(len(layouts[0]), kind)
-        self._chance = random.Random(seed)
+        self.world = World(len(layouts[0]))
         self.turns = [Turn() for _ in range(self.world.size)]
         self.over: dict[str, BaseException | None] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -187,8 +153,7 @@ class Run:
         ]
         dtype = torch.float16 if journey is coded else torch.float32
         self.expected = [
-            kind.mean([value.to(dtype) / self.world.size for value in of_ranks], layout).float()
-            for of_ranks, layout in zip(values, layouts, strict=True)
+            tree_sum([value.to(dtype) / self.world.size for value in of_ranks]).float() for of_ranks in values
         ]
         self.buckets = [
             [
@@ -209,10 +174,7 @@ class Run:
             way = around(bucket, links[-1], journey, self.turns[rank])
             self.world.start(name, rank, way, self._ended(name, rank, bucket))
         await until(lambda: all(bucket.future.done for bucket in self.buckets[rank]))
-        order = [*reversed(range(len(self.buckets[rank])))]  # forward
-        if self.world.kind is not WorldLink:
-            self._chance.shuffle(order)  # as if ranks read their parameters in different orders
-        for index in order:
+        for index in reversed(range(len(links))):  # forward
             await self.world.open(f"journey {rank} {index}", self.buckets[rank][index].due, links[index])
 
     def _ended(self, name: str, rank: int, bucket: Bucket) -> Callable[[BaseException | None], None]:
@@ -274,7 +236,7 @@ def random_run(seed: int, journey: Journey) -> tuple[Run, random.Random]:
 
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_random_worlds_have_the_bits_of_the_tree_on_all_ranks(journey: Journey) -> None:
-    for seed in range(200):
+    for seed in range(WORLDS):
         run, chance = random_run(seed, journey)
         run.world.run(run.choosing(chance.choice))
         run.check_end()
@@ -327,65 +289,9 @@ def all_orders(make: Callable[[], Run]) -> int:
     return transitions
 
 
-AROUND = [split, on_owners, owned, of_each_kind]
-
-
-def threaded_run(
-    seed: int, journey: Journey, kind: type[WorldLink] = ThreadedLink
-) -> tuple[Run, random.Random]:
-    chance = random.Random(seed)
-    size = chance.randint(2, 6)
-    layouts = [[chance.choice((0, 1, 8, 8)) for _ in range(size)] for _ in range(chance.randint(1, 5))]
-    return Run(journey, layouts, seed, kind=kind), chance
-
-
-@pytest.mark.parametrize("journey", AROUND)
-def test_what_goes_around_and_what_goes_straight_pass_in_any_order_of_gathers(journey: Journey) -> None:
-    """Threads serve one journey at a time, sums in one order; gathers begin in each rank's own order."""
-    around = set()
-    for seed in range(200):
-        run, chance = threaded_run(seed, journey)
-        run.world.run(run.choosing(chance.choice))
-        run.check_end()
-        around |= {is_large(bucket.layout) for bucket in run.buckets[0] if bucket.flat.numel()}
-    assert around == {True, False}
-
-
-@pytest.mark.parametrize("journey", [on_owners, owned])
-def test_a_death_on_a_ring_leaves_nobody_waiting(journey: Journey) -> None:
-    for victim, seed in itertools.product(range(3), range(3)):
-        for steps in itertools.count():
-            run = Run(journey, [[2, 2, 1], [0, 0, 3]], seed, kind=ThreadedLink)
-            run.world.run(run.choosing(random.Random(seed).choice), {victim: steps})
-            if not run.world.dead:
-                break
-            run.check_end_after_death()
-
-
-def test_gathers_of_a_ring_on_one_thread_are_seen_to_wait_for_each_other() -> None:
-    with pytest.raises(AssertionError, match="deadlock"):
-        for seed in range(200):
-            run, chance = threaded_run(seed, owned, OneGathererLink)
-            run.world.run(run.choosing(chance.choice))
-
-
-def test_all_orders_of_three_ranks_and_two_buckets_on_a_ring() -> None:
-    layouts = [[0, 0, 1], [0, 2, 0]]
-    assert all(map(is_large, layouts))
-    assert all_orders(lambda: Run(split, layouts, kind=ThreadedLink)) > 1000
-
-
 @pytest.mark.parametrize("journey", [split, decoupled])
 def test_all_orders_of_three_ranks_and_two_buckets(journey: Journey) -> None:
     assert all_orders(lambda: Run(journey, [[1, 1, 1], [1, 1, 1]])) > 1000
-
-
-def test_bytes_are_counted() -> None:
-    """Of the split, each rank sends what it does not own to owners, and what it owns to all others."""
-    layout = [5, 0, 2, 1]
-    run = Run(split, [layout])
-    run.world.run(lambda able: able[0])
-    assert run.world.sent_bytes == [4 * (8 - own + 3 * own) for own in layout]
 
 
 # --- each check sees its mistake -----------------------------------------------------------------------------
@@ -415,18 +321,6 @@ async def no_gather(bucket: Bucket, link: WorldLink) -> None:
     await link.reduce_scatter(bucket.flat, bucket.layout)
 
 
-async def never_sent(bucket: Bucket, link: WorldLink) -> None:
-    await split(bucket, link)
-    if link.rank:
-        await link.all_gather(bucket.flat, bucket.layout)
-
-
-async def sum_for_mean(bucket: Bucket, link: WorldLink) -> None:
-    bucket.flat.mul_(link.size)
-    await link.reduce_scatter(bucket.flat, bucket.layout)
-    await link.all_gather(bucket.flat, bucket.layout)
-
-
 async def swallowed(bucket: Bucket, link: WorldLink) -> None:
     try:
         await split(bucket, link)
@@ -439,8 +333,6 @@ MISTAKES = {
     no_acquire: "outside of the turn",
     twice: "completed twice",
     no_gather: "other bits",
-    never_sent: "deadlock",
-    sum_for_mean: "other bits",
 }
 
 

@@ -18,7 +18,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, Stage
 from crossover_ddp.pipeline.model import BACKWARD, FORWARD, Action, Orders, StagedChain
-from crossover_ddp.pipeline.schedule import best_order, gpipe, interleaved, one_forward_one_backward
+from crossover_ddp.pipeline.schedule import best_order, interleaved, one_forward_one_backward
 from crossover_ddp.pipeline.simulate import simulate
 from tests.harness import Job, run_jobs, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -53,7 +53,6 @@ def plan_of(
         assert step is not None
     else:
         orders = {
-            "gpipe": gpipe,
             "1f1b": one_forward_one_backward,
             "interleaved": lambda each: interleaved(each, ranks),
             "one by one": one_by_one,
@@ -140,13 +139,16 @@ def assert_equal(results: Sequence[Any], plan: Plan) -> None:
     assert seen == sum(sum(counts[s.start : s.stop]) * len(s.devices) for s in plan.stages)
 
 
-PLANS = {
-    "two stages": ([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2),
+PLANS: dict[str, Any] = {
     "data parallel": ([Stage(0, 9, (1, 0))], 2),
+    "interleaved": (
+        [Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 7, (0,)), Stage(7, 9, (1,))],
+        2,
+        "interleaved",
+    ),
     "four stages": ([Stage(0, 2, (2,)), Stage(2, 5, (0,)), Stage(5, 6, (3,)), Stage(6, 9, (1,))], 4),
     "three and one": ([Stage(0, 5, (0, 1, 2)), Stage(5, 9, (3,))], 4),
     "one and three": ([Stage(0, 3, (3,)), Stage(3, 9, (2, 1, 0))], 4),
-    "two and two": ([Stage(0, 5, (0, 3)), Stage(5, 9, (1, 2))], 4),
     "an idle rank, a stage without parameters": (
         [Stage(0, 3, (0,)), Stage(3, 4, (1, 2)), Stage(4, 9, (0,))],
         4,
@@ -156,9 +158,8 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_and_gradients_are_those_of_the_whole_model(name: str) -> None:
-    stages, ranks = PLANS[name]
-    plan = plan_of(stages, ranks)
-    assert_equal(run_ranks(train, ranks, args=[plan.to_json()]), plan)
+    plan = plan_of(*PLANS[name])
+    assert_equal(run_ranks(train, PLANS[name][1], args=[plan.to_json()]), plan)
 
 
 def test_a_replica_that_is_done_keeps_back_no_gradient_that_another_one_needs() -> None:
@@ -189,15 +190,6 @@ def test_gradients_are_added_to_those_of_the_step_before() -> None:
             torch.testing.assert_close(gradients, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
-def test_known_orders_give_the_same(order: str) -> None:
-    stages = [Stage(0, 4, (0,)), Stage(4, 9, (1,))]
-    if order == "interleaved":
-        stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 7, (0,)), Stage(7, 9, (1,))]
-    plan = plan_of(stages, 2, order)
-    assert_equal(run_ranks(train, 2, args=[plan.to_json()]), plan)
-
-
 # --- torch's own runtime ---------------------------------------------------------------------------------------------
 
 
@@ -225,7 +217,7 @@ def cross_check(rank: int, world_size: int, document: Any, path: str) -> Any:
     return [float(loss) for loss in losses], [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(4, False), (2, True), *([(2, False)] if IN_CAMPAIGN else [])])
+@pytest.mark.parametrize(("ranks", "split"), [(2, True), *([(4, False), (2, False)] if IN_CAMPAIGN else [])])
 def test_torch_runs_the_same_plan_with_the_same_gradients(ranks: int, split: bool, tmp_path: Path) -> None:
     edges = {2: [0, 4, 9], 4: [0, 2, 4, 7, 9]}[ranks]
     # torch's stage k is on rank k.
@@ -326,22 +318,6 @@ def test_micro_batches_of_another_size_are_refused() -> None:
     plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
     _, second = run_ranks(another_size, 2, args=[plan.to_json()], deaths={0: signal.SIGKILL})
     assert second
-
-
-def die_in_step(rank: int, world_size: int, document: Any) -> str:
-    runner = Runner(Plan.from_json(document), chain(), nn.functional.cross_entropy)
-    runner.step(*batch(0))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        runner.step(*batch(1))
-    return str(caught.value)
-
-
-def test_the_death_of_a_peer_is_an_error_and_no_hang() -> None:
-    plan = plan_of([Stage(0, 4, (0,)), Stage(4, 9, (1,))], 2)
-    found, _ = run_ranks(die_in_step, 2, args=[plan.to_json()], deaths={1: signal.SIGKILL})
-    assert found
 
 
 # --- a cluster is measured -------------------------------------------------------------------------------------------

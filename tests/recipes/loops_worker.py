@@ -8,9 +8,7 @@ ended it if one did.
 """
 
 import functools
-import itertools
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from torchvision.transforms.functional import to_pil_image
 
 from crossover_ddp import DecoupledState, decoupled_hook
 from tests.harness import documents
@@ -223,60 +220,7 @@ def timm_task() -> Report:
     return runs.report
 
 
-def timm_train() -> Report:
-    """Run timm's own train.py, the file TIMM_TRAIN, with no change but the document's lines; TIMM_LINES says which.
-
-    One run in each process: train.py makes the process group, and destroys it at its end.
-    """
-    script = Path(os.environ["TIMM_TRAIN"]).read_text()
-    data = Path(f"images-{os.environ['RANK']}")
-    generator = torch.Generator().manual_seed(0)
-    for split, label, number in itertools.product(("train", "val"), ("a", "b"), range(8)):
-        path = data / split / label / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        to_pil_image(torch.rand(3, 32, 32, generator=generator)).save(path)
-    options = (
-        "--device cpu --model resnet10t --num-classes 2 --img-size 32 --epochs 2 --batch-size 4 --workers 0"
-    )
-    runs = Runs()
-
-    def on_a_cpu(module: nn.Module, device_ids: object, **kwargs: Any) -> DistributedDataParallel:
-        """What train.py passes as device_ids is for GPUs only."""
-        watched.model = module
-        return DistributedDataParallel(module, **kwargs)
-
-    name = os.environ["TIMM_LINES"]
-    line, pausing = diffs("timm")
-    lines = {"plain": [], "hooked": documents.added(line), "pausing": documents.added(pausing)}
-    changed = Path(f"train-{os.environ['RANK']}.py")
-    changed.write_text(with_lines(script, lines[name]))
-    with (
-        runs.run(name) as watched,
-        patch.object(sys, "argv", [str(changed), str(data), *options.split()]),
-        patch.object(nn.parallel, "DistributedDataParallel", on_a_cpu),
-    ):
-        runpy.run_path(str(changed), run_name="__main__")
-    return runs.report
-
-
-def with_lines(script: str, lines: list[str]) -> str:
-    """Put the imports among ``lines`` before the script's first, the others behind ``task.prepare_distributed(``."""
-    imports = [line for line in lines if line.startswith("from ")]
-    others = [line for line in lines if line not in imports]
-    result: list[str] = []
-    for line in script.splitlines():
-        if imports and line.startswith("import "):
-            result += imports
-            imports = []
-        result.append(line)
-        if line.startswith("        task.prepare_distributed("):
-            result += others
-            others = []
-    assert not imports and not others
-    return "\n".join(result)
-
-
-LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task, timm_train)
+LOOPS = (accelerate, trainer, lightning, compiled, inductor, timm_task)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

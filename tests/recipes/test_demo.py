@@ -3,9 +3,7 @@
 import json
 import math
 import re
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from demo_figures import (
     verdict,
 )
 
-_REASON = lab.why_not_shaped()
 SMALL = ("--image-size", "32", "--batch-size", "32")
 
 
@@ -98,63 +95,6 @@ def test_steps_are_chosen_between_the_fewest_and_the_most() -> None:
         chosen(0.0)
 
 
-class FakeRuns(demo.Runs):
-    """Runs that take no time, on a machine whose calibration says what the test wants."""
-
-    def __init__(
-        self, *, rate_mbit: float | None, steps: int | None, compute_s: float, left_s: float
-    ) -> None:
-        self.said: list[str] = []
-        self.trained: dict[str, int] = {}
-        self._compute_s = compute_s
-        cluster = SimpleNamespace(rate_mbit=rate_mbit)
-        cluster.set_rate = lambda rate_mbit: setattr(cluster, "rate_mbit", rate_mbit)
-        args = demo.parse_arguments([] if steps is None else ["--steps", str(steps)])
-        super().__init__(cluster, args, Console(), deadline_s=time.monotonic() + left_s)  # type: ignore[arg-type]
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def train(self, title: str, directory: str, names: Any, hook: str, *, steps: int | None = None) -> Any:
-        self.trained[directory] = steps or self.args.steps
-        figures = SimpleNamespace(
-            step_s=1.1 * self._compute_s, busy_s=self._compute_s, wire_bytes=5e6, makespan_s=0.0
-        )
-        return SimpleNamespace(figures=lambda: {"a": figures})
-
-
-@pytest.mark.parametrize(("compute_s", "most"), [(0.05, 100), (0.46, 66)])
-@pytest.mark.parametrize("rate_mbit", [1000.0, None])
-def test_every_run_has_the_steps_that_the_calibration_leaves_time_for(
-    compute_s: float, most: int, rate_mbit: float | None
-) -> None:
-    runs = FakeRuns(rate_mbit=rate_mbit, steps=None, compute_s=compute_s, left_s=200.0)
-    runs.all()
-    assert runs.trained.pop("calibration") == demo.CALIBRATION_STEPS
-    (steps,) = set(runs.trained.values())
-    assert demo.LEAST_STEPS < steps <= most
-    assert len(runs.trained) == 4
-    assert runs.said[-1] == f"{steps} steps of each job fit into 4 minutes."
-
-
-def test_steps_that_are_given_are_kept() -> None:
-    runs = FakeRuns(rate_mbit=None, steps=77, compute_s=9.0, left_s=10.0)
-    runs.all()
-    assert set(runs.trained.values()) == {77}
-    assert "calibration" not in runs.trained
-    runs = FakeRuns(rate_mbit=1000.0, steps=77, compute_s=9.0, left_s=10.0)
-    runs.all()
-    assert runs.trained.pop("calibration") == demo.CALIBRATION_STEPS
-    assert set(runs.trained.values()) == {77}
-
-
-def test_a_machine_too_slow_for_the_fewest_steps_is_told_so() -> None:
-    runs = FakeRuns(rate_mbit=1000.0, steps=None, compute_s=9.0, left_s=200.0)
-    runs.all()
-    assert set(runs.trained.values()) == {demo.LEAST_STEPS}
-    assert "do not fit" in runs.said[-1]
-
-
 def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
     figures = summary(crossover_s=16.0)
     assert figures["variants"][AFTER]["makespan_s"] == 20
@@ -197,59 +137,34 @@ def test_differing_losses_are_the_verdict_and_stand_in_the_table() -> None:
     console = Console(width=100)
     with console.capture() as captured:
         console.print(demo.make_table(figures))
+    lines = [line.split("│") for line in captured.get().splitlines() if "×" in line]
+    assert [cells[1].strip() for cells in lines] == [AFTER, UNMANAGED, CROSSOVER, "at best (bound S)"]
     assert "DIFFERENT" in captured.get()
 
 
-def test_table_shows_every_variant_and_the_bound() -> None:
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(demo.make_table(summary(16.0)))
-    lines = [line for line in captured.get().splitlines() if "×" in line]
-    assert [line.split("│")[1].strip() for line in lines] == [
-        AFTER,
-        UNMANAGED,
-        CROSSOVER,
-        "at best (bound S)",
-    ]
-    assert "1.25×" in lines[2] and "90.0%, 90.0%" in lines[2] and "identical" in lines[2]
-
-
-def run_demo(out: Path, *arguments: str) -> dict[str, Any]:
-    """Run all of the demo; return what it wrote as JSON."""
-    assert demo.main(["--out", str(out), "--steps", "5", *arguments]) == 0
-    figures: dict[str, Any] = json.loads((out / "demo.json").read_text())
+@pytest.mark.usefixtures("forked_lab")
+def test_all_of_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an emulated network where there can be one."""
+    is_shaped = lab.why_not_shaped() is None
+    monkeypatch.setattr(demo, "CALIBRATION_STEPS", 5)
+    options = ["--ratio", "0.5"] if is_shaped else ["--unshaped"]
+    assert demo.main(["--out", str(tmp_path), "--steps", "5", *options, *SMALL]) == 0
+    figures: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
     assert figures["identical"]
     assert list(figures["variants"]) == [AFTER, UNMANAGED, CROSSOVER]
     assert all(set(each["accuracy"]) == {"a", "b"} for each in figures["variants"].values())
-    assert (out / "timeline.png").stat().st_size > 10_000
-    return figures
-
-
-@pytest.mark.usefixtures("forked_lab")
-@pytest.mark.root
-@pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}")
-def test_demo_on_an_emulated_network(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "CALIBRATION_STEPS", 5)
-    figures = run_demo(tmp_path, "--ratio", "0.5", *SMALL)
-    assert figures["rate_mbit"] > 0
-    assert figures["bound"] >= 1
-    assert figures["crossover_run"]["jobs"]["a"]["turns"] > 0
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert "at best (bound S)" in printed
-    assert str(tmp_path / "timeline.png") in printed
-
-
-@pytest.mark.usefixtures("forked_lab")
-@pytest.mark.skipif(_REASON is None, reason="the same runs on an emulated network here; runs without root")
-def test_demo_without_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_demo(tmp_path, "--unshaped", *SMALL)
-    assert figures["rate_mbit"] is None
-    printed = capsys.readouterr().out
-    assert "No network is emulated" in printed
-    assert "no speed-up" in printed
-    assert "no wire time to fill" in printed
+    if is_shaped:
+        assert figures["rate_mbit"] > 0
+        assert figures["bound"] >= 1
+        assert figures["crossover_run"]["jobs"]["a"]["turns"] > 0
+        assert "at best (bound S)" in printed
+    else:
+        assert figures["rate_mbit"] is None
+        assert "no wire time to fill" in printed
 
 
 @pytest.mark.parametrize("reason", [None, "it needs root"])

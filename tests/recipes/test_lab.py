@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,7 @@ def test_ranks_find_their_place(on_links: bool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN_FILE).read_text())["nodes"] == 2
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 3, 4)])
+@pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 4)])
 def test_every_node_reaches_the_next_and_wire_bytes_are_counted(nodes: int, tmp_path: Path) -> None:
     size_bytes = 1_000_000
     with Cluster(nodes, rate_mbit=500) as cluster:
@@ -124,7 +124,7 @@ def test_every_node_reaches_the_next_and_wire_bytes_are_counted(nodes: int, tmp_
     assert result.dropped == 0
 
 
-@pytest.mark.parametrize("rate_mbit", [pytest.param(r, marks=needs_root) for r in (50, 400)])
+@pytest.mark.parametrize("rate_mbit", [pytest.param(200, marks=needs_root)])
 def test_goodput_is_the_rate_and_small_messages_wait_little(rate_mbit: float) -> None:
     with Cluster(rate_mbit=rate_mbit) as cluster:
         figures = lab.measure(cluster, duration_s=1.0)
@@ -133,26 +133,6 @@ def test_goodput_is_the_rate_and_small_messages_wait_little(rate_mbit: float) ->
     assert figures["dropped_packets"] == 0
     packet_ms = 8 * network.packet_bytes(rate_mbit) / (rate_mbit * 1e3)
     assert figures["round_trip_loaded_ms"]["median"] < 2 * 2 * packet_ms + 4
-
-
-@pytest.mark.parametrize("nodes", [pytest.param(n, marks=needs_root) for n in (2, 4)])
-def test_nodes_are_set_up_for_short_queues_without_drops(nodes: int, tmp_path: Path) -> None:
-    names = [f"/proc/sys/net/ipv4/{name}" for name in network._SYSCTLS]
-    names += ["/sys/class/net/eth0/mtu", "/sys/class/net/eth0/queues/rx-0/rps_cpus"]
-    with Cluster(nodes, mtu=4000) as cluster:
-        cluster.run([Job("show", ["cat", *names])], 30, out=tmp_path)
-        cores = cluster.cores
-    for node, core in enumerate(cores):
-        *values, mtu, mask = (tmp_path / "show" / f"rank{node}.log").read_text().split()
-        assert values == list(network._SYSCTLS.values())
-        assert mtu == "4000"
-        assert core is not None
-        assert int(mask.replace(",", ""), 16) == 1 << core
-
-
-@pytest.mark.parametrize(("core", "mask"), [(0, "00000001"), (5, "00000020"), (33, "00000002,00000000")])
-def test_masks_of_cores_as_the_kernel_reads_them(core: int, mask: str) -> None:
-    assert network._cpu_mask(core) == mask
 
 
 @pytest.mark.parametrize("faster_mbit", [pytest.param(800, marks=needs_root)])
@@ -175,12 +155,12 @@ def test_a_failing_rank_speaks_and_the_others_are_ended(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 if os.environ["RANK"] == "1":
-    print("a line before"); sys.exit("my own last words")
+    print("my own last words", flush=True); os.kill(os.getpid(), 9)
 time.sleep(300)
 """
     with Cluster(shaped=False) as cluster:
         with pytest.raises(
-            JobFailedError, match=r"job bad, rank 1: exit status 1(.|\n)*my own last words"
+            JobFailedError, match=r"job bad, rank 1: killed by SIGKILL(.|\n)*my own last words"
         ) as caught:
             jobs = [Job("bad", python(script)), Job("good", ["sleep", "300"])]
             cluster.run(jobs, 60, out=tmp_path)
@@ -201,11 +181,6 @@ sys.exit("connection closed by peer")
         cluster.run([Job("bad", python(script))], 30, out=tmp_path)
 
 
-def test_how_a_rank_ended_is_said(tmp_path: Path) -> None:
-    with Cluster(1, shaped=False) as cluster, pytest.raises(JobFailedError, match="killed by SIGKILL"):
-        cluster.run([Job("bad", ["sh", "-c", "kill -9 $$"])], 30, out=tmp_path)
-
-
 @pytest.mark.parametrize("on_links", [shaped, unshaped])
 def test_a_program_that_is_none_is_named(on_links: bool, tmp_path: Path) -> None:
     with Cluster(shaped=on_links) as cluster, pytest.raises(LabError, match="got 'no-such-program'"):
@@ -222,29 +197,16 @@ def test_a_run_that_takes_too_long_is_ended_with_all_its_children(tmp_path: Path
     assert eventually(lambda: gone(child))
 
 
-def test_jobs_may_start_later(tmp_path: Path) -> None:
-    script = "import time; print(time.monotonic())"
-    with Cluster(1, shaped=False) as cluster:
+def test_jobs_may_start_later_and_need_no_core_of_their_own(tmp_path: Path) -> None:
+    script = "import os, time; print(time.monotonic(), len(os.sched_getaffinity(0)))"
+    with Cluster(1, shaped=False, pin="none") as cluster:
         jobs = [Job("late", python(script), delay_s=1.0), Job("soon", python(script))]
         result = cluster.run(jobs, 30, out=tmp_path)
-    begins_s = {job: float((tmp_path / job / "rank0.log").read_text()) for job in ("late", "soon")}
-    assert begins_s["soon"] < begins_s["late"]
-    assert begins_s["late"] > result.begin_s + 1.0
-
-
-def test_one_rank_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
-    script = "import time\nwhile True:\n    print('tick', flush=True); time.sleep(0.01)"
-    with Cluster(2, shaped=False) as cluster:
-        process = cluster.popen(1, python(script), stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "tick\n"
-        process.signal_session(signal.SIGSTOP)
-        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED) is not None
-        process.signal_session(signal.SIGCONT)
-        assert process.stdout.readline() == "tick\n"
-        process.signal_session(signal.SIGSTOP)
-        process.stdout.close()
-    assert process.returncode is not None
+    (late_s, cores), (soon_s, _) = (
+        map(float, (tmp_path / job / "rank0.log").read_text().split()) for job in ("late", "soon")
+    )
+    assert soon_s < late_s > result.begin_s + 1.0
+    assert cores == len(os.sched_getaffinity(0))
 
 
 def hear_interrupts() -> None:
@@ -310,8 +272,10 @@ def test_interrupted_labs_clean_up(number: int, status: int, on_links: bool, tmp
     assert namespaces_of(process.pid) == []
 
 
-@pytest.mark.parametrize("on_links", [shaped, unshaped])
-@pytest.mark.parametrize("how", ["command", "next lab"])
+@pytest.mark.parametrize(
+    ("how", "on_links"),
+    [pytest.param("command", True, marks=needs_root), ("command", False), ("next lab", False)],
+)
 def test_what_a_killed_lab_leaves_is_cleaned(how: str, on_links: bool, tmp_path: Path) -> None:
     process = start_lab(tmp_path, on_links=on_links, forked=True)
     process.send_signal(signal.SIGKILL)
@@ -381,42 +345,23 @@ def test_an_unshaped_cluster_has_no_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("made", "message"),
     [
-        ({"nodes": 5}, "expected 1 to 4 nodes, got nodes=5"),
-        ({"rate_mbit": 0}, "expected a rate > 0, got rate_mbit=0"),
-        ({"mtu": 100}, "expected an MTU .* got mtu=100"),
-        ({"pin": "all"}, "expected pin 'core' or 'none', got pin='all'"),
+        (lambda: Cluster(5), "expected 1 to 4 nodes, got nodes=5"),
+        (lambda: Cluster(rate_mbit=0), "expected a rate > 0, got rate_mbit=0"),
+        (lambda: Cluster(mtu=100), "expected an MTU .* got mtu=100"),
+        (lambda: Cluster(pin="all"), "expected pin 'core' or 'none', got pin='all'"),
+        (lambda: Cluster(ranks_per_node=9), "expected 1 to 8 ranks on a node, got ranks_per_node=9"),
+        (lambda: Job("..", "true"), "expected a name that can name a directory"),
+        (lambda: Job("a/b", "true"), "expected a name that can name a directory"),
+        (lambda: Job("a", " "), "expected a command for job a"),
     ],
 )
-def test_wrong_arguments_are_refused(options: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_refused(made: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Cluster(**options)  # type: ignore[arg-type]
+        made()
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden"])
-def test_job_names_must_name_a_directory(name: str) -> None:
-    with pytest.raises(ValueError, match="expected a name that can name a directory"):
-        Job(name, "true")
-
-
-def test_jobs_need_different_names_and_a_command(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a command for job a"):
-        Job("a", " ")
+def test_jobs_need_different_names(tmp_path: Path) -> None:
     with Cluster(shaped=False) as cluster, pytest.raises(ValueError, match="jobs with different names"):
         cluster.run([Job("a", "true"), Job("a", "true")], 10, out=tmp_path)
-
-
-def test_unpinned_ranks_may_use_every_core(tmp_path: Path) -> None:
-    with Cluster(1, shaped=False, pin="none") as cluster:
-        cluster.run([Job("a", python(SHOW_ENVIRONMENT))], 30, out=tmp_path)
-    shown = json.loads((tmp_path / "a" / "rank0.log").read_text())
-    assert shown["cores"] == sorted(os.sched_getaffinity(0))
-
-
-def test_signal_handlers_of_others_are_kept() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Cluster(1, shaped=False):
-        assert before is not signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert nodes._serials is not None

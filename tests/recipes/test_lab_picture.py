@@ -5,8 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lab.picture import COLOURS, draw, middle_window
-from lab.spans import TimelineSpan
+from lab.picture import draw, middle_window
 from tests.recipes.made_up_spans import siblings
 
 
@@ -36,13 +35,3 @@ def test_names_and_shares_are_written_in_the_picture(tmp_path: Path) -> None:
     ):
         assert f" {text}" in written
     ElementTree.parse(path)
-
-
-def test_more_jobs_than_colours_are_drawn(tmp_path: Path) -> None:
-    jobs = [f"j{number}" for number in range(len(COLOURS) + 2)]
-    spans = [
-        TimelineSpan(jobs[turn % len(jobs)], 0, "d", kind, turn + after, turn + after + 1)
-        for turn in range(100)
-        for kind, after in (("compute", 0), ("exchange", 1), ("wait", 2))
-    ]
-    assert draw(spans, tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

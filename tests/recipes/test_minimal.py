@@ -110,11 +110,11 @@ def test_a_pipeline_learns(replicas: int) -> None:
 def test_two_programs_take_turns() -> None:
     script, group = RECIPES / "minimal_mutex.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     with (
-        spawn_script(script, 1, args=["a", "--turns", "6"], environment=group, forked=True) as one,
-        spawn_script(script, 1, args=["b", "--turns", "6"], environment=group, forked=True) as other,
+        spawn_script(script, 1, args=["a", "--turns", "4"], environment=group, forked=True) as one,
+        spawn_script(script, 1, args=["b", "--turns", "4"], environment=group, forked=True) as other,
     ):
         outputs = one.wait(TIMEOUT_S) + other.wait(TIMEOUT_S)
     for output in outputs:
-        assert "'turns': 6" in output
+        assert "'turns': 4" in output
         assert "'disabled_because': None" in output
     assert any(int(re.findall(r"'handovers': (\d+)", output)[0]) > 0 for output in outputs)

@@ -123,17 +123,6 @@ def test_a_trial_that_fails_ends_alone_and_siblings_have_a_group(tmp_path: Path)
     assert all(group.startswith("study-") for group in groups)
 
 
-@only_in_campaign
-def test_a_study_trains(tmp_path: Path) -> None:
-    timeline = tmp_path / "timeline"
-    place = Place(tmp_path)
-    trials = study(place, "--trials", "2", "--epochs", "2", CROSSOVER_TIMELINE=str(timeline))
-    assert [state for state, *_ in trials] == ["COMPLETE"] * 2
-    texts = [path.read_text() for path in timeline.glob("rank0-*")]
-    assert len(texts) == 2
-    assert all(text.count("compute") > 10 for text in texts), "turns"
-
-
 # --- Slurm --------------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +235,7 @@ def test_a_pod_that_is_deleted_ends_its_jobs(container: dict[str, Any], tmp_path
 
 
 @only_in_campaign
-def test_a_pods_jobs_train(container: dict[str, Any], tmp_path: Path) -> None:
+def test_a_pods_jobs_train_by_torchrun_itself(container: dict[str, Any], tmp_path: Path) -> None:
     words = [f"{word} --epochs 1" if " " in word else word for word in entry(container, tmp_path / "logs")]
     (tmp_path / "recipes").symlink_to(RECIPES)
     Place(tmp_path).run(*words)

@@ -76,13 +76,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Record]]:
     return train_ranks([*CONVNET, "--steps", "10"], tmp_path_factory.mktemp("reference") / "log")
 
 
-def test_losses_fall(tmp_path: Path) -> None:
-    logs = train_ranks([*GPT, "--steps", "30"], tmp_path / "log")
-    for log in logs:
-        found = losses(log)
-        assert sum(found[-5:]) < 0.8 * sum(found[:5])
-
-
 def test_log_has_a_start_each_step_and_an_end(reference: list[list[Record]]) -> None:
     for rank, log in enumerate(reference):
         start, *steps, end = log
@@ -102,7 +95,7 @@ def test_ranks_see_different_images_and_have_equal_parameters(reference: list[li
     assert re.fullmatch("[0-9a-f]{64}", parameters_of(reference))
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "rsag", "crossover", "decoupled"])
+@pytest.mark.parametrize("hook", ["crossover", "decoupled"])
 def test_hooks_give_plain_ddps_losses(hook: str, reference: list[list[Record]], tmp_path: Path) -> None:
     # Of two addends the order does not matter, so with two ranks the hooks agree to the last bit.
     hooked = train_ranks([*CONVNET, "--steps", "10", "--hook", hook], tmp_path / "log")
@@ -110,15 +103,16 @@ def test_hooks_give_plain_ddps_losses(hook: str, reference: list[list[Record]], 
     assert parameters_of(hooked) == parameters_of(reference)
 
 
-@pytest.mark.parametrize("hooks", [("decoupled", "none"), ("none", "decoupled")])
-def test_plain_and_decoupled_runs_resume_each_other(
-    hooks: tuple[str, str], reference: list[list[Record]], tmp_path: Path
+def test_plain_and_decoupled_runs_resume_each_other_from_checkpoints_in_between(
+    reference: list[list[Record]], tmp_path: Path
 ) -> None:
-    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(tmp_path / "checkpoint"), "--resume"]
-    train_ranks([*arguments, "--hook", hooks[0], "--stop-after", "6"], tmp_path / "begun")
-    resumed = train_ranks([*arguments, "--hook", hooks[1]], tmp_path / "resumed")
-    assert losses(resumed[0]) == losses(reference[0])[6:]
+    checkpoint = tmp_path / "checkpoint"
+    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(checkpoint), "--checkpoint-every", "3"]
+    begun = train_ranks([*arguments, "--hook", "decoupled", "--stop-after", "6"], tmp_path / "begun")
+    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
+    assert losses(begun[0]) + losses(resumed[0]) == losses(reference[0])
     assert parameters_of(resumed) == parameters_of(reference)
+    assert list(tmp_path.glob("checkpoint*")) == [checkpoint]
 
 
 # Factors and solvers in some steps only; a checkpoint lies between two of each.
@@ -140,15 +134,6 @@ def test_kfac_trains_and_resumes_exactly(reference: list[list[Record]], tmp_path
     assert parameters_of(resumed) == parameters_of(second_order)
 
 
-def test_checkpoints_in_between_serve_after_a_crash(reference: list[list[Record]], tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    arguments = [*CONVNET, "--steps", "10", "--checkpoint", str(checkpoint), "--checkpoint-every", "4"]
-    train_ranks([*arguments, "--stop-after", "8"], tmp_path / "begun")
-    resumed = train_ranks([*arguments, "--resume"], tmp_path / "resumed")
-    assert losses(resumed[0]) == losses(reference[0])[8:]
-    assert list(tmp_path.glob("checkpoint*")) == [checkpoint]
-
-
 def test_resume_across_epochs_with_adamw(tmp_path: Path) -> None:
     small = [*GPT, "--model-option", "depth=1", "--vocabulary", "64", "--batch-size", "100"]
     arguments = [*small, "--epochs", "2", "--checkpoint", str(tmp_path / "checkpoint")]
@@ -160,20 +145,17 @@ def test_resume_across_epochs_with_adamw(tmp_path: Path) -> None:
     assert parameters_of(resumed) == parameters_of(whole)
 
 
-def test_accumulation_equals_a_bigger_batch(tmp_path: Path) -> None:
-    bigger = train_ranks([*GPT, "--steps", "6"], tmp_path / "bigger")
-    halves = train_ranks(
-        [*GPT, "--steps", "6", "--batch-size", "4", "--accumulate", "2"], tmp_path / "halves"
-    )
-    for one, two in zip(bigger, halves, strict=True):
-        assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-
-
-def test_amp_stays_near_float32(tmp_path: Path) -> None:
-    full = train_ranks([*GPT, "--steps", "6"], tmp_path / "full")
-    half = train_ranks([*GPT, "--steps", "6", "--amp"], tmp_path / "half")
-    assert losses(half[0]) != losses(full[0])
-    assert losses(half[0]) == pytest.approx(losses(full[0]), rel=0.02)
+def test_losses_fall_also_in_parts_of_batches_and_in_half_precision(tmp_path: Path) -> None:
+    short = [*GPT, "--steps", "8", "--warmup-steps", "1"]
+    whole = train_ranks(short, tmp_path / "whole")
+    parts = train_ranks([*short, "--batch-size", "4", "--accumulate", "2"], tmp_path / "parts")
+    half = train_ranks([*short, "--amp"], tmp_path / "half")
+    for rank in range(WORLD):
+        found = losses(whole[rank])
+        assert found[-1] < 0.95 * found[0]
+        assert losses(parts[rank]) == pytest.approx(found, rel=1e-4)
+        assert losses(half[rank]) != found
+        assert losses(half[rank]) == pytest.approx(found, rel=0.02)
 
 
 def test_evaluation_covers_every_test_image_once(tmp_path: Path) -> None:
@@ -208,15 +190,6 @@ def test_image_folder_trains_and_does_not_depend_on_workers(image_directory: Pat
     assert [each["event"] for each in alone[0]] == ["start", *["step"] * 3, "eval", "end"]
     assert losses(helped[0]) == losses(alone[0])
     assert parameters_of(helped) == parameters_of(alone)
-
-
-def test_image_folder_resumes_within_an_epoch(image_directory: Path, tmp_path: Path) -> None:
-    arguments = [*CONVNET, "--data-dir", str(image_directory), "--epochs", "2"]
-    whole = train_ranks(arguments, tmp_path / "whole")
-    saved = [*arguments, "--checkpoint", str(tmp_path / "checkpoint")]
-    train_ranks([*saved, "--stop-after", "4"], tmp_path / "begun")
-    resumed = train_ranks([*saved, "--resume"], tmp_path / "resumed")
-    assert losses(resumed[0]) == losses(whole[0])[4:]
 
 
 def test_script_runs_as_torchrun_would_start_it(tmp_path: Path) -> None:

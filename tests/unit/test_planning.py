@@ -124,13 +124,6 @@ def test_the_plan_is_as_good_as_the_recorded_buckets_and_the_same_every_time(
     assert plan.buckets == len(work.cut(work.borders(plan.cap_bytes)).buckets)
 
 
-@given(work=workloads, cpu_s=st.floats(0, 1e-3))
-def test_a_burden_is_borne_by_forward_and_backward(work: Workload, cpu_s: float) -> None:
-    heavier = work.burdened(cpu_s)
-    assert heavier.compute_s == pytest.approx(work.compute_s + 2 * cpu_s * len(work.buckets))
-    assert heavier.burdened(-cpu_s).compute_s == pytest.approx(work.compute_s)
-
-
 def test_processor_time_of_the_exchange_makes_buckets_fewer() -> None:
     work = even(48)
     free, dear = (plan_buckets(work, Link(0.0, 0.25 / MODEL_BYTES, cpu_s)) for cpu_s in (0.0, 5e-3))

@@ -68,8 +68,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "what is to close the connections at the end has a tag that gloo refuses",
         _GLOO,
-        "self.others[0], _PRIVATE_TAG - 1)",
-        "self.others[0], -1)",
+        "torch.empty(1), rank, _PRIVATE_TAG - 1)",
+        "torch.empty(1), rank, -1)",
         (_ENDS, "-k", "process_ends and split"),
     ),
     Fault(
@@ -78,6 +78,13 @@ ENGINE: Final[tuple[Fault, ...]] = (
         "            doomed = [trip.journey for trip in self._under_way]\n",
         "            doomed = []\n",
         (_OWN, "-k", "ends_all", "--timeout=30"),
+    ),
+    Fault(
+        "a rank that has heard of another's failure tells nobody else",
+        _GLOO,
+        "        for rank in self.others:\n            with contextlib.suppress(RuntimeError, ValueError):\n",
+        "        for rank in self.others[:1]:\n            with contextlib.suppress(RuntimeError, ValueError):\n",
+        (_OWN, "-k", "one_rank_reaches_all"),
     ),
     Fault(
         "digests that differ are nobody's error",
@@ -154,7 +161,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
         _GLOO,
         "return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)",
         "return number % 8",
-        (_BITS, "-k", "users_messages"),
+        (_TABLE, "-k", "gloo-split-messages_of_the_users-2"),
     ),
     Fault(
         "tags leave gloo's range when numbers are used up",

@@ -120,9 +120,7 @@ def test_a_models_gradients_are_counted_and_its_buckets_simulated(capsys: pytest
 def test_models_of_libraries_are_built_without_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(name.partition(":")[0], reason="torchvision and timm are in the extra 'recipes'")
     assert cli.main(["advise", "--link", "10gbit", "--model", name, "--ranks", "8"]) == 0
-    assert capsys.readouterr().out.startswith(
-        f"M 143 ms: 102 MB of 161 gradients of {name}, 8 ranks, 10 Gbit/s\n"
-    )
+    assert f"102 MB of 161 gradients of {name}, 8 ranks" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_there_is_said(capfd: pytest.CaptureFixture[str]) -> None:
@@ -255,12 +253,20 @@ time.sleep(99)
 """
 
 
+IMPATIENT = """
+import sys
+from crossover_ddp import cli
+from crossover_ddp.cli import advise
+advise._GRACE_S = 0.5
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_job_too(number: signal.Signals, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
-    command = [sys.executable, "-m", "crossover_ddp.cli", "advise", "--"]
     process = subprocess.Popen(
-        [*command, sys.executable, "-c", STUBBORN, str(noted)],
+        [sys.executable, "-c", IMPATIENT, "advise", "--", sys.executable, "-c", STUBBORN, str(noted)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
     try:

@@ -32,12 +32,20 @@ def test_wrong_usage_says_what_was_expected(words: list[str], capsys: pytest.Cap
     assert "usage: crossover-ddp" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_starts_without_torch(command: str) -> None:
-    code = f"import sys; sys.modules['torch'] = None; from crossover_ddp.cli import main; main(['{command}', '--help'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+HELP = """
+import contextlib, sys
+sys.modules["torch"] = None
+from crossover_ddp.cli import main
+for words in ([], *([word] for word in sys.argv[1:])):
+    with contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+"""
+
+
+def test_help_starts_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP, *COMMANDS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "exit codes:" in done.stdout
+    assert done.stdout.count("exit codes:") >= len(COMMANDS)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -48,6 +48,13 @@ class Run:
         self._process.send_signal(number)
         return self
 
+    def tell_and_wait(self, number: int) -> "Run":
+        """Send a signal and return once it was taken: of two that wait the process would hear one."""
+        self.tell(number)
+        status = Path(f"/proc/{self.pid}/status")
+        assert eventually(lambda: not int(status.read_text().split("ShdPnd:")[1].split()[0], 16))
+        return self
+
     def code(self) -> int:
         """Wait for the end; nothing may be left."""
         _, self.shown = self._process.communicate(timeout=60)
@@ -129,7 +136,7 @@ def test_what_a_job_leaves_running_is_ended(runs: Runs) -> None:
     deaf = 'setsid bash -c \'trap "" TERM; ' + UP + "; sleep 1000'"
     run = runs(f"{deaf} & {FOREVER} & setsid {FOREVER} & sleep 0.2; exit 0").up(1)
     assert eventually(lambda: len(run.processes()) == 1), "the deaf one"
-    run.tell(signal.SIGINT).tell(signal.SIGINT)
+    run.tell_and_wait(signal.SIGINT).tell(signal.SIGINT)
     assert run.code() == 128 + signal.SIGINT
 
 
@@ -156,11 +163,8 @@ def test_a_signal_goes_to_all_jobs_and_ends_the_run(
 
 
 def test_a_second_ctrl_c_kills_at_once(runs: Runs, tmp_path: Path) -> None:
-    run = (
-        runs(f"trap 'touch {tmp_path}/heard' INT; {UP}; while :; do sleep 0.02; done")
-        .up(1)
-        .tell(signal.SIGINT)
-    )
+    run = runs(f"trap 'touch {tmp_path}/heard' INT; {UP}; while :; do sleep 0.02; done").up(1)
+    run.tell(signal.SIGINT)
     assert eventually((tmp_path / "heard").exists)
     began_s = time.monotonic()
     assert run.tell(signal.SIGINT).code() == 128 + signal.SIGINT
@@ -168,10 +172,8 @@ def test_a_second_ctrl_c_kills_at_once(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_other_signals_are_passed_on_and_end_nothing(runs: Runs) -> None:
-    run = (
-        runs(f"trap 'echo saved; exit 0' USR1; {UP}; while :; do sleep 0.02; done").up(1).tell(signal.SIGUSR1)
-    )
-    assert run.code() == 0
+    run = runs(f"trap 'echo saved; exit 0' USR1; {UP}; while :; do sleep 0.02; done").up(1)
+    assert run.tell(signal.SIGUSR1).code() == 0
     assert run.log(1).count("saved") == 1
 
 
@@ -189,11 +191,8 @@ def test_jobs_have_the_signals_that_the_runner_waits_for(runs: Runs) -> None:
 def test_an_ignored_hang_up_stays_ignored(runs: Runs, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        run = (
-            runs(f"{UP}; until [ -e {tmp_path}/told ]; do sleep 0.02; done; sleep 0.2")
-            .up(1)
-            .tell(signal.SIGHUP)
-        )
+        run = runs(f"{UP}; until [ -e {tmp_path}/told ]; do sleep 0.02; done; sleep 0.2").up(1)
+        run.tell(signal.SIGHUP)
         (tmp_path / "told").touch()
         assert run.code() == 0
     finally:

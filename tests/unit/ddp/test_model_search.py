@@ -136,11 +136,6 @@ def test_models_that_wrap_one_module_are_told_apart_by_their_states() -> None:
     assert seen == [(model, model) for model in models]
 
 
-def test_a_state_that_a_hook_of_the_users_own_hides_is_no_obstacle() -> None:
-    model = DistributedDataParallel(network())
-    assert found_by(model, state=object()) == [model]
-
-
 def test_a_model_that_failed_half_way_is_passed_over() -> None:
     with pytest.raises(RuntimeError, match="requires a gradient") as kept:
         DistributedDataParallel(network().requires_grad_(False))

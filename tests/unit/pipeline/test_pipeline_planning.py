@@ -19,7 +19,6 @@ from crossover_ddp.pipeline.model import EXCHANGE, StagedChain
 from crossover_ddp.pipeline.partition import (
     Partitioner,
     balanced,
-    device_orders,
     greedy_path,
     minimum_cut_order,
 )
@@ -91,23 +90,6 @@ def test_the_programme_equals_exhaustive_search() -> None:
     assert infeasible > 10, "memory must matter in some instances"
 
 
-@given(SEEDS)
-@settings(max_examples=25, deadline=None)
-def test_a_cap_on_the_bottleneck_is_kept(seed: int) -> None:
-    dice = random.Random(seed)
-    profile, cluster = random_instance(dice, layers=6, devices=4)
-    programme = Partitioner(profile, cluster, range(4), 4, max_stages=4)
-    least = min(value for value, _ in programme.solve().values())
-    below = programme.solve(1.2 * least)
-    assert below
-    for count, (fill_s, stages) in below.items():
-        edges = [stage.start for stage in stages] + [6]
-        chain = StagedChain(profile, cluster, stages, 4)
-        once = sum(chain.seconds(k, kind, 0) for k in range(count) for kind in "FB")
-        assert fill_s >= once * (1 - 1e-9) or len({cluster.speed[d] for s in stages for d in s.devices}) > 1
-        assert edges == sorted(edges)
-
-
 def test_balanced_cuts_have_the_least_largest_run() -> None:
     times = [3, 1, 4, 1, 5, 9, 2, 6]
     profile = Profile(tuple(LayerProfile(str(k), float(t), 0.0, 0, 0) for k, t in enumerate(times)))
@@ -118,13 +100,6 @@ def test_balanced_cuts_have_the_least_largest_run() -> None:
 
 
 # --- device orders ---------------------------------------------------------------------------------------------------
-
-
-@given(SEEDS)
-@settings(max_examples=25, deadline=None)
-def test_orders_hold_each_device_once(seed: int) -> None:
-    _, cluster = random_instance(random.Random(seed), layers=2, devices=6)
-    assert all(sorted(order) == list(range(6)) for order in device_orders(cluster))
 
 
 def test_minimum_cuts_part_what_is_slowly_connected() -> None:
@@ -328,16 +303,6 @@ def test_plans_near_the_best_of_all_device_orders() -> None:
         ratios.append(plan_pipeline(profile, cluster, microbatches=4).step_s / best.step_s)
     assert sorted(ratios)[len(ratios) // 2] <= 1.02
     assert max(ratios) <= 1.10
-
-
-def test_memory_is_kept() -> None:
-    profile = Profile(tuple(LayerProfile(str(k), 1.0, 2.0, 0.1, 1.0, 1.0) for k in range(8)))
-    roomy, tight = (plan_pipeline(profile, flat(4, memory_bytes=(room,) * 4), microbatches=8, parameter_copies=1.0)
-                    for room in (1e9, 8.0))  # fmt: skip
-    assert roomy.step_s <= tight.step_s
-    chain = StagedChain(profile, flat(4), tight.stages, 8, parameter_copies=1.0)
-    assert max(simulate(chain, tight.orders).peak_bytes.values()) <= 8.0
-    assert len(tight.stages) > 1
 
 
 def test_slow_devices_get_less_and_useless_ones_nothing() -> None:

@@ -1,7 +1,6 @@
-"""The driver's calls through ctypes, against C functions that note what arrives in the registers."""
+"""The driver's names and errors through ctypes, against C functions; its other calls run on the fake device."""
 
 import ctypes
-import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossover_ddp._system import cuda_driver as driver_module
 from crossover_ddp._system import device as device_module
-from crossover_ddp._system.cuda_driver import (
-    MPS_ENABLED,
-    CudaDriver,
-    cuda_driver,
-)
+from crossover_ddp._system.cuda_driver import CudaDriver
 
 CARD = uuid.UUID("11111111-2222-3333-4444-555555555555")
 INSTANCE = uuid.UUID("99999999-2222-3333-4444-555555555555")
@@ -26,12 +20,9 @@ class Library:
     """A ``libcuda`` of C function pointers, so that arguments are converted as for the real one."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
         self.result = 0
         self.uuids = {"cuDeviceGetUuid": CARD, "cuDeviceGetUuid_v2": CARD}
-        self._define("cuInit", self._note("init"), FLAGS)
         self._define("cuDeviceGet", self._device, ctypes.POINTER(INT), INT)
-        self._define("cuDeviceGetAttribute", self._attribute, ctypes.POINTER(INT), INT, INT)
         self._define("cuThreadExchangeStreamCaptureMode", self._mode, ctypes.POINTER(INT))
         for name in self.uuids:
             self._define(name, self._uuid(name), ctypes.POINTER(ctypes.c_ubyte * 16), INT)
@@ -39,23 +30,11 @@ class Library:
     def _define(self, name: str, function: Callable[..., int], *types: Any) -> None:
         setattr(self, name, ctypes.CFUNCTYPE(INT, *types)(function))
 
-    def _note(self, what: str) -> Callable[..., int]:
-        def called(*arguments: Any) -> int:
-            self.seen.append((what, *arguments))
-            return self.result
-
-        return called
-
     def _device(self, device: Any, ordinal: int) -> int:
         device[0] = 40 + ordinal
         return self.result
 
-    def _attribute(self, value: Any, attribute: int, device: int) -> int:
-        value[0] = 1000 * attribute + device
-        return self.result
-
     def _mode(self, mode: Any) -> int:
-        self.seen.append(("mode", mode[0], threading.current_thread().name))
         return self.result
 
     def _uuid(self, name: str) -> Callable[..., int]:
@@ -74,10 +53,6 @@ def library() -> Library:
 @pytest.fixture
 def driver(library: Library) -> CudaDriver:
     return CudaDriver(library)  # type: ignore[arg-type]
-
-
-def test_attributes_are_those_of_the_device_with_this_number(driver: CudaDriver) -> None:
-    assert driver.attribute(3, MPS_ENABLED) == 133_043
 
 
 def test_failures_are_told_by_name(driver: CudaDriver, library: Library) -> None:
@@ -122,38 +97,3 @@ def test_the_drivers_name_comes_before_torchs(driver: CudaDriver, monkeypatch: p
 
     monkeypatch.setattr(device_module, "cuda_driver", none)
     assert device_module.device_name(torch.device("cuda", 1)) == "GPU-of-torch"
-
-
-def test_the_driver_is_initialized_before_anything_else_is_asked(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    cuda_driver.cache_clear()
-    try:
-        library.result = 100
-        with pytest.raises(RuntimeError, match="cuInit failed"):
-            cuda_driver()
-        library.result = 0
-        assert cuda_driver() is cuda_driver()
-    finally:
-        cuda_driver.cache_clear()
-    assert library.seen == [("init", 0), ("init", 0)]
-
-
-def test_a_thread_of_ours_ignores_captures_of_others_from_its_first_work_on(
-    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver_module, "cuda_driver", lambda: driver)
-    threads = [
-        threading.Thread(target=lambda: [driver_module.adopt_thread() for _ in range(3)], name=name)
-        for name in ("one", "two")
-    ]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert library.seen == [("mode", 1, "one"), ("mode", 1, "two")]
-    library.result = 1  # a driver that refuses changes nothing
-    other = threading.Thread(target=driver_module.adopt_thread, name="three")
-    other.start()
-    other.join()
-    assert library.seen[-1] == ("mode", 1, "three")
