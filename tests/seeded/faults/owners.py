@@ -29,11 +29,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_owners/muon.py",
         "return -(-numel * torch.bfloat16.itemsize // itemsize)",
         "return numel",
-        (
-            "tests/journeys/test_bits_and_buffers.py",
-            "-k",
-            "bytes_on and muon",
-        ),
+        ("tests/journeys/test_bits_and_buffers.py", "-k", "bytes_on and muon"),
     ),
     Fault(
         "a rank that owns nothing of a group does not count its steps",
