@@ -99,13 +99,13 @@ def kfac_of_no_layer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_near_wrap(*, left: int) -> Iterator[None]:
-    """Let engines made here begin a million transfers later, ``left`` before numbers begin anew, on channel 15."""
+    """Let engines made here begin ``left`` transfers before numbers leave the range of gloo's tags, on channel 15."""
     original = gloo.Gloo.__init__
 
     def begin(self: gloo.Gloo, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         self._channel = (1 << gloo._CHANNEL_BITS) - 1
-        self._numbers = itertools.count((1 << gloo._NUMBER_BITS) // gloo._STAGES - left)
+        self._numbers = itertools.count((gloo._PRIVATE_TAG << 1) // gloo._STAGES - left)
 
     with mock.patch.object(gloo.Gloo, "__init__", begin):
         yield
