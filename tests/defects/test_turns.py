@@ -1,6 +1,5 @@
 """Known defects of turns, by their numbers (redesign: turns; strangers); see `tests.defects`."""
 
-import datetime
 import itertools
 import logging
 import os
@@ -33,28 +32,11 @@ from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import Job, inside, run_jobs, run_ranks
 from tests.harness._preloaded import context
-from tests.harness.groups import files_of, new_group
+from tests.harness.groups import files_of, join_over, new_group
 from tests.harness.oracles import heard
 from tests.harness.waiting import eventually
 
 SOON_S = 60.0  # far more than what blocks nobody takes on a busy machine
-
-
-def join_over(rank: int, world_size: int, store: dist.Store | None = None) -> dist.Store:
-    """Make the default group again, on a store that rank 0 serves or on the given one; returns the store."""
-    ports = [0]
-    if store is None:
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ports = [store.port]
-        dist.broadcast_object_list(ports)
-        if store is None:
-            store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    limit = datetime.timedelta(seconds=SOON_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    return store
 
 
 def take_turns(mutex: GPUMutex, count: int, seconds: float) -> None:
@@ -400,19 +382,16 @@ def _look_for_siblings(
     rank: int, world_size: int, group: str, bases: list[str], path: str
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """Return a rank's turns, which sees its own place of shared memory, and what is said."""
+    meet, turns = _meet(path, 2 * world_size), []
     with heard() as warnings, inside.shared_memory_at(bases[rank]):
         mutex = GPUMutex(group, device=f"dev{rank}")
-        store = dist.FileStore(path, 2 * world_size)
-        store.add("joined", 1)
-        assert eventually(lambda: store.add("joined", 0) == 2 * world_size)
-        turns = []
+        meet("joined")
         for _ in range(5):
             with mutex:
                 begin_s = time.monotonic()
                 time.sleep(0.02)
                 turns.append((begin_s, time.monotonic()))
-        store.add("seen", 1)
-        assert eventually(lambda: store.add("seen", 0) == 2 * world_size)
+        meet("seen")
         mutex.close()
     return turns, warnings
 

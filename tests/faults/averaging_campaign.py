@@ -17,20 +17,13 @@ last checkpoint and have one fault each. What is asked of every life:
 Nothing may hang: what has not ended after its bound is a violation, with the stacks of its threads.
 """
 
-import argparse
-import json
-import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,67 +32,37 @@ import torch
 
 from crossover_ddp import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp._averaging.centre import ElasticRound
+from tests.faults import lanes
 from tests.faults.averaging_worker import ELASTIC, EVERY, LOCAL, REBUILD, digest
-from tests.faults.logged_rank import LoggedRank, close_forker
-from tests.harness.children import Child
+from tests.faults.lanes import Lane, Rank, Told
+from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import copies_of
 from tests.multiprocess.elastic_oracle import Replay, first_centre
 from tests.multiprocess.replicas import DelayedWalk, Spring, TogetherWalk
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = (*LOCAL, *ELASTIC)
 OWN_PACE = ("async", "wild")
 FAULTS = {"kill": 3, "stop": 1, "nap": 2, "inf": 2, "restart": 3}
+RAISED = {"kill": ExchangeError, "stop": ExchangeError, "inf": UnsupportedConfigurationError}
 EVENTS_EACH = 8
 STEPS = 24
 """Of a life."""
 PACE_S = 0.008
 TIMEOUT_S = 5.0
 """Of the process group."""
-SLACK_S = 30.0
-"""The machine may be busy."""
+BOUND_S = STEPS * PACE_S + TIMEOUT_S + 30.0
+"""Of a life once it has begun; the machine may be busy."""
 START_S = 60.0
-ANSWER_S = 120.0
-_TICK_S = 0.005
 # Copies in one process begin with torch's own generator, which the lanes share.
 _JUDGING = threading.Lock()
 
 
-class Witness(LoggedRank):
-    """One rank of one life, and what it has written."""
-
-    def steps(self) -> dict[int, str]:
-        return {each["step"]: each["digest"] for each in self.records() if "step" in each}
-
-    def said(self, what: str) -> dict[str, Any] | None:
-        return next((each for each in self.records() if what in each), None)
-
-    def error(self) -> str:
-        path = Path(f"{self.log}.err")
-        return path.read_text()[-1500:] if path.exists() else ""
+def steps_of(rank: Rank) -> dict[int, str]:
+    return {each["step"]: each["digest"] for each in rank.records() if "step" in each}
 
 
-class Lane:
-    """Forks ranks."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
-        self._process = Child(
-            [sys.executable, "-m", "tests.faults.averaging_worker"],
-            {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._process.hear(ANSWER_S)
-
-    def bear(self, order: dict[str, Any]) -> Witness:
-        self._process.tell(order)
-        return Witness(self._process.hear(ANSWER_S)["pid"], Path(order["log"]))
-
-    def close(self) -> None:
-        close_forker(self._process)
+def said(rank: Rank, what: str) -> dict[str, Any] | None:
+    return next((each for each in rank.records() if what in each), None)
 
 
 @dataclass
@@ -142,8 +105,8 @@ class Story:
 
     seed: int
     events: int
-    directory: Path
     lane: Lane
+    directory: Path
     checkpoint: Path | None = None
     first: int = 0
     done: Counter[str] = field(default_factory=Counter)
@@ -155,29 +118,39 @@ class Story:
     def __post_init__(self) -> None:
         self.kind = KINDS[self.seed % len(KINDS)]
 
-    def run(self) -> None:
+    def live(self) -> Told:
         """Live all lives, one after the other; the first violation ends the story."""
         for number, plan in enumerate(plan_lives(random.Random(self.seed), self.events)):
             ranks = self._begin(number, plan)
             try:
                 self._meet(plan, ranks)
-                self._wait_for_ends(ranks, STEPS * PACE_S + TIMEOUT_S + SLACK_S)
+                self._wait_for_ends(ranks)
             finally:
                 for rank in ranks:
                     rank.signal(signal.SIGKILL)
             self.done[plan.fault] += 1
-            self.steps += sum(len(rank.steps()) for rank in ranks)
+            self.steps += sum(len(steps_of(rank)) for rank in ranks)
             with _JUDGING:
-                self._judge(plan, ranks)
-            saved = self.directory / f"saved{number}"
-            if not self.broken and all(rank.said("ended") for rank in ranks):
-                self.checkpoint, self.first = saved, self.first + STEPS
+                self.broken = self.broken or self._judge(plan, ranks)
             if self.broken:
-                self.broken = [f"life {number}, {plan}: {each}" for each in self.broken]
+                self.broken = [f"{self.kind}, life {number}, {plan}: {each}" for each in self.broken]
                 self.broken += [f"rank {number}: {rank.error()}" for number, rank in enumerate(ranks)]
-                return
+                break
+            if all(said(rank, "ended") for rank in ranks):
+                self.checkpoint, self.first = self.directory / f"saved{number}", self.first + STEPS
+        return Told(
+            {
+                "events": self.done.total(),
+                "by_fault": self.done,
+                "by_kind": Counter({self.kind: self.done.total()}),
+                "steps": self.steps,
+                "compared": self.compared,
+                "longest_ending_s": round(self.longest_s, 2),
+            },
+            self.broken,
+        )
 
-    def _begin(self, number: int, plan: LifePlan) -> list[Witness]:
+    def _begin(self, number: int, plan: LifePlan) -> list[Rank]:
         order = {
             "kind": self.kind,
             "world_size": plan.world_size,
@@ -196,15 +169,12 @@ class Story:
 
     # --- faults ----------------------------------------------------------------------------------------------
 
-    def _meet(self, plan: LifePlan, ranks: Sequence[Witness]) -> None:
+    def _meet(self, plan: LifePlan, ranks: Sequence[Rank]) -> None:
         """Let the fault happen."""
-        victim = ranks[plan.victim]
+        victim, wanted = ranks[plan.victim], self.first + plan.at
         if plan.fault not in ("kill", "stop", "nap"):
             return
-        wanted = self.first + plan.at
-        until_s = time.monotonic() + START_S
-        while wanted not in victim.steps() and victim.alive() and time.monotonic() < until_s:
-            time.sleep(_TICK_S)
+        eventually(lambda: wanted in steps_of(victim) or not victim.alive(), START_S, every_s=0.005)
         time.sleep(plan.late_s)
         if plan.fault == "kill":
             victim.signal(signal.SIGKILL)
@@ -213,83 +183,69 @@ class Story:
         if plan.fault == "nap":
             time.sleep(plan.nap_s)
         else:
-            others = [rank for rank in ranks if rank is not victim]
-            self._wait_for_ends(others, STEPS * PACE_S + TIMEOUT_S + SLACK_S)
+            self._wait_for_ends([rank for rank in ranks if rank is not victim])
         victim.signal(signal.SIGCONT)
 
-    def _wait_for_ends(self, ranks: Sequence[Witness], bound_s: float) -> None:
-        begin_s = time.monotonic()
+    def _wait_for_ends(self, ranks: Sequence[Rank]) -> None:
         # Those that have not begun yet do so on a machine that may be busy.
-        while not all(rank.steps() or not rank.alive() for rank in ranks):
-            if time.monotonic() - begin_s > START_S:
-                break
-            time.sleep(_TICK_S)
+        eventually(lambda: all(steps_of(rank) or not rank.alive() for rank in ranks), START_S)
         begin_s = time.monotonic()
-        while any(rank.alive() for rank in ranks):
-            if time.monotonic() - begin_s > bound_s:
-                self._note_hang(ranks, bound_s)
-                return
-            time.sleep(_TICK_S)
-        self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
-
-    def _note_hang(self, ranks: Sequence[Witness], bound_s: float) -> None:
+        if eventually(lambda: not any(rank.alive() for rank in ranks), BOUND_S, every_s=0.005):
+            self.longest_s = max(self.longest_s, time.monotonic() - begin_s)
+            return
         for place, rank in enumerate(ranks):
             if rank.alive():
                 rank.signal(signal.SIGUSR1)  # it writes down where it is
-                self.broken.append(f"hang: rank {place} has not ended within {bound_s:.1f} s")
+                self.broken.append(f"hang: rank {place} has not ended within {BOUND_S:.1f} s")
         time.sleep(0.5)
         for rank in ranks:
             rank.signal(signal.SIGKILL)
 
     # --- what must be true -----------------------------------------------------------------------------------
 
-    def _judge(self, plan: LifePlan, ranks: Sequence[Witness]) -> None:
-        if self.broken:
-            return
-        expected = {"kill": ExchangeError, "stop": ExchangeError, "inf": UnsupportedConfigurationError}
-        if plan.fault in expected:
-            for number, rank in enumerate(ranks):
-                if plan.fault == "inf" or number != plan.victim:
-                    self._judge_error(plan, number, rank, expected[plan.fault].__name__)
-        else:
-            for number, rank in enumerate(ranks):
-                if rank.said("ended") is None:
-                    self.broken.append(f"rank {number} has not ended well: {rank.said('raised')}")
-        if plan.fault == "stop" and self.kind in OWN_PACE and plan.at > 1:  # before, DDP rebuilds its buckets
-            for number, rank in enumerate(ranks):
-                if number != plan.victim and self.first + STEPS not in rank.steps():
-                    self.broken.append(f"rank {number} was held up by a stopped one at {max(rank.steps())}")
-        if not self.broken:
-            self._judge_bits(plan, ranks)
+    def _judge(self, plan: LifePlan, ranks: Sequence[Rank]) -> list[str]:
+        return [*self._wrong_ends(plan, ranks)] or [*self._wrong_bits(plan, ranks)]
 
-    def _judge_error(self, plan: LifePlan, number: int, rank: Witness, wanted: str) -> None:
-        raised = rank.said("raised")
+    def _wrong_ends(self, plan: LifePlan, ranks: Sequence[Rank]) -> Iterator[str]:
+        for number, rank in enumerate(ranks):
+            others = number != plan.victim
+            if plan.fault not in RAISED:
+                if said(rank, "ended") is None:
+                    yield f"rank {number} has not ended well: {said(rank, 'raised')}"
+            elif others or plan.fault == "inf":
+                yield from self._wrong_error(plan, number, rank, RAISED[plan.fault].__name__)
+            goes_on = plan.fault == "stop" and others and self.kind in OWN_PACE
+            if (
+                goes_on and plan.at > 1 and self.first + STEPS not in steps_of(rank)
+            ):  # before, DDP rebuilds buckets
+                yield f"rank {number} was held up by a stopped one at {max(steps_of(rank))}"
+
+    def _wrong_error(self, plan: LifePlan, number: int, rank: Rank, wanted: str) -> Iterator[str]:
+        raised = said(rank, "raised")
         if raised is None:
-            if rank.said("averaged") is None or plan.fault == "inf":
-                self.broken.append(f"rank {number} has not raised {wanted}")
+            if said(rank, "averaged") is None or plan.fault == "inf":
+                yield f"rank {number} has not raised {wanted}"
         elif raised["raised"] != wanted and not (wanted == "ExchangeError" and raised["raised"] == REBUILD):
-            self.broken.append(
-                f"rank {number} has raised {raised['raised']}, not {wanted}: {raised['message']}"
-            )
+            yield f"rank {number} has raised {raised['raised']}, not {wanted}: {raised['message']}"
         elif not raised["again"]:
-            self.broken.append(f"rank {number} went on after its error")
-        elif rank.said("closed") is None:
-            self.broken.append(f"rank {number} has not closed")
+            yield f"rank {number} went on after its error"
+        elif said(rank, "closed") is None:
+            yield f"rank {number} has not closed"
         elif plan.fault == "inf" and number != plan.victim and not raised["finite"]:
-            self.broken.append(f"rank {number} has taken infinities over")
+            yield f"rank {number} has taken infinities over"
 
-    def _judge_bits(self, plan: LifePlan, ranks: Sequence[Witness]) -> None:
-        means = {said["averaged"] for rank in ranks if (said := rank.said("averaged")) is not None}
+    def _wrong_bits(self, plan: LifePlan, ranks: Sequence[Rank]) -> Iterator[str]:
+        means = {told["averaged"] for rank in ranks if (told := said(rank, "averaged")) is not None}
         if len(means) > 1:
-            self.broken.append("ranks differ after average()")
+            yield "ranks differ after average()"
         if self.kind not in OWN_PACE:
-            self._compare_steps(plan, ranks, means)
-        elif self.kind == "async" and all(rank.said("ended") for rank in ranks):
-            self._compare_replay(ranks)
+            yield from self._wrong_steps(plan, ranks, means)
+        elif self.kind == "async" and all(said(rank, "ended") for rank in ranks):
+            yield from self._wrong_replay(ranks)
 
-    def _compare_steps(self, plan: LifePlan, ranks: Sequence[Witness], means: set[str]) -> None:
+    def _wrong_steps(self, plan: LifePlan, ranks: Sequence[Rank], means: set[str]) -> Iterator[str]:
         walk = walk_of(self.kind, plan.world_size, self.checkpoint)
-        seen = [rank.steps() for rank in ranks]
+        seen = [steps_of(rank) for rank in ranks]
         for step in range(self.first + 1, self.first + STEPS + 1):
             walk.step()
             expected = [digest(values) for values in walk.copies.snapshots()]
@@ -298,18 +254,18 @@ class Story:
                 if step in digests and not poisoned:
                     self.compared += 1
                     if digests[step] != expected[number]:
-                        self.broken.append(f"rank {number} has other bits after step {step}")
+                        yield f"rank {number} has other bits after step {step}"
                         return
         walk.average()
         if means - {digest(walk.copies.snapshots()[0])}:
-            self.broken.append("the mean has other bits")
+            yield "the mean has other bits"
 
-    def _compare_replay(self, ranks: Sequence[Witness]) -> None:
+    def _wrong_replay(self, ranks: Sequence[Rank]) -> Iterator[str]:
         last = self.first + STEPS
         logs = [
             [
                 ElasticRound(number, tuple(offered), collected)
-                for number, offered, collected in (rank.said("averaged") or {})["rounds"]
+                for number, offered, collected in (said(rank, "averaged") or {})["rounds"]
             ]
             for rank in ranks
         ]
@@ -322,8 +278,8 @@ class Story:
         replay.run([last] * len(ranks))
         for number, values in enumerate(replay.trained):
             self.compared += 1
-            if digest(values) != ranks[number].steps()[last]:
-                self.broken.append(f"rank {number} has other bits than its rounds say")
+            if digest(values) != steps_of(ranks[number])[last]:
+                yield f"rank {number} has other bits than its rounds say"
 
 
 def flat_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -359,89 +315,15 @@ def walk_of(kind: str, world_size: int, checkpoint: Path | None) -> DelayedWalk 
     return walk
 
 
-class Campaign:
-    """Stories, several at once."""
-
-    def __init__(self, keep: Path) -> None:
-        self._keep = keep
-        self._lock = threading.Lock()
-        self.done: Counter[str] = Counter()
-        self.kinds: Counter[str] = Counter()
-        self.failures: list[dict[str, Any]] = []
-        self.steps = self.compared = 0
-        self.longest_s = 0.0
-
-    def run(self, seed: int, events: int, lanes: int) -> None:
-        """Live stories of `EVENTS_EACH` events, with seeds in a row, until there were enough of them."""
-        counts = [EVENTS_EACH] * (events // EVENTS_EACH)
-        counts += [events % EVENTS_EACH] if events % EVENTS_EACH else []
-        stories = iter(list(enumerate(counts, start=seed)))
-        with ThreadPoolExecutor(lanes) as pool:
-            for future in [pool.submit(self._run_lane, stories) for _ in range(lanes)]:
-                future.result()
-
-    def _run_lane(self, stories: Iterator[tuple[int, int]]) -> None:
-        lane = Lane()
-        try:
-            while (planned := self._next(stories)) is not None:
-                self._run_one(*planned, lane)
-        finally:
-            lane.close()
-
-    def _next(self, stories: Iterator[tuple[int, int]]) -> tuple[int, int] | None:
-        with self._lock:
-            return next(stories, None)
-
-    def _run_one(self, seed: int, events: int, lane: Lane) -> None:
-        with tempfile.TemporaryDirectory(prefix="averaging-campaign-") as temporary:
-            story = Story(seed, events, Path(temporary), lane)
-            story.run()
-            with self._lock:
-                self._add(story)
-            if story.broken:
-                again = f"python -m tests.faults.averaging_campaign --seed {seed} --events {events}"
-                print(
-                    f"seed {seed}, {story.kind}; again: {again}", *story.broken, sep="\n  ", file=sys.stderr
-                )
-                shutil.copytree(temporary, self._keep / f"seed{seed}", dirs_exist_ok=True)
-
-    def _add(self, story: Story) -> None:
-        self.done.update(story.done)
-        self.kinds[story.kind] += story.done.total()
-        self.steps += story.steps
-        self.compared += story.compared
-        self.longest_s = max(self.longest_s, story.longest_s)
-        if story.broken:
-            self.failures.append({"seed": story.seed, "kind": story.kind, "violations": story.broken})
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "events": self.done.total(),
-            "by_fault": dict(self.done),
-            "by_kind": dict(self.kinds),
-            "steps": self.steps,
-            "compared": self.compared,
-            "longest_ending_s": round(self.longest_s, 2),
-            "failures": self.failures,
-        }
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--events", type=int, default=100, help=f"faults in all, {EVENTS_EACH} a story")
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
-    parser.add_argument("--lanes", type=int, default=2, help="stories at once")
-    parser.add_argument("--keep", type=Path, default=Path("runs/averaging-faults"), help="for failures")
-    args = parser.parse_args(argv)
+    args = lanes.arguments(__doc__, events=100, lanes=2, keep="runs/averaging-faults").parse_args(argv)
     torch.set_num_threads(1)
-    campaign = Campaign(args.keep)
-    begin_s = time.monotonic()
-    campaign.run(args.seed, args.events, args.lanes)
-    found = {"seed": args.seed, "wall_s": round(time.monotonic() - begin_s, 1), **campaign.summary()}
-    print(json.dumps(found, indent=1))
-    return found
+    return lanes.Campaign(
+        "tests.faults.averaging_campaign",
+        EVENTS_EACH,
+        lambda: Lane("tests.faults.averaging_worker"),
+        lambda *told: Story(*told).live(),
+    ).run(args)
 
 
 if __name__ == "__main__":

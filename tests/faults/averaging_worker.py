@@ -1,19 +1,12 @@
-"""One lane of the averaging states' campaign: forks ranks that train, save, and write down each step and each error.
-
-Told over stdin, one JSON object a line; torch is loaded once, so that a rank costs milliseconds.
-"""
+"""A rank of the averaging states' campaign, which trains, saves, and writes down each step and each error."""
 
 import hashlib
-import importlib
 import json
 import os
-import signal
-import sys
 import time
 import traceback
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -21,7 +14,6 @@ import torch.distributed as dist
 
 from crossover_ddp import CrossoverError, ExchangeError
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
-from tests.faults.forked import work_and_exit
 from tests.multiprocess.averaging_oracle import NESTEROV, Trainer
 from tests.multiprocess.replicas import flat
 
@@ -116,9 +108,8 @@ class Life:
     def _raises_again(self, name: str) -> bool:
         """Whether a step and an average raise again: nobody trains on as if nothing had happened."""
         attempts = [self._trainer.step, self._trainer.state.average]
-        if (
-            name == REBUILD
-        ):  # another step would begin DDP's own collectives anew, while a peer is still in the old ones
+        # Another step would begin DDP's own collectives anew, while a peer is still in the old ones.
+        if name == REBUILD:
             name, attempts = ExchangeError.__name__, attempts[1:]
         for attempt in attempts:
             try:
@@ -136,7 +127,8 @@ class Life:
         print(json.dumps({"at_s": time.monotonic(), **what}), file=self._log)
 
 
-def be(order: dict[str, Any]) -> None:
+def live(order: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
@@ -149,21 +141,3 @@ def be(order: dict[str, Any]) -> None:
     dist.barrier()  # on a busy machine ranks begin at different times
     with open(order["log"], "w", buffering=1) as log:
         Life(order, group, log).live()
-
-
-def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # DDP would import it in each rank, for seconds
-    warnings.simplefilter("ignore", FutureWarning)
-    print(json.dumps({"up": os.getpid()}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            work_and_exit(Path(order["log"] + ".err"), lambda order=order: be(order))  # type: ignore[misc]
-        print(json.dumps({"pid": pid}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,59 +10,73 @@ and so are the losses of every guest as far as it came; nothing is left in share
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
-import json
 import random
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+from tests.faults import lanes
+from tests.faults.lanes import Lane, Log, Told
+from tests.harness._preloaded import forked_if_script
+from tests.harness.groups import files_of, free_port
+from tests.harness.waiting import eventually
 
-from lab import Cluster, why_not_shaped
-from tests.faults.logged_rank import LoggedRank
-from tests.harness.children import Child
-from tests.harness.groups import files_of
+from lab import Cluster, why_not_shaped  # isort: skip  # `tests.harness` knows where it is
 
-ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 5.0  # the default: what a user gets
 SLACK_S = 10.0  # the machine may be busy; a stall without lease would be endless
 ENDLESS = 1_000_000
+EVENTS_EACH = 100
 NODES = 2
 STEADY_SEED = 0
-ANSWER_S = 120.0  # then the nursery hangs
 
 
-class Rank(LoggedRank):
-    """A rank of a job that trains."""
+class Trained:
+    """What a rank of a job that trains has written."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
 
     def steps(self) -> list[list[float]]:
-        return [record for record in self.records() if isinstance(record, list)]
+        return [record for record in self.log.records() if isinstance(record, list)]
 
     def losses(self) -> list[float]:
         return [record[3] for record in self.steps()]
 
     def stats(self) -> dict[str, Any] | None:
-        return next((record["stats"] for record in self.records() if isinstance(record, dict)), None)
+        """Return its figures once it has ended."""
+        return next((record["stats"] for record in self.log.records() if isinstance(record, dict)), None)
 
-    def error(self) -> str:
-        path = Path(f"{self.log}.err")
-        return path.read_text()[-1500:] if path.exists() else ""
+    def longest_s(self) -> float:
+        return max(end_s - begin_s for _, begin_s, end_s, _ in self.steps())
 
 
 @dataclass
 class Job:
+    """A job with one rank in each lane."""
+
     seed: int
-    ranks: list[Rank]
+    ranks: list[lanes.Rank]
     stop: Path
+
+    @property
+    def trained(self) -> list[Trained]:
+        return [Trained(rank) for rank in self.ranks]
+
+    @property
+    def count(self) -> int:
+        """How many steps it has done."""
+        return len(self.trained[0].steps())
 
     def signal(self, number: signal.Signals) -> None:
         for rank in self.ranks:
@@ -71,70 +85,61 @@ class Job:
     def alive(self) -> bool:
         return any(rank.alive() for rank in self.ranks)
 
+    def error(self) -> str:
+        return "\n".join(rank.error() for rank in self.ranks)
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        assert eventually(condition, timeout_s), f"job {self.seed} {what} too long: {self.error()}"
+
+    def train(self, steps: int) -> None:
+        """Wait until it has done so many steps more."""
+        wanted = self.count + steps
+        self.wait(lambda: self.count >= wanted, 120.0, "trains")
+
+    def end(self, how: str) -> None:
+        """``leave`` by its own will, ``kill-rank`` as torchrun would after a death, ``kill-job`` at once."""
+        if how == "leave":
+            self.stop.touch()
+            self.wait(lambda: not self.alive(), 30.0, "leaves")
+        elif how == "kill-rank":
+            random.choice(self.ranks).signal(signal.SIGKILL)
+            time.sleep(random.uniform(0.0, 1.0))
+        self.signal(signal.SIGKILL)
+        self.wait(lambda: not self.alive(), 10.0, "is killed")
+
 
 @dataclass
-class Campaign:
-    """The nurseries of one cluster, and the jobs they have borne."""
+class Site:
+    """Where jobs are born: a rank in each lane; those of a cluster know which."""
 
-    cluster: Cluster
+    lanes: Sequence[Lane]
     directory: Path
     group: str
-    nurseries: list[Child] = field(default_factory=list)
+    port: Callable[[], int] = free_port
+    cluster: Cluster | None = None
     serial: Iterator[int] = field(default_factory=itertools.count)
 
-    def open(self) -> None:
-        for node in range(NODES):
-            nursery = self.cluster.popen(
-                node,
-                ["python", "-m", "tests.faults.nursery"],
-                cwd=ROOT,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            self.nurseries.append(nursery)
-        for nursery in self.nurseries:
-            nursery.hear(ANSWER_S)
-
     def start(self, seed: int, hook: str = "crossover", steps: int = ENDLESS, **mishaps: Any) -> Job:
-        number = next(self.serial)
-        stop = self.directory / f"stop{number}"
-        order = {
-            "seed": seed,
-            "hook": hook,
-            "steps": steps,
-            "group": self.group,
-            "stop": str(stop),
-            **mishaps,
-        }
-        order["slow"] = f"{stop}.slow"
-        order |= {"port": self.cluster.port(), "address": self.cluster.environment(0)["MASTER_ADDR"]}
-        ranks = []
-        for node, nursery in enumerate(self.nurseries):
-            log = self.directory / f"job{number}-rank{node}"
-            nursery.tell(order | {"log": str(log)})
-            ranks.append(Rank(nursery.hear(ANSWER_S)["pid"], log))
-        return Job(seed, ranks, stop)
+        name = self.directory / f"job{next(self.serial)}"
+        order = {"seed": seed, "hook": hook, "steps": steps, "group": self.group, "stop": f"{name}-stop"}
+        port, ranks = str(self.port()), []
+        for number, lane in enumerate(self.lanes):
+            variables = {
+                "MASTER_ADDR": "127.0.0.1",
+                "RANK": str(number),
+                "WORLD_SIZE": str(len(self.lanes)),
+                "CROSSOVER_DEVICE": f"dev{number}",
+            }
+            own = self.cluster.environment(number) if self.cluster else variables
+            told = {"log": f"{name}-rank{number}", "environment": {**own, "MASTER_PORT": port}}
+            ranks.append(lane.bear({**order, **mishaps, **told}))
+        return Job(seed, ranks, Path(order["stop"]))
 
-
-def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"expected {what} within {timeout_s} s")
-        time.sleep(0.02)
-
-
-def end(job: Job, how: str) -> None:
-    """End a job: ``leave`` by its own will, ``kill-rank`` as torchrun would after a death, ``kill-job`` at once."""
-    if how == "leave":
-        job.stop.touch()
-        wait_until(lambda: not job.alive(), 30, f"job with seed {job.seed} to leave")
-    elif how == "kill-rank":
-        random.choice(job.ranks).signal(signal.SIGKILL)
-        time.sleep(random.uniform(0.0, 1.0))
-    job.signal(signal.SIGKILL)
-    wait_until(lambda: not job.alive(), 10, "killed ranks to be gone")
+    def losses_alone(self, seed: int, steps: int) -> list[list[float]]:
+        """Train for so many steps with plain DDP; return the losses of each rank."""
+        job = self.start(seed, hook="none", steps=steps)
+        job.wait(lambda: not job.alive(), 600.0, "trains alone")
+        return [rank.losses() for rank in job.trained]
 
 
 EVENTS = {
@@ -150,123 +155,121 @@ EVENTS = {
 GUESTS_SEEDS = (1, 2)
 
 
-def possible_events(campaign: Campaign, guests: Sequence[Job]) -> list[str]:
-    possible = ["join"] if not guests else [each for each in EVENTS if each != "join" or len(guests) < 2]
-    return [each for each in possible if each != "slow-link" or campaign.cluster.rate_mbit]
+@dataclass
+class Story:
+    """One steady job and what befalls its guests; random with a seed of its own."""
 
+    site: Site
+    long_stop_s: float
+    guests: list[Job] = field(default_factory=list)
+    everyone: list[Job] = field(default_factory=list)
 
-def happen(campaign: Campaign, guests: list[Job], everyone: list[Job], long_stop_s: float) -> str:
-    """Let one random event happen to the guests; return what it was."""
-    possible = possible_events(campaign, guests)
-    event = random.choices(possible, [EVENTS[each] for each in possible])[0]
-    if event == "join":
-        workers = random.choice([0, 0, 1])
-        forks = random.sample(range(1, 12), 2)
-        guests.append(campaign.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks))
-        everyone.append(guests[-1])
-        return "join with a DataLoader's worker" if workers else event
-    if event == "slow":
-        slow = Path(f"{random.choice(guests).stop}.slow")
-        slow.touch()
-        time.sleep(random.uniform(0.1, 1.0))
-        slow.unlink()
-    elif event == "slow-link":
-        rate_mbit = campaign.cluster.rate_mbit
-        assert rate_mbit is not None
-        campaign.cluster.set_rate(rate_mbit / 5)
-        time.sleep(random.uniform(0.1, 1.0))
-        campaign.cluster.set_rate(rate_mbit)
-    elif event in ("stop", "nap"):
-        job = random.choice(guests)
-        stopped = random.choice([job.ranks, job.ranks[:1], job.ranks[1:]])
-        for rank in stopped:
-            rank.signal(signal.SIGSTOP)
-        time.sleep(long_stop_s if event == "stop" else random.uniform(0.01, 0.5))
-        for rank in stopped:
-            rank.signal(signal.SIGCONT)
-    else:
-        end(guests.pop(random.randrange(len(guests))), event)
-    return event
+    def happen(self) -> str:
+        """Let one random event happen to the guests; return what it was."""
+        guests, rate_mbit = self.guests, self.site.cluster and self.site.cluster.rate_mbit
+        possible = [each for each in EVENTS if guests or each == "join"]
+        possible = [each for each in possible if each != "join" or len(guests) < 2]
+        possible = [each for each in possible if each != "slow-link" or rate_mbit]
+        event = random.choices(possible, [EVENTS[each] for each in possible])[0]
+        if event == "join":
+            workers, forks = random.choice([0, 0, 1]), random.sample(range(1, 12), 2)
+            guests.append(self.site.start(random.choice(GUESTS_SEEDS), workers=workers, forks=forks))
+            self.everyone.append(guests[-1])
+            return "join with a DataLoader's worker" if workers else event
+        if event == "slow":
+            slow = Path(f"{random.choice(guests).stop}.slow")
+            slow.touch()
+            time.sleep(random.uniform(0.1, 1.0))
+            slow.unlink()
+        elif event == "slow-link":
+            assert self.site.cluster is not None and rate_mbit is not None
+            self.site.cluster.set_rate(rate_mbit / 5)
+            time.sleep(random.uniform(0.1, 1.0))
+            self.site.cluster.set_rate(rate_mbit)
+        elif event in ("stop", "nap"):
+            job = random.choice(guests)
+            stopped = random.choice([job.ranks, job.ranks[:1], job.ranks[1:]])
+            for rank in stopped:
+                rank.signal(signal.SIGSTOP)
+            time.sleep(self.long_stop_s if event == "stop" else random.uniform(0.01, 0.5))
+            for rank in stopped:
+                rank.signal(signal.SIGCONT)
+        else:
+            guests.pop(random.randrange(len(guests))).end(event)
+        return event
 
-
-def run(cluster: Cluster, events: int, seed: int, long_stop_s: float, pace_s: float) -> dict[str, Any]:
-    """Run the campaign and check it; raise AssertionError with the seed on a broken promise."""
-    random.seed(seed)
-    with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
-        campaign = Campaign(cluster, Path(directory), f"campaign-{uuid.uuid4().hex[:12]}")
-        campaign.open()
-        steady = campaign.start(STEADY_SEED)
-        wait_until(lambda: len(steady.ranks[0].steps()) > 3, 60, "the steady job to train")
-        guests: list[Job] = []
-        everyone: list[Job] = []
-        happened: Counter[str] = Counter()
+    def live(self, events: int, pace_s: float) -> Told:
+        """Let everything happen, and judge it."""
+        steady, happened = self.site.start(STEADY_SEED), Counter[str]()
+        self.everyone.append(steady)
+        steady.train(4)
         for number in range(events):
-            happened[happen(campaign, guests, everyone, long_stop_s)] += 1
+            happened[self.happen()] += 1
             time.sleep(random.uniform(0.0, pace_s))
-            assert steady.alive(), (
-                f"seed {seed}, event {number}: the steady job ended: {steady.ranks[0].error()}"
-            )
-        for guest in guests:
-            end(guest, "leave")
-        end(steady, "leave")
-        found = check(campaign, steady, everyone, seed)
-        return {"seed": seed, "events": dict(happened), **found}
+            if not steady.alive():
+                return Told({"by_kind": happened}, [f"the steady job ended at {number}: {steady.error()}"])
+        for job in [*self.guests, steady]:
+            job.end("leave")
+        stats = [rank.stats() or {} for rank in steady.trained]
+        longest_s = max(rank.longest_s() for rank in steady.trained)
+        broken = [*self._other_losses(), *map(str, files_of(self.site.group))]
+        if longest_s >= LEASE_S + SLACK_S:
+            broken.append(f"the steady job stalled for {longest_s:.2f} s")
+        if any(each.get("disabled_because", "") is not None for each in stats):
+            broken.append(f"turns of the steady job failed: {stats}, {steady.error()}")
+        expired = float(max(each.get("leases_expired", 0) for each in stats))
+        figures = {"steps": steady.count, "guests": len(self.everyone) - 1, "leases_expired": expired}
+        return Told({"by_kind": happened, **figures, "longest_step_s": longest_s}, broken)
+
+    def _other_losses(self) -> Iterator[str]:
+        """Compare all jobs with a copy that trains alone, for as many steps as any of them came."""
+        for seed in {job.seed for job in self.everyone}:
+            alike = [job for job in self.everyone if job.seed == seed]
+            steps = max(len(rank.steps()) for job in alike for rank in job.trained)
+            alone = self.site.losses_alone(seed, max(1, steps))
+            for job in alike:
+                for rank, expected in zip(job.trained, alone, strict=True):
+                    if rank.losses() != expected[: len(rank.losses())]:
+                        yield f"job with seed {seed} computed other losses: {rank.log.path.name}"
 
 
-def check(campaign: Campaign, steady: Job, guests: Sequence[Job], seed: int) -> dict[str, Any]:
-    longest_s = max(end_s - begin_s for rank in steady.ranks for _, begin_s, end_s, _ in rank.steps())
-    assert longest_s < LEASE_S + SLACK_S, f"seed {seed}: the steady job stalled for {longest_s:.2f} s"
-    expired = []
-    for rank in steady.ranks:
-        stats = rank.stats()
-        assert stats is not None, f"seed {seed}: the steady job failed: {rank.error()}"
-        assert stats["disabled_because"] is None, f"seed {seed}: turns failed: {rank.error()}"
-        expired.append(stats["leases_expired"])
-    seeds = {job.seed for job in [steady, *guests]}
-    references = {each: start_alone(campaign, each, [steady, *guests]) for each in seeds}
-    wait_until(lambda: not any(job.alive() for job in references.values()), 600, "the reference runs to end")
-    alone = {each: [rank.losses() for rank in job.ranks] for each, job in references.items()}
-    for job in [steady, *guests]:
-        for rank, expected in zip(job.ranks, alone[job.seed], strict=True):
-            found = rank.losses()
-            assert found == expected[: len(found)], (
-                f"seed {seed}: job with seed {job.seed} computed other losses"
-            )
-    left = files_of(campaign.group)
-    assert not left, f"seed {seed}: left in shared memory: {left}"
-    steps = len(steady.ranks[0].steps())
-    return {
-        "steps": steps,
-        "guests": len(guests),
-        "longest_step_s": longest_s,
-        "leases_expired": expired,
-        "turns_forgiven": max(expired),
-    }
-
-
-def start_alone(campaign: Campaign, seed: int, jobs: Sequence[Job]) -> Job:
-    """Start a job with plain DDP, for as many steps as any copy of it came."""
-    steps = max(len(rank.steps()) for job in jobs if job.seed == seed for rank in job.ranks)
-    return campaign.start(seed, hook="none", steps=max(1, steps))
+@contextlib.contextmanager
+def open_cluster(rate_mbit: float) -> Iterator[tuple[Cluster, list[Lane]]]:
+    """Two nodes with a nursery each."""
+    shaped = why_not_shaped() is None
+    with (
+        mock.patch("lab.nodes.Child", forked_if_script),
+        Cluster(nodes=NODES, rate_mbit=rate_mbit, shaped=shaped) as cluster,
+    ):
+        starts = [functools.partial(cluster.popen, node) for node in range(NODES)]
+        yield cluster, [Lane("tests.faults.trainee", start=start) for start in starts]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--events", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser = lanes.arguments(__doc__, events=200, lanes=1, keep="runs/training-faults")
     parser.add_argument("--long-stop", type=float, default=20.0, help="seconds of the long SIGSTOP")
     parser.add_argument(
         "--pace", type=float, default=1.5, help="longest pause between two events, in seconds"
     )
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s")
     args = parser.parse_args(argv)
-    with Cluster(nodes=NODES, rate_mbit=args.rate, shaped=why_not_shaped() is None) as cluster:
-        result = run(cluster, args.events, args.seed, args.long_stop, args.pace)
-    print(json.dumps(result, indent=1))
-    return result
+    return lanes.Campaign(
+        "tests.faults.campaign",
+        EVENTS_EACH,
+        lambda: open_cluster(args.rate),
+        functools.partial(live, args),
+    ).run(args)
+
+
+def live(
+    args: argparse.Namespace, seed: int, events: int, lane: tuple[Cluster, list[Lane]], directory: Path
+) -> Told:
+    """Live the story of a seed."""
+    random.seed(seed)
+    cluster, nurseries = lane
+    site = Site(nurseries, directory, f"campaign-{uuid.uuid4().hex[:12]}", cluster.port, cluster)
+    return Story(site, args.long_stop).live(events, args.pace)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main()["failures"] else 0)

@@ -4,13 +4,18 @@ Every line of its record is ``[kind, seconds, …]`` on the campaign's clock, wh
 whatever time namespace the rank is in, and whatever a deed has done to the clocks that the package reads.
 """
 
+import contextlib
 import json
+import math
 import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 NUMBERED_S = 0.2  # within this time a turn that began alone has its number, if grants are not slow
+QUEUEING_S = 0.05
 _monotonic = time.monotonic
 
 
@@ -104,23 +110,24 @@ class Rank:
     Args:
         plan: the job.
         rank: which of its ranks.
-        base_s: when the schedule began, on the campaign's clock.
-        directory: where ranks of this schedule meet and write.
+        base_s: when the schedule begins, on the campaign's clock; infinite: the file "begins" will tell.
+        log: where it writes; ranks of this schedule meet beside it.
         group: name of the group of siblings.
     """
 
-    def __init__(self, plan: JobPlan, rank: int, base_s: float, directory: Path, group: str) -> None:
+    def __init__(self, plan: JobPlan, rank: int, base_s: float, log: Path, group: str) -> None:
         self.plan = plan
         self.rank = rank
         self.size = len(plan.devices)
         self._base_s = base_s
-        self._directory = directory
+        self._directory = log.parent
         self._group = group
-        self._book = Book(directory / f"job{plan.number}-rank{rank}", plan.clock_offset_s)
+        self._book = Book(log, plan.clock_offset_s)
         self._chance = random.Random(f"{plan.number} {rank} {base_s}")
         self._deeds = [deed for deed in plan.deeds if rank in deed.ranks]
         self._slow: dict[str, tuple[float, float]] = {}
         self._fork_s = self._evaluate_s = 0.0
+        self._fate: Deed | None = None
         self._order: LateEvents | None = None
         self._told_device = 0
 
@@ -137,14 +144,21 @@ class Rank:
         except RuntimeError as error:  # another rank of the job has ended
             self._book.note("broken", str(error)[:200])
         if mutex is not None:
-            self._leave(mutex)
+            mutex.close()
         self._book.note("done", mutex.stats() if mutex is not None else None)
 
     def _goes_on(self) -> bool:
-        going = torch.tensor(float(self._book.now_s() < self._base_s + self.plan.leaves_at_s))
+        going = torch.tensor(float(self._now_s() < self.plan.leaves_at_s))
         if self.size > 1:
             dist.all_reduce(going, op=dist.ReduceOp.MIN)
         return bool(going)
+
+    def _now_s(self) -> float:
+        """Seconds of the schedule; minus infinity before it begins."""
+        if math.isinf(self._base_s):
+            with contextlib.suppress(FileNotFoundError):
+                self._base_s = float((self._directory / "begins").read_text())
+        return self._book.now_s() - self._base_s
 
     # --- joining and leaving --------------------------------------------------------------------------------
 
@@ -175,9 +189,10 @@ class Rank:
         return DeviceOrder(device)
 
     def _watch(self, mutex: GPUMutex) -> None:
-        """Note when turns end for good, and with whom the rank loses patience."""
+        """Note when turns end for good, and every lease."""
         membership = membership_of(mutex)
-        leave, channel = membership.segment.leave, membership.channel
+        leave, publish = membership.segment.leave, membership.segment.publish
+        channel = membership.channel
 
         def leaving() -> None:
             self._note_log(membership)
@@ -185,8 +200,13 @@ class Rank:
             leave()
             self._book.note("left", mutex.disabled_because)
 
+        def publishing(**values: Any) -> None:
+            if "lease_s" in values:  # noted before siblings can see it
+                self._book.note("lease", values["lease_s"])
+            publish(**values)
+
         membership.segment.leave = leaving  # type: ignore[method-assign]
-        self._watch_lease(mutex)
+        membership.segment.publish = publishing  # type: ignore[method-assign]
         if channel is None:
             return
         send = channel.send
@@ -197,18 +217,6 @@ class Rank:
 
         channel.send = send_late
 
-    def _watch_lease(self, mutex: GPUMutex) -> None:
-        """Note every lease before siblings can see it."""
-        segment = membership_of(mutex).segment
-        publish = segment.publish
-
-        def publishing(**values: Any) -> None:
-            if "lease_s" in values:
-                self._book.note("lease", values["lease_s"])
-            publish(**values)
-
-        segment.publish = publishing  # type: ignore[method-assign]
-
     def _note_log(self, membership: Membership) -> None:
         """Keep what the order log says, as far as this rank has it open."""
         log_fd = membership.segment.log_file.fd
@@ -216,20 +224,19 @@ class Rank:
             inode = os.fstat(log_fd).st_ino
             self._book.note("log", inode, os.pread(log_fd, 1 << 20, 0).hex())
 
-    def _leave(self, mutex: GPUMutex) -> None:
-        mutex.close()
-
     # --- turns ----------------------------------------------------------------------------------------------
 
     def _take_turn(self, mutex: GPUMutex | None) -> None:
         self._do_deeds()
         if mutex is not None:
+            self._meet_fate(mutex, inside=False)
             self._acquire(mutex)
+            self._meet_fate(mutex, inside=True)
         if self.size > 1:
             dist.barrier()  # a collective inside the turn, as DDP's broadcast of buffers
         self._compute(mutex)
         if mutex is not None:
-            self._release(mutex)
+            self._give_back(mutex, mutex.release)
         self._exchange(mutex)
 
     def _acquire(self, mutex: GPUMutex) -> None:
@@ -248,38 +255,27 @@ class Rank:
 
     def _compute(self, mutex: GPUMutex | None) -> None:
         time.sleep(max(self.plan.hold_s, self._value("slow-compute"), self._value("too-slow-compute")))
-        if self._fork_s:
-            self._fork(self._fork_s)
-            self._fork_s = 0.0
+        if self._fork_s and os.fork() == 0:  # as a DataLoader does: it lives beside the rank, perhaps longer
+            time.sleep(self._fork_s)
+            os._exit(0)
+        self._fork_s = 0.0
         if self._evaluate_s and mutex is not None:
             self._evaluate(mutex, self._evaluate_s)
             self._evaluate_s = 0.0
         self._slow.pop("too-slow-compute", None)
 
-    def _fork(self, lives_s: float) -> None:
-        """As a DataLoader does: the child lives beside the rank, perhaps longer than it."""
-        if os.fork() == 0:
-            time.sleep(lives_s)
-            os._exit(0)
-
     def _evaluate(self, mutex: GPUMutex, lasts_s: float) -> None:
-        held, turn = mutex.holding, mutex._turns and mutex._turns._current
-        ended_s = self._book.now_s()
-        if held:
-            self._book.note("ending", at_s=ended_s)
-        with mutex.paused():
-            if held and mutex.disabled_because is None:
-                self._book.note("end", self._number(turn), at_s=ended_s)
-                self._note_device(turn)
+        with contextlib.ExitStack() as stack:
+            self._give_back(mutex, lambda: stack.enter_context(mutex.paused()))
             time.sleep(lasts_s)
             wanted_s = self._book.now_s()
         self._note_begin(mutex, wanted_s)
 
-    def _release(self, mutex: GPUMutex) -> None:
+    def _give_back(self, mutex: GPUMutex, act: Callable[[], object]) -> None:
         ended_s, held, turn = self._book.now_s(), mutex.holding, mutex._turns and mutex._turns._current
         if held:
             self._book.note("ending", at_s=ended_s)
-        mutex.release()
+        act()
         if held and mutex.disabled_because is None:
             self._book.note("end", self._number(turn), at_s=ended_s)
             self._note_device(turn)
@@ -306,10 +302,10 @@ class Rank:
     # --- deeds ----------------------------------------------------------------------------------------------
 
     def _do_deeds(self) -> None:
-        now_s = self._book.now_s() - self._base_s
+        now_s = self._now_s()
         while self._deeds and self._deeds[0].at_s <= now_s:
             deed = self._deeds.pop(0)
-            if deed.kind != "suspend":  # noted when it happens
+            if deed.kind not in ("suspend", "die", "halt"):  # noted when they happen
                 self._book.note("deed", deed.kind)
             self._do(deed)
 
@@ -318,12 +314,36 @@ class Rank:
             jump_wall_clock(deed.value)
         elif deed.kind == "suspend":
             threading.Timer(self._chance.uniform(0.0, 0.02), self._suspend, [deed.value]).start()
+        elif deed.kind in ("die", "halt"):
+            self._fate = deed
         elif deed.kind == "fork":
             self._fork_s = deed.duration_s
         elif deed.kind == "evaluate":
             self._evaluate_s = deed.duration_s
         else:
             self._slow[deed.kind] = self._book.now_s() + deed.duration_s, deed.value
+
+    def _meet_fate(self, mutex: GPUMutex, *, inside: bool) -> None:
+        """Die or halt where that was planned, once there is a sibling."""
+        fate = self._fate
+        if fate is None or (fate.place == "inside") != inside or not mutex.shared:
+            return
+        self._fate = None
+        if fate.place == "drawn":
+            mutex.request()
+        elif fate.place == "queueing":
+            threading.Timer(QUEUEING_S, self._end, [fate]).start()
+            while True:  # it queues most of the time
+                self._acquire(mutex)
+                self._give_back(mutex, mutex.release)
+        self._end(fate)
+
+    def _end(self, fate: Deed) -> None:
+        self._book.note(fate.kind, fate.duration_s)
+        if fate.kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        subprocess.Popen(["sh", "-c", f"sleep {fate.duration_s}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _suspend(self, jump_s: float) -> None:
         """From another thread, so that it may happen in the middle of a wait."""
@@ -365,4 +385,4 @@ def live(order: dict[str, Any]) -> None:
     sys.setswitchinterval(1e-3)
     if order["sabotage"]:
         getattr(Sabotage, order["sabotage"])()
-    Rank(plan, order["rank"], order["base_s"], Path(order["directory"]), order["group"]).live()
+    Rank(plan, order["rank"], order["base_s"], Path(order["log"]), order["group"]).live()

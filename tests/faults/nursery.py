@@ -1,139 +1,211 @@
-"""One node of the fault campaign: forks ranks of training jobs on demand, with torch loaded already.
+"""Forks ranks for a lane of a campaign, strikes them, and meddles with their files.
 
-Told over stdin, one JSON object a line; every rank writes its steps to a file of its own. Forking makes a new
-job cost milliseconds instead of an import of torch, so that hundreds of jobs can come and go.
+Told over stdin, one JSON object a line; answers each with one. It is forked from a process that has torch, and forks
+ranks, so that one costs milliseconds. Its second argument names a *container* that it enters first: "memory" has
+process ids, mounts and a small /dev/shm of its own, "users" has users in place of /dev/shm, and thinks that it is root.
 """
 
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import itertools
 import json
 import os
+import random
+import select
 import signal
 import sys
-import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, crossover_hook
-from tests.faults.forked import work_and_exit
+from crossover_ddp._system.shared_memory import SHARED_MEMORY
+from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp.errors import SegmentError
 
-SLOW_S = 0.3
-FORKED_S = 2.0
-
-
-def network(seed: int) -> torch.nn.Module:
-    """BatchNorm: DDP broadcasts its buffers in forward, a collective inside the turn."""
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 12, 3, padding=1),
-        torch.nn.BatchNorm2d(12),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(12, 12, 3, padding=1),
-        torch.nn.BatchNorm2d(12),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(12 * 256, 64),
-        torch.nn.Linear(64, 10),
-    )
+_PR_SET_PDEATHSIG = 1
+_MS_REC_PRIVATE = 0x4000 | 0x40000
+_CLONE_NEWTIME, _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x80, 0x20000, 0x10000000, 0x20000000
+_MEMORY = b"size=2m,mode=1777"
+_BULK = Path(SHARED_MEMORY) / "bulk"
+_REAPED_S = 5.0
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Batches that are a function of their number, whoever loads them."""
-
-    def __init__(self, seed: int, rank: int, numel: int) -> None:
-        self._first = (1000 * seed + rank) << 32
-        self._numel = numel
-
-    def __len__(self) -> int:
-        return self._numel
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= self._numel:
-            raise IndexError(index)
-        return torch.randn(16, 1, 16, 16, generator=torch.Generator().manual_seed(self._first + index))
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(_libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{name}{arguments}")
 
 
-class Mishaps:
-    """What goes wrong inside a rank's turns.
-
-    Args:
-        order: ``slow`` names a file; while it is there every step computes longer. ``forks`` are the steps in which the
-            script forks a child, which lives on for a while. ``dies`` is the (rank, step) that kills itself, in the
-            job's first life.
-    """
-
-    def __init__(self, order: dict[str, Any]) -> None:
-        self._slow = Path(order.get("slow", "/nonexistent"))
-        self._forks = set(order.get("forks", ()))
-        self._dies = order.get("dies")
-
-    def happen(self, step: int) -> None:
-        if self._slow.exists():
-            time.sleep(SLOW_S)
-        if step in self._forks and os.fork() == 0:
-            time.sleep(FORKED_S)
-            os._exit(0)
-        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first_life and self._dies == [dist.get_rank(), step]:
-            os.kill(os.getpid(), signal.SIGKILL)
+def _enter(container: str) -> None:
+    """Go on in a container, as a child of this process, which waits and ends with it."""
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", _CLONE_NEWNS | _CLONE_NEWPID | (_CLONE_NEWUSER if container == "users" else 0))
+    if container == "users":
+        for name, words in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{name}").write_text(words)
+    if child := os.fork():  # the first one in there: when it ends, the kernel ends all others
+        os.waitpid(child, 0)
+        os._exit(0)
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _call("mount", b"none", b"/", None, _MS_REC_PRIVATE, None)
+    _call("mount", b"proc", b"/proc", b"proc", 0, None)
+    if container == "memory":
+        _call("mount", b"campaign", SHARED_MEMORY.encode(), b"tmpfs", 0, _MEMORY)
 
 
-def train(order: dict[str, Any]) -> None:
-    """Train until the steps are done or the file ``order['stop']`` names appears; one line per step."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader waits for its workers
-    seed, stop, mishaps = order["seed"], Path(order["stop"]), Mishaps(order)
-    if "port" in order:
-        os.environ |= {"MASTER_ADDR": order["address"], "MASTER_PORT": str(order["port"])}
-    os.environ["CROSSOVER_GROUP"] = order["group"]
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(network(seed), bucket_cap_mb=0.2, gradient_as_bucket_view=True)
-    state = None
-    if order["hook"] == "crossover":
-        state = CrossoverState()
-        model.register_comm_hook(state, crossover_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    samples = Samples(seed, dist.get_rank(), order["steps"])
-    workers = order.get("workers", 0)
-    batches = torch.utils.data.DataLoader(
-        samples, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
-    )
-    with open(order["log"], "w", buffering=1) as log:
-        going = torch.zeros(1)
-        for step, inputs in enumerate(batches):
-            begin_s = time.monotonic()
-            mishaps.happen(step)
-            loss = model(inputs).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(json.dumps([step, begin_s, time.monotonic(), loss.item()]), file=log)
-            going[0] = not stop.exists()
-            dist.broadcast(going, 0)
-            if not going.item():
-                break
-        print(json.dumps({"stats": state.stats() if state is not None else None}), file=log)
-    if state is not None:
-        state.close()
-    dist.destroy_process_group()
-
-
-def born(order: dict[str, Any]) -> int:
-    """Fork a rank; the child never returns."""
-    pid = os.fork()
-    if pid:
+def _in_other_time(offset_s: float, fork: Callable[[], int]) -> int:
+    """Fork a child whose CLOCK_MONOTONIC is ``offset_s`` later than ours."""
+    if not offset_s:
+        return fork()
+    own = os.open("/proc/self/ns/time", os.O_RDONLY)
+    try:
+        _call("unshare", _CLONE_NEWTIME)
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {int(offset_s)} 0\n")
+        pid = fork()
+        if pid:
+            _call("setns", own, _CLONE_NEWTIME)
         return pid
-    work_and_exit(Path(order["log"] + ".err"), lambda: train(order))
+    finally:
+        os.close(own)
 
 
-def main() -> None:
+class Nursery:
+    """What an overseer may ask for; every public method is one order. Ranks are known by their logs."""
+
+    def __init__(self, live: Callable[[dict[str, Any]], object]) -> None:
+        self._live = live
+        self._born: dict[str, tuple[int, int]] = {}
+        """Process id and descriptor; only the latter means the same process for ever."""
+
+    def born(self, order: dict[str, Any]) -> int:
+        pid = _in_other_time(order.get("clock_offset_s", 0.0), os.fork)
+        if pid == 0:
+            self._be(order)
+        self._born[order["log"]] = pid, os.pidfd_open(pid)
+        return pid
+
+    def _be(self, order: dict[str, Any]) -> NoReturn:
+        """Be a rank in a process group of its own, with standard error in a file, and end the process."""
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            os.dup2(os.open(order["log"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            faulthandler.register(signal.SIGUSR1)
+            os.environ.update(order.get("environment", {}))
+            self._live(order)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def strike(self, logs: list[str], number: int) -> None:
+        for log in logs:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._born[log][1], number)
+
+    def alive(self) -> list[str]:
+        return [log for log, (_, descriptor) in self._born.items() if not _has_ended(descriptor)]
+
+    def reborn(self, victim: str, order: dict[str, Any]) -> list[int]:
+        """Kill one rank and give its process id to another; return both ids, which differ where that failed."""
+        self.strike([victim], signal.SIGKILL)
+        old, descriptor = self._born[victim]
+        _has_ended(descriptor, _REAPED_S)
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(old - 1))
+        return [old, self.born(order)]
+
+    def forget(self) -> None:
+        for _, descriptor in self._born.values():
+            os.close(descriptor)
+        self._born.clear()
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def left(self, group: str) -> list[str]:
+        """Return what is in shared memory of groups whose name begins so."""
+        return sorted(str(path) for path in Path(SHARED_MEMORY).glob(f"crossover_ddp-*/{group}*"))
+
+    def holders(self, paths: list[str]) -> list[str]:
+        """Return who has any of these files open: process, state, parent."""
+        found = []
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).removesuffix(" (deleted)") in paths:
+                    stat = (descriptor.parents[1] / "stat").read_text().rpartition(")")[2].split()
+                    found.append(f"{descriptor} {stat[0]} child of {stat[1]} -> {os.readlink(descriptor)}")
+        return found
+
+    def come_and_go(self, groups: list[str], devices: list[str]) -> list[str]:
+        """Do what the next job of each group would; return why it was refused, where it was."""
+        refusals = []
+        for group, device in itertools.product(groups, devices):
+            try:
+                TurnSegment(group, device).leave()
+            except SegmentError as error:
+                refusals.append(str(error))
+        return refusals
+
+    def sweep(self, group: str) -> None:
+        for path in self.left(group):
+            Path(path).unlink(missing_ok=True)
+
+    def full(self) -> int:
+        """Leave no byte of shared memory free; return how many were taken."""
+        taken = 0
+        with _BULK.open("wb", buffering=0) as bulk, contextlib.suppress(OSError):
+            while True:
+                taken += bulk.write(b"\0" * 4096)
+        return taken
+
+    def free(self) -> None:
+        _BULK.unlink(missing_ok=True)
+
+    def meddle(self, kind: str, group: str, device: str, seed: int) -> bool:
+        """Delete or cut files of one segment; tell whether there were any."""
+        stem = Path(SHARED_MEMORY) / f"crossover_ddp-{os.geteuid()}" / f"{group}@"
+        chance = random.Random(seed)
+        how, what = kind.split("-")
+        suffixes = {"slots": [".turns"], "log": [".log"], "bells": [".*.bell"]}
+        found_in = suffixes.get(what, [".turns", ".log", ".*.bell"])
+        found = [path for suffix in found_in for path in stem.parent.glob(stem.name + suffix)]
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):
+                _hit(path, how, chance)
+        return bool(found)
+
+
+def _hit(path: Path, how: str, chance: random.Random) -> None:
+    size = path.stat().st_size
+    if how == "delete":
+        path.unlink()
+    else:
+        os.truncate(path, chance.randrange(size) if size else 0)
+
+
+def _has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:
+    watch = select.poll()
+    watch.register(descriptor, select.POLLIN)
+    return bool(watch.poll(timeout_s * 1000))
+
+
+def main(worker: str, container: str) -> None:
+    if container:
+        _enter(container)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     torch.set_num_threads(1)
-    print(json.dumps({"up": os.getpid()}), flush=True)
+    nursery = Nursery(importlib.import_module(worker).live)
+    print(json.dumps("up"), flush=True)
     for line in sys.stdin:
-        print(json.dumps({"pid": born(json.loads(line))}), flush=True)
+        order = json.loads(line)
+        print(json.dumps(getattr(nursery, order.pop("do"))(**order)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -132,6 +132,10 @@ def read_rank(job: JobPlan, rank: int, lines: Iterable[Sequence[Any]]) -> Rank:
             found.device_turns.append((what[0], what[1], what[2]))
         elif kind == "deed":
             found.deeds.append((at_s, what[0]))
+        elif kind == "die":
+            found.killed_s = at_s
+        elif kind == "halt":
+            found.stops.append((at_s, at_s + what[0]))
         elif kind == "broken":
             found.broken = what[0]
         elif kind == "done":

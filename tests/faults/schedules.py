@@ -5,7 +5,7 @@ befall them. Nothing here starts, reads or waits for anything.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Deed:
     ranks: tuple[int, ...]
     duration_s: float = 0.0
     value: float = 0.0
+    place: str = ""
+    """Where it dies or halts, of which no schedule makes use: "inside" a turn, "drawn", "queueing" or "between"."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,17 @@ class JobPlan:
     """One job from its birth to its end, as far as that is its own will."""
 
     number: int
-    group: int
-    devices: tuple[int, ...]
+    group: int = 0
+    devices: tuple[int, ...] = (0,)
     """The device of each rank."""
-    joins_at_s: float
-    leaves_at_s: float
-    lease_s: float | None
+    joins_at_s: float = 0.0
+    leaves_at_s: float = float("inf")
+    lease_s: float | None = None
     """None: the default, which follows the job's turns."""
-    hold_s: float
-    pause_s: float
-    order: str
-    style: str
+    hold_s: float = 0.002
+    pause_s: float = 0.002
+    order: str = "host"
+    style: str = "plain"
     clock_offset_s: float = 0.0
     deeds: tuple[Deed, ...] = ()
 
@@ -204,8 +206,6 @@ class _Writer:
             group=group,
             devices=devices,
             joins_at_s=self._now_s,
-            leaves_at_s=float("inf"),
-            lease_s=None,
             hold_s=chance.uniform(0.0005, 0.008),
             pause_s=chance.uniform(0.0005, 0.008),
             order=self._order,
@@ -343,9 +343,3 @@ def schedule(seed: int, faults: int, *, isolated: bool) -> Schedule:
             /dev/shm of one's own, no process id to be chosen, no other clock.
     """
     return _Writer(seed, faults, isolated).write()
-
-
-def schedules(seed: int, faults: int, each: int, *, isolated: bool) -> Iterator[Schedule]:
-    """Yield schedules of ``each`` faults until there are ``faults``; the first one has the seed itself."""
-    for number in range(-(-faults // each)):
-        yield schedule(seed + number, min(each, faults - number * each), isolated=isolated)

@@ -5,26 +5,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.faults.alone import losses_alone
-from tests.faults.campaign import ENDLESS, ROOT, Rank
-from tests.harness import spawn_script
+from tests.faults.campaign import Job, Site, Trained
+from tests.faults.lanes import ROOT, Lane, Log
 from tests.harness.campaign import only_in_campaign
 from tests.harness.children import Child, end
 from tests.harness.groups import files_of, new_group
+from tests.harness.waiting import eventually
 
 STEPS = 24
 SEED = 1  # of both jobs, so that one run alone tells what both should compute
 DIES = [1, 8]  # rank, step
 RANKS = 2
 TIMEOUT_S = 90.0
-WORKER = ROOT / "tests" / "faults" / "elastic_worker.py"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
@@ -33,117 +30,89 @@ ENVIRONMENT = {
 }
 
 
-class Elastic:
-    """A job of two ranks, and what they log in each of their lives."""
-
-    def __init__(self, directory: Path, name: str, **order: Any) -> None:
-        self._log = directory / name
-        self.stop = directory / f"{name}.stop"
-        self._slow = directory / f"{name}.slow"
-        told = {"log": str(self._log), "stop": str(self.stop), "slow": str(self._slow), **order}
-        self.order = json.dumps(told)
-
-    def rank(self, rank: int, life: int = 0) -> Rank:
-        return Rank(0, Path(f"{self._log}-rank{rank}-life{life}"))
-
-    @contextlib.contextmanager
-    def slowed(self) -> Iterator[None]:
-        """Let steps take longer while nothing is to be seen of them: as many are computed once more alone."""
-        self._slow.touch()
-        yield
-        self._slow.unlink()
-
-
 class Agent:
-    """torchrun's elastic agent with a job; ended, with all its ranks, at the end of the block."""
+    """torchrun's elastic agent with a job of two ranks, and what these log in each of their lives."""
 
-    def __init__(self, directory: Path, job: Elastic) -> None:
-        command = [
-            sys.executable,
-            "-m",
+    def __init__(self, directory: Path, group: str) -> None:
+        self._log = directory / "victim-rank"
+        order = {"log": str(self._log), "stop": f"{self._log}-stop", "group": group, "hook": "crossover"}
+        words = [
             "torch.distributed.run",
             "--standalone",
             "--nproc-per-node",
             str(RANKS),
+            "--max-restarts",
+            "2",
         ]
-        command += ["--max-restarts", "2", "--monitor-interval", "0.1", "-m", "tests.faults.elastic_worker"]
+        words += ["--monitor-interval", "0.1", "-m", "tests.faults.trainee"]
+        told = json.dumps({**order, "seed": SEED, "steps": STEPS, "dies": DIES})
         self._output = (directory / "agent.output").open("w+")
         self._process = Child(
-            [*command, job.order],
+            [sys.executable, "-m", *words, told],
             {**os.environ, **ENVIRONMENT},
             cwd=ROOT,
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
 
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        end([self._process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
+        self._output.close()
+
+    def trained(self, rank: int, life: int) -> Trained:
+        return Trained(Log(Path(f"{self._log}{rank}-life{life}")))
+
+    def wait_for_steps(self, steps: int, life: int) -> None:
+        def has_done() -> bool:
+            return len(self.trained(0, life).steps()) >= steps or self._process.poll() not in (None, 0)
+
+        assert eventually(has_done, TIMEOUT_S) and self._process.poll() in (None, 0), self.output()
+
     def wait(self) -> None:
         assert self._process.wait(TIMEOUT_S) == 0, self.output()
-
-    def has_failed(self) -> bool:
-        return self._process.poll() not in (None, 0)
 
     def output(self) -> str:
         self._output.seek(0)
         return self._output.read()[-3000:]
 
-    def end(self) -> None:
-        end([self._process], grace_s=10.0)  # the agent ends its ranks, which lead sessions of their own
-        self._output.close()
-
 
 @contextlib.contextmanager
-def torchrun(directory: Path, job: Elastic) -> Iterator[Agent]:
-    agent = Agent(directory, job)
-    try:
-        yield agent
-    finally:
-        agent.end()
-
-
-def wait_for_steps(job: Elastic, steps: int, agent: Agent, *, life: int = 0) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while len(job.rank(0, life).steps()) < steps:
-        assert time.monotonic() < deadline_s and not agent.has_failed(), agent.output()
-        time.sleep(0.05)
+def slowed(job: Job) -> Iterator[None]:
+    """Let steps take longer while nothing is to be seen of them: as many are computed once more alone."""
+    slow = Path(f"{job.stop}.slow")
+    slow.touch()
+    yield
+    slow.unlink()
 
 
 @only_in_campaign
 @pytest.mark.alone
 def test_a_job_that_torchrun_starts_again_disturbs_nobody(tmp_path: Path) -> None:
-    group = new_group()
-    shared = {"group": group, "hook": "crossover"}
-    steady = Elastic(tmp_path, "steady", seed=SEED, steps=ENDLESS, **shared)
-    victim = Elastic(tmp_path, "victim", seed=SEED, steps=STEPS, dies=DIES, **shared)
-    alone = {**ENVIRONMENT, "TORCHELASTIC_RESTART_COUNT": "0"}  # nobody starts the steady job again
-    with (
-        spawn_script(WORKER, RANKS, args=[steady.order], environment=alone, forked=True) as ranks,
-        torchrun(tmp_path, victim) as agent,
-    ):
-        with steady.slowed():
-            wait_for_steps(victim, 1, agent)
-        wait_for_steps(victim, DIES[1], agent)
-        with steady.slowed():
-            wait_for_steps(victim, 1, agent, life=1)
-        wait_for_steps(victim, STEPS, agent, life=1)
-        with steady.slowed():
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(Lane("tests.faults.trainee")) for _ in range(RANKS)]
+        site = Site(lanes, tmp_path, new_group())
+        steady, agent = site.start(SEED), stack.enter_context(Agent(tmp_path, site.group))
+        with slowed(steady):
+            agent.wait_for_steps(1, life=0)
+        agent.wait_for_steps(DIES[1], life=0)
+        with slowed(steady):
+            agent.wait_for_steps(1, life=1)
+        agent.wait_for_steps(STEPS, life=1)
+        with slowed(steady):
             agent.wait()
-        wait_for_steps(steady, len(steady.rank(0).steps()) + 3, agent)
-        steady.stop.touch()
-        ranks.wait(TIMEOUT_S)
-    assert len(victim.rank(1, life=0).steps()) == DIES[1], "it died where it should"
-    lived = [victim.rank(rank, life=1) for rank in range(RANKS)]
-    assert all(len(rank.steps()) == STEPS for rank in lived), "and was started again once"
-    count = max(STEPS, len(steady.rank(0).steps()))
-    references = losses_alone(tmp_path, seed=SEED, steps=count, ranks=RANKS, group=group)
-    for rank, expected in enumerate(references):
-        found = steady.rank(rank).losses()
-        assert len(found) > DIES[1]
-        assert found == expected[: len(found)]
-        assert lived[rank].losses() == expected[:STEPS]
-        stats = steady.rank(rank).stats()
+        steady.train(3)
+        steady.end("leave")
+        assert len(agent.trained(1, life=0).steps()) == DIES[1], "it died where it should"
+        alone = site.losses_alone(SEED, max(STEPS, steady.count))
+    for rank, expected in enumerate(alone):
+        assert agent.trained(rank, life=1).losses() == expected[:STEPS], "it was started again once"
+        found = steady.trained[rank]
+        assert len(found.losses()) > DIES[1]
+        assert found.losses() == expected[: len(found.losses())]
+        stats = found.stats()
         assert stats is not None and stats["disabled_because"] is None
-    longest_s = max(
-        end_s - begin_s for rank in range(RANKS) for _, begin_s, end_s, _ in steady.rank(rank).steps()
-    )
-    assert longest_s < TIMEOUT_S / 2, "a stall without a lease would be endless"
-    assert not files_of(group)
+        assert found.longest_s() < TIMEOUT_S / 2, "a stall without a lease would be endless"
+    assert not files_of(site.group)

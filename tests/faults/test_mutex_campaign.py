@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.faults import mutex_campaign
 from tests.faults.oracles import FOREVER, Leftovers, Rank, Story, read_rank, violations
-from tests.faults.schedules import FAULTS, MEDDLINGS, Deed, JobPlan, Schedule, schedule
+from tests.faults.schedules import FAULTS, MEDDLINGS, JobPlan, Schedule, schedule
 from tests.harness.campaign import SEED, only_in_campaign
 
 SHORT_EVENTS = 120
@@ -68,39 +67,24 @@ def test_the_campaign_notices_a_broken_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_a_schedule_is_a_function_of_its_seed(isolated: bool) -> None:
-    for seed in range(50):
-        one = schedule(seed, 40, isolated=isolated)
-        assert one == schedule(seed, 40, isolated=isolated)
-        assert len(one.faults) == 40
-        assert one != schedule(seed + 1, 40, isolated=isolated)
-
-
-def test_schedules_know_every_fault() -> None:
-    faults: set[str] = set()
-    for seed in range(300):
-        faults.update(schedule(seed, 40, isolated=True).faults)
-    assert faults == {*FAULTS, *MEDDLINGS}
-
-
-def test_without_namespaces_nothing_is_planned_that_needs_them() -> None:
-    for seed in range(100):
-        plan = schedule(seed, 40, isolated=False)
-        assert not {"full", "reuse-pid"} & set(plan.faults)
-        assert not any(job.clock_offset_s for job in plan.jobs)
-
-
-def test_schedules_stay_within_the_world_they_describe() -> None:
-    for seed in range(100):
-        plan = schedule(seed, 40, isolated=True)
+def test_a_schedule_is_a_function_of_its_seed_within_the_world_that_it_describes(isolated: bool) -> None:
+    plans = [schedule(seed, 40, isolated=isolated) for seed in range(300)]
+    found = {fault for plan in plans for fault in plan.faults}
+    assert {*FAULTS, *MEDDLINGS} - found == (set() if isolated else {"full", "reuse-pid"})
+    assert isolated == any(job.clock_offset_s for plan in plans for job in plan.jobs)
+    for seed, plan in enumerate(plans[:100]):
+        assert plan == schedule(seed, 40, isolated=isolated) != plans[seed + 1]
+        assert len(plan.faults) == 40
         assert 1 <= plan.devices <= 4
         for job in plan.jobs:
             assert set(job.devices) <= set(range(plan.devices))
             assert job.leaves_at_s <= plan.ends_at_s
             assert all(set(deed.ranks) <= set(range(len(job.devices))) for deed in job.deeds)
-        stopped = [(b.job, b.ranks) for b in plan.blows if b.kind == "stop"]
-        continued = [(b.job, b.ranks) for b in plan.blows if b.kind == "continue"]
-        assert sorted(stopped) == sorted(continued)
+        stopped, continued = (
+            sorted((blow.job, blow.ranks) for blow in plan.blows if blow.kind == kind)
+            for kind in ("stop", "continue")
+        )
+        assert stopped == continued
 
 
 # --- what judges them: one broken promise each --------------------------------------------------------------------
@@ -108,15 +92,18 @@ def test_schedules_stay_within_the_world_they_describe() -> None:
 LEASE_S = 1.0
 
 
-def plan_of(number: int, **changes: Any) -> JobPlan:
-    job = JobPlan(number, 0, (0,), 0.0, 9.0, LEASE_S, 0.001, 0.001, "host", "plain")
-    return replace(job, **changes)
-
-
 def rank_of(number: int, *lines: Sequence[Any], **changes: Any) -> Rank:
-    joined = ["joined", 0.1, number, 200 + number, True, 100 + number]
     ends = [["leaving", 9.0, "closed"], ["left", 9.1, "closed"], ["done", 9.1, {}]]
-    return read_rank(plan_of(number, **changes), 0, [["lease", 0.1, LEASE_S], joined, *lines, *ends])
+    return cut_off(number, *lines, *ends, **changes)
+
+
+def cut_off(number: int, *lines: Sequence[Any], killed_s: float = FOREVER, **changes: Any) -> Rank:
+    """A rank whose record says no more than that it has joined, and these lines."""
+    joined = ["joined", 0.1, number, 200 + number, True, 100 + number]
+    plan = JobPlan(number, **{"lease_s": LEASE_S, "leaves_at_s": 9.0, **changes})
+    rank = read_rank(plan, 0, [["lease", 0.1, LEASE_S], joined, *lines])
+    rank.killed_s = killed_s
+    return rank
 
 
 def forgave(at_s: float, turn: int, since_s: float, lease_s: float = LEASE_S) -> list[Any]:
@@ -155,20 +142,6 @@ def test_a_late_begin_is_told_unless_the_rank_itself_was_stopped() -> None:
     assert told(first, late) == []
 
 
-def test_a_turn_held_since_before_files_were_meddled_with_may_be_waited_for() -> None:
-    holder = rank_of(0, *turn(1, 1.0, 1.0, 8.0))
-    assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
-    assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
-
-
-def test_a_death_frees_the_turn_and_not_before() -> None:
-    killed = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 200, True, 100], ["begin", 1.0, 1, 1.0, 77]])
-    killed.killed_s = 2.0
-    assert told(killed, rank_of(1, *turn(2, 1.0, 2.001, 3.0))) == []
-    assert "two holders" in told(killed, rank_of(1, *turn(2, 1.0, 1.9, 3.0)))[0]
-    assert "after it could" in told(killed, rank_of(1, *turn(2, 1.0, 2.9, 3.0)))[0]
-
-
 @pytest.mark.parametrize(
     ("line", "violation"),
     [
@@ -181,14 +154,6 @@ def test_a_death_frees_the_turn_and_not_before() -> None:
 )
 def test_patience_lost_too_early_too_late_or_with_nobody_is_told(line: list[Any], violation: str) -> None:
     assert violation in told(rank_of(0, *turn(1, 1.0, 1.0, 4.0)), rank_of(1, line))[0]
-
-
-def test_a_rank_killed_before_it_could_note_the_end_may_have_given_its_turn_back() -> None:
-    lines = [["joined", 0.1, 0, 200, True, 100], ["begin", 1.0, 1, 1.0, 77], ["ending", 1.8]]
-    killed = read_rank(plan_of(0), 0, lines)
-    killed.killed_s = 2.0
-    assert told(killed, rank_of(1, *turn(2, 1.0, 1.9, 3.0))) == []
-    assert "two holders" in told(killed, rank_of(1, *turn(2, 1.0, 1.7, 3.0)))[0]
 
 
 def test_a_second_lease_of_a_job_that_has_not_moved_is_told() -> None:
@@ -226,35 +191,41 @@ def test_a_turn_whose_end_a_stop_kept_back_was_not_given_back() -> None:
     assert "which was given back 3.000 s before" in told(stopped, impatient)[0]
 
 
-def test_a_log_that_names_somebody_else_is_told() -> None:
+@pytest.mark.parametrize(
+    ("begins_s", "violation"), [(2.001, ""), (1.9, ""), (1.7, "two holders"), (2.9, "after it could")]
+)
+def test_a_death_frees_the_turn_and_not_before(begins_s: float, violation: str) -> None:
+    """Unless it had begun to give it back, and was killed before it could note the end."""
+    held, later = ["begin", 1.0, 1, 1.0, 77], rank_of(1, *turn(2, 1.0, begins_s, 3.0))
+    assert any(
+        violation in each for each in told(cut_off(0, held, ["ending", 1.8], killed_s=2.0), later)
+    ) == bool(violation)
+    assert bool(told(cut_off(0, held, killed_s=2.0), later)) == (begins_s != 2.001)
+
+
+def test_a_turn_held_since_before_files_were_meddled_with_may_be_waited_for() -> None:
+    holder = rank_of(0, *turn(1, 1.0, 1.0, 8.0))
+    assert told(holder, rank_of(1, *turn(2, 1.5, 8.001, 8.1)), meddled_s=[1.2]) == []
+    assert "0.500 s after it could" in told(holder, rank_of(1, *turn(2, 1.5, 8.5, 8.6)), meddled_s=[1.2])[0]
+
+
+def test_a_log_that_names_somebody_else_other_turns_and_bad_ends_are_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["log", 5.0, 77, "01"])
     assert "turn 1 of job 0 is slot 1's in the log" in told(first)[0]
-
-
-def test_ranks_of_a_job_with_other_turns_are_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), devices=(0, 0))
     second = read_rank(first.job, 1, [*turn(2, 1.0, 1.0, 2.0), ["done", 9.0, {}]])
     assert any("had different turns: [1] and [2]" in each for each in told(first, second))
-
-
-def test_giving_up_without_a_cause_is_told() -> None:
-    lines = [["joined", 0.1, 0, 200, True, 100], ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}]]
-    assert told(read_rank(plan_of(0), 0, lines)) == ["job 0 rank 0 gave up turns: OSError: x"]
-    assert told(read_rank(plan_of(0), 0, lines), meddled_s=[0.9]) == []
-
-
-def test_a_rank_that_never_ends_is_told() -> None:
-    rank = read_rank(plan_of(0), 0, [["joined", 0.1, 0, 200, True, 100]])
-    assert rank.killed_s == FOREVER
-    assert "did not end by itself" in told(rank)[0]
+    gave_up = cut_off(0, ["leaving", 1.0, "OSError: x"], ["done", 2.0, {}])
+    assert told(gave_up) == ["job 0 rank 0 gave up turns: OSError: x"]
+    assert told(gave_up, meddled_s=[0.9]) == []
+    assert "did not end by itself" in told(cut_off(0))[0]
 
 
 def test_leftovers_are_told_unless_the_last_was_killed_or_the_file_was_refused() -> None:
     path = "/dev/shm/crossover_ddp-0/campaign-1-0@.turns"
     rank = rank_of(0)
     assert "left behind" in told(rank, leftovers=Leftovers([path]))[0]
-    killed = read_rank(plan_of(1), 0, [])
-    killed.killed_s = 9.5
+    killed = cut_off(1, killed_s=9.5)
     assert told(rank, killed, leftovers=Leftovers([path])) == []
     killed.killed_s = 5.0
     assert "left behind" in told(rank, killed, leftovers=Leftovers([path]))[0]
@@ -268,8 +239,3 @@ def test_a_device_that_begins_too_early_is_told() -> None:
     first = rank_of(0, *turn(1, 1.0, 1.0, 2.0), ["device", 2.0, 1, 1.0, 2.3])
     second = rank_of(1, *turn(2, 1.0, 2.001, 3.0), ["device", 3.0, 2, 2.1, 3.0])
     assert "device 0 began turn 2 of job 1 0.2000 s before it ended turn 1 of job 0" in told(first, second)[0]
-
-
-def test_deeds_are_read() -> None:
-    rank = rank_of(0, ["deed", 1.0, "fork"], deeds=(Deed(1.0, "fork", (0,)),))
-    assert rank.deeds == [(1.0, "fork")]

@@ -1,208 +1,156 @@
-"""Ranks are killed and stopped wherever it hurts most; the sibling job goes on, at once or after a lease.
+"""Jobs that take turns in ways thought out by hand, and whose ranks are killed and stopped wherever it hurts most.
 
-Both jobs have one rank on each of two emulated devices and meet in a barrier inside every turn.
+Every turn has a barrier inside, as DDP's broadcast of buffers is. What is judged of random schedules is judged here,
+too: no two jobs at a time on a device, one order on all, a turn soon after it could begin, nothing left behind.
 """
 
-import os
-import signal
-import subprocess
-import threading
-import time
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
 
-from crossover_ddp.gpu_mutex import GPUMutex
-from tests.harness import Job, run_jobs, spawn_script
+from tests.faults.lanes import Lane
+from tests.faults.mutex_campaign import lived
+from tests.faults.oracles import Claim, Rank, Story, violations
+from tests.faults.schedules import Deed, JobPlan
+from tests.harness import spawn_script
 from tests.harness.groups import files_of, new_group
-from tests.harness.waiting import eventually
 
-LONG_LEASE_S = 20.0  # whoever waits for this one has not seen a death
-AT_ONCE_S = 5.0  # generous: the machine may be busy
+LONG_LEASE_S = 30.0  # longer than a story: a turn that overlaps another one was not forgiven
+AT_ONCE_S = 2.0  # generous: the machine may be busy
 LEASE_S = 0.6
 STOP_S = 1.5
-TIMEOUT_S = 60.0
-TURNS_AFTER = 30
+BOTH = (0, 1)
 pytestmark = pytest.mark.quiet
 
 
-class Wait(NamedTuple):
-    begin_s: float
-    wait_s: float
+@pytest.fixture(scope="module")
+def lane() -> Iterator[Lane]:
+    with Lane("tests.faults.mutex_worker") as lane:
+        yield lane
 
 
-class Outcome(NamedTuple):
-    waits: list[Wait]
-    turns: list[int]
-    leases_expired: int
-    disabled_because: str | None
-    broken: str = ""
-    """What the job's own collective said when another rank of it was gone."""
+# --- turns --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "several ranks on each device": [(0, 0, 1, 1)] * 2,
+    "two ranks on one device": [(0, 0)] * 2,
+    "one rank a device beside two": [(0, 1), (0, 1, 0, 1)],
+    "the lead device is not rank 0's": [(1, 0), (0, 1)],
+    "one rank beside two on one device": [(0,), (0, 0)],
+    "three jobs": [BOTH] * 3,
+}
 
 
-def step(mutex: GPUMutex) -> Wait:
-    """Take a turn with a collective inside, as DDP's broadcast of buffers is."""
-    begin_s = time.monotonic()
-    mutex.acquire()
-    wait_s = time.monotonic() - begin_s
-    dist.barrier()
-    time.sleep(0.002)
-    mutex.release()
-    time.sleep(0.002)
-    return Wait(begin_s, wait_s)
+@pytest.mark.parametrize("style", ["plain", "early"])
+def test_jobs_of_any_layout_take_turns_in_one_order(style: str, lane: Lane, tmp_path: Path) -> None:
+    plans = [(group, devices) for group, jobs in enumerate(LAYOUTS.values()) for devices in jobs]
+    jobs = [
+        JobPlan(number, group, devices, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01, style=style)
+        for number, (group, devices) in enumerate(plans)
+    ]
+    story = lived(lane, tmp_path, *jobs, ends_at_s=1.5, slack_s=AT_ONCE_S)
+    assert violations(story) == []
+    assert not any(rank.forgave for rank in story.ranks.values())
+    assert all(len(together(story, job.number)) > 3 for job in jobs)
 
 
-def _decided_by_rank_0(value: bool) -> bool:
-    said: list[Any] = [value]
-    dist.broadcast_object_list(said, src=0)
-    return bool(said[0])
+def together(story: Story, job: int) -> list[Claim]:
+    """Return the turns of a job's first rank while all jobs of its group were there."""
+    group = story.ranks[job, 0].job.group
+    turns = [
+        [claim.turn for claim in rank.claims if claim.turn]
+        for (_, number), rank in story.ranks.items()
+        if rank.job.group == group and number == 0
+    ]
+    first, last = max(each[0] for each in turns), min(each[-1] for each in turns)
+    return [claim for claim in story.ranks[job, 0].claims if first <= claim.turn <= last]
 
 
-def survive(rank: int, world_size: int, group: str, events: Sequence[str]) -> Outcome:
-    """Train until every event has come, and a little longer."""
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=LONG_LEASE_S)
-    waits, turns, after = [], list[int](), 0
-    while after < TURNS_AFTER:
-        waits.append(step(mutex))
-        # Of a turn that has begun alone on its device the number comes later.
-        assert eventually(lambda: mutex.stats()["turn"] > [0, *turns][-1])
-        turns.append(int(mutex.stats()["turn"]))
-        after += _decided_by_rank_0(all(os.path.exists(event) for event in events))
-    stats = mutex.stats()
-    mutex.close()
-    return Outcome(waits, turns, stats["leases_expired"], stats["disabled_because"])
+def longest_run(story: Story, *jobs: int) -> int:
+    """Return how many turns in a row one job had while all were there."""
+    order = sorted((claim.turn, job) for job in jobs for claim in together(story, job))
+    return max(len([*run]) for _, run in itertools.groupby(job for _, job in order))
 
 
-def suffer(rank: int, world_size: int, group: str, lease_s: float, fate: "Fate", event: str) -> Outcome:
-    """Train for a few turns, then meet the fate; what follows is as in a script that fails."""
-    mutex = GPUMutex(group, device=f"dev{rank}", lease=lease_s)
-    waits, broken = [], ""
-    try:
-        for number in range(fate.after_turns + TURNS_AFTER):
-            if number == fate.after_turns:
-                fate.strike(rank, mutex, event)
-            waits.append(step(mutex))
-    except RuntimeError as error:
-        broken = str(error)
-    stats = mutex.stats()
-    mutex.close()
-    return Outcome(waits, [], stats["leases_expired"], stats["disabled_because"], broken)
+def test_first_come_first_served(lane: Lane, tmp_path: Path) -> None:
+    """Jobs that always want a turn take equal numbers; one that is in its exchange is not waited for."""
+    always = [JobPlan(job, 0, BOTH, lease_s=LONG_LEASE_S, pause_s=0.0) for job in range(3)]
+    short = JobPlan(3, 1, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.0)
+    long = JobPlan(4, 1, BOTH, lease_s=LONG_LEASE_S, hold_s=0.03, pause_s=0.0)
+    slow = JobPlan(5, 2, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.09)
+    fast = JobPlan(6, 2, BOTH, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01)
+    story = lived(lane, tmp_path, *always, short, long, slow, fast, ends_at_s=1.5, slack_s=AT_ONCE_S)
+    assert violations(story) == []
+    assert longest_run(story, 0, 1, 2) <= 2
+    assert longest_run(story, 3, 4) <= 2
+    assert len(together(story, 6)) >= 2 * len(together(story, 5))
 
 
-class Fate(NamedTuple):
-    """What happens to which ranks, and where."""
-
-    ranks: Sequence[int]
-    place: str
-    stop_s: float = 0.0
-    """Stopped for so long; killed if 0."""
-    after_turns: int = 10
-
-    def strike(self, rank: int, mutex: GPUMutex, event: str) -> None:
-        if self.place == "drawn":
-            mutex.request()
-        elif self.place == "inside":
-            mutex.acquire()
-        elif self.place == "queueing" and rank in self.ranks:
-            killer = threading.Timer(0.003, self._end, [event])
-            killer.daemon = True
-            killer.start()
-            for _ in range(1000):  # it queues most of the time
-                mutex.acquire()
-                mutex.release()
-        if rank in self.ranks:
-            self._end(event)
-        if self.place == "inside":
-            dist.barrier()
-            mutex.release()
-
-    def _end(self, event: str) -> None:
-        Path(event).touch()
-        if self.stop_s:
-            stop_self(self.stop_s)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
+def test_a_job_joins_and_leaves_again_and_again(lane: Lane, tmp_path: Path) -> None:
+    host = JobPlan(0, 0, BOTH, lease_s=LONG_LEASE_S)
+    visits = [
+        JobPlan(visit, 0, BOTH, visit * 0.2, visit * 0.2 + 0.3, lease_s=LONG_LEASE_S) for visit in range(1, 9)
+    ]
+    story = lived(lane, tmp_path, host, *visits, ends_at_s=2.2, slack_s=AT_ONCE_S)
+    assert violations(story) == []
+    assert not any(rank.forgave for rank in story.ranks.values())
 
 
-def stop_self(stop_s: float) -> None:
-    waker = subprocess.Popen(["sh", "-c", f"sleep {stop_s}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    waker.wait()
+# --- deaths and stops ---------------------------------------------------------------------------------------------
 
 
-def run_with_fate(group: str, fate: Fate, event: Path, lease_s: float) -> tuple[list[Outcome], list[Outcome]]:
-    deaths = {} if fate.stop_s else dict.fromkeys(fate.ranks, signal.SIGKILL)
-    survivors, victims = run_jobs(
-        [
-            Job(survive, 2, (group, [str(event)]), name="survivor"),
-            Job(suffer, 2, (group, lease_s, fate, str(event)), deaths=deaths, name="victim"),
-        ],
-        timeout_s=TIMEOUT_S,
-    )
-    return survivors, victims
+def with_fates(
+    lane: Lane, directory: Path, lease_s: float, *fates: Deed, ends_at_s: float
+) -> list[list[Rank]]:
+    """Let jobs meet these fates, each beside a survivor; return the survivors' ranks for each."""
+    pairs = [
+        (
+            JobPlan(2 * group, group, BOTH, lease_s=LONG_LEASE_S, hold_s=0.005, pause_s=0.005),
+            JobPlan(2 * group + 1, group, BOTH, lease_s=lease_s, hold_s=0.005, pause_s=0.005, deeds=(fate,)),
+        )
+        for group, fate in enumerate(fates)
+    ]
+    story = lived(lane, directory, *itertools.chain(*pairs), ends_at_s=ends_at_s, slack_s=AT_ONCE_S)
+    assert violations(story) == []
+    for survivor, victim in pairs:
+        struck = [story.ranks[victim.number, rank] for rank in victim.deeds[0].ranks]
+        since_s = max(min([rank.killed_s, *(begin_s for begin_s, _ in rank.stops)]) for rank in struck)
+        ends_s = [story.ranks[survivor.number, rank].claims[-1].begins_s for rank in BOTH]
+        assert min(ends_s) > since_s, f"the survivor of {victim.deeds} has not seen it"
+    return [[story.ranks[survivor.number, rank] for rank in BOTH] for survivor, _ in pairs]
 
 
-def longest(outcomes: Sequence[Outcome]) -> float:
-    return max(wait.wait_s for outcome in outcomes for wait in outcome.waits)
+def test_a_death_holds_the_sibling_up_for_no_time(lane: Lane, tmp_path: Path) -> None:
+    fates = [
+        Deed(0.3, "die", ranks, place=place)
+        for ranks, place in [
+            ((0,), "inside"),
+            ((0,), "drawn"),
+            ((0,), "queueing"),
+            ((1,), "inside"),
+            (BOTH, "drawn"),
+            (BOTH, "between"),
+        ]
+    ]
+    for survivors in with_fates(lane, tmp_path, LONG_LEASE_S, *fates, ends_at_s=1.5):
+        assert not any(rank.forgave for rank in survivors)
 
 
-# --- deaths -------------------------------------------------------------------------------------------------------
+def test_a_stop_holds_the_sibling_up_for_one_lease(lane: Lane, tmp_path: Path) -> None:
+    """Once, not each time; the one that was stopped goes on as if nothing had been."""
+    places = [((0,), "inside"), ((1,), "inside"), (BOTH, "inside"), ((0,), "drawn")]
+    fates = [Deed(0.3, "halt", ranks, STOP_S, place=place) for ranks, place in places]
+    for survivors in with_fates(lane, tmp_path, LEASE_S, *fates, ends_at_s=STOP_S + 2.0):
+        assert any(rank.forgave for rank in survivors)
+        assert all(len(rank.forgave) <= 1 for rank in survivors)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "place"),
-    [
-        ((0,), "inside"),
-        ((0,), "drawn"),
-        ((0,), "queueing"),
-        ((1,), "inside"),
-        ((0, 1), "drawn"),
-        ((0, 1), "between"),
-    ],
-)
-def test_a_death_holds_the_sibling_up_for_no_time(ranks: tuple[int, ...], place: str, tmp_path: Path) -> None:
-    group = new_group()
-    survivors, victims = run_with_fate(group, Fate(ranks, place), tmp_path / "event", LONG_LEASE_S)
-    assert longest(survivors) < AT_ONCE_S
-    assert all(each.disabled_because is None and each.leases_expired == 0 for each in survivors)
-    assert survivors[0].turns == survivors[1].turns
-    assert all(victim is None or victim.broken for victim in victims), "the death was noticed"
-    assert not files_of(group)
-
-
-# --- stops --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "place"), [((0,), "inside"), ((1,), "inside"), ((0, 1), "inside"), ((0,), "drawn")]
-)
-def test_a_stop_holds_the_sibling_up_for_one_lease(
-    ranks: tuple[int, ...], place: str, tmp_path: Path
-) -> None:
-    group = new_group()
-    survivors, victims = run_with_fate(group, Fate(ranks, place, STOP_S), tmp_path / "event", LEASE_S)
-    assert LEASE_S * 0.9 < longest(survivors) < LEASE_S + AT_ONCE_S
-    for each in survivors:
-        assert each.disabled_because is None
-        assert each.leases_expired <= 1
-        assert sum(wait.wait_s > LEASE_S / 2 for wait in each.waits) <= 1, "once, not each time"
-    for each in victims:
-        assert each.disabled_because is None
-        assert each.broken == ""
-        assert each.leases_expired == 0
-        assert len(each.waits) == 10 + TURNS_AFTER, "it goes on as if nothing had been"
-    assert not files_of(group)
-
-
-def test_a_stop_between_turns_holds_nobody_up(tmp_path: Path) -> None:
-    group = new_group()
-    fate = Fate((0, 1), "between", AT_ONCE_S + 1.5)
-    survivors, _ = run_with_fate(group, fate, tmp_path / "event", LONG_LEASE_S)
-    assert longest(survivors) < AT_ONCE_S
-    assert not files_of(group)
+def test_a_stop_between_turns_holds_nobody_up(lane: Lane, tmp_path: Path) -> None:
+    fate = Deed(0.3, "halt", BOTH, AT_ONCE_S + 1.0, place="between")
+    (survivors,) = with_fates(lane, tmp_path, LONG_LEASE_S, fate, ends_at_s=AT_ONCE_S + 2.0)
+    assert not any(rank.forgave for rank in survivors)
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------
@@ -216,6 +164,6 @@ def test_scripts_that_never_close_their_mutex_leave_nothing(tmp_path: Path) -> N
     )
     # Its ranks are jobs of their own, as they make no process group.
     with spawn_script(path, 2) as ranks:
-        assert [process.wait(TIMEOUT_S) for process in ranks.processes] == [0, 1]
+        assert [process.wait(60.0) for process in ranks.processes] == [0, 1]
         assert "ValueError: words" in ranks.output(1)
     assert not files_of(group)

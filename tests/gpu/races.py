@@ -18,6 +18,7 @@ from tests import fake_cuda
 from tests.gpu.kernels import Interval, busy_kernel, intervals, overlaps, switches
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 LEASE_S = 30.0  # longer than any test: a turn that overlaps another one was not forgiven
@@ -61,10 +62,9 @@ def tell(plan: Plan, what: str) -> None:
 
 def hear(plan: Plan, what: str, count: int = 1) -> None:
     """Wait until that many processes have told it."""
-    deadline_s = time.monotonic() + MEET_TIMEOUT_S
-    while len(list(Path(plan.meeting).glob(f"{what}.*"))) < count:
-        assert time.monotonic() < deadline_s, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
-        time.sleep(0.001)
+    said = functools.partial(Path(plan.meeting).glob, f"{what}.*")
+    told = eventually(lambda: len([*said()]) >= count, MEET_TIMEOUT_S, every_s=0.001)
+    assert told, f"nobody told {what!r} within {MEET_TIMEOUT_S:.0f} s"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from crossover_ddp._system import device
-from crossover_ddp._system.environment import DEVICE_ORDER
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests import fake_cuda
 from tests.gpu.kernels import busy_kernel, gaps_s, overlaps
@@ -36,6 +35,7 @@ from tests.gpu.races import (
 )
 from tests.harness import Job, run_jobs, spawn_script
 from tests.harness.leaks import LEFT_BEHIND
+from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import membership_of
 
 pytestmark = pytest.mark.gpu
@@ -138,46 +138,43 @@ DEATH_TIMEOUT_S = 25.0
 def die_in_turn(rank: int, world_size: int, plan: Plan) -> None:
     """Be killed with a kernel under way: inside the turn ("holding"), or after giving it back."""
     torch.cuda.set_device(0)
-    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
-    tell(plan, "joined")
-    hear(plan, "joined", 2)
-    mutex.acquire()
-    busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), LONG_NS)
-    if plan.variant == "given back":
-        mutex.release()
-    tell(plan, "computing")
-    time.sleep(0.2)  # the sibling is waiting by now
-    os.kill(os.getpid(), signal.SIGKILL)
+    with mutex_of(plan) as mutex:
+        assert mutex is not None
+        tell(plan, "joined")
+        hear(plan, "joined", 2)
+        mutex.acquire()
+        busy_kernel()(torch.zeros(2, dtype=torch.int64, device="cuda"), LONG_NS)
+        if plan.variant == "given back":
+            mutex.release()
+        tell(plan, "computing")
+        time.sleep(0.2)  # the sibling is waiting by now
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive(rank: int, world_size: int, plan: Plan) -> float:
     """Take turns after a sibling that dies; return how long its death has held us up on host and device."""
     torch.cuda.set_device(0)
-    busy = busy_kernel()
-    marks = torch.zeros(2, dtype=torch.int64, device="cuda")
-    mutex = GPUMutex(plan.group, device=0, lease=LEASE_S)
-    assert mutex.stats()["ordered_by"] == plan.way
-    tell(plan, "joined")
-    hear(plan, "computing")
-    begin_s = time.monotonic()
-    for _ in range(5):
-        mutex.acquire()
-        busy(marks, 1000)
-        done = torch.cuda.Event()
-        done.record()
-        mutex.release()
-        while not done.query():
-            if time.monotonic() > begin_s + DEATH_TIMEOUT_S:
-                raise AssertionError("the stream waits for the event of a dead process")
-            time.sleep(0.001)
-    took_s = time.monotonic() - begin_s
-    assert mutex.stats()["disabled_because"] is None
-    while mutex.stats()[
-        "siblings"
-    ]:  # the last one to leave removes the files; a CUDA process takes a while to die
-        assert time.monotonic() < begin_s + DEATH_TIMEOUT_S, "the killed process is still there"
-        time.sleep(0.001)
-    mutex.close()
+    busy, marks = busy_kernel(), torch.zeros(2, dtype=torch.int64, device="cuda")
+    with mutex_of(plan) as mutex:
+        assert mutex is not None
+        tell(plan, "joined")
+        hear(plan, "computing")
+        begin_s = time.monotonic()
+        for _ in range(5):
+            mutex.acquire()
+            busy(marks, 1000)
+            done = torch.cuda.Event()
+            done.record()
+            mutex.release()
+            assert eventually(done.query, DEATH_TIMEOUT_S, every_s=0.001), (
+                "the stream waits for a dead process"
+            )
+        took_s = time.monotonic() - begin_s
+        assert mutex.stats()["disabled_because"] is None
+        # The last one to leave removes the files; a CUDA process takes a while to die.
+        assert eventually(lambda: not mutex.stats()["siblings"], DEATH_TIMEOUT_S), (
+            "the killed one is still there"
+        )
     for thread in threading.enumerate():
         if thread.name == "crossover-turn-wait":  # its event is that of the dead
             assert (plan.way, plan.variant) == ("events", "given back")
@@ -191,26 +188,9 @@ def test_a_job_goes_on_when_its_sibling_is_killed_with_kernels_in_flight(
     way: str, variant: str, tmp_path: Path
 ) -> None:
     plan = new_plan(tmp_path, variant=variant, way=way)
-    jobs = [
-        Job(
-            die_in_turn,
-            1,
-            args=(plan,),
-            backend=None,
-            environment={DEVICE_ORDER: way},
-            deaths={0: signal.SIGKILL},
-            name="dying",
-        ),
-        Job(
-            outlive,
-            1,
-            args=(plan,),
-            backend=None,
-            environment={DEVICE_ORDER: way},
-            name="living",
-        ),
-    ]
-    [_, [took_s]] = run_jobs(jobs, timeout_s=TIMEOUT_S)
+    dying = Job(die_in_turn, 1, (plan,), backend=None, deaths={0: signal.SIGKILL}, name="dying")
+    living = Job(outlive, 1, (plan,), backend=None, name="living")
+    [_, [took_s]] = run_jobs([dying, living], timeout_s=TIMEOUT_S)
     assert took_s < DEATH_TIMEOUT_S, "it waited for a lease, or nearly"
 
 

@@ -1,11 +1,12 @@
 """Segments and processes that have joined them, for the tests of what goes on between them."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from crossover_ddp._turns.rules import Member
 from crossover_ddp._turns.segment import TurnSegment
@@ -24,16 +25,16 @@ def join_at(
     return segment
 
 
-@contextlib.contextmanager
-def joining(base: Path) -> Iterator[Join]:
-    """Join segments below a directory; all leave at the end."""
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """Join segments below the test's directory; all leave at the end."""
     joined: list[TurnSegment] = []
 
-    def join(**arguments: Any) -> TurnSegment:
-        joined.append(join_at(base, **arguments))
+    def joining(**arguments: Any) -> TurnSegment:
+        joined.append(join_at(tmp_path, **arguments))
         return joined[-1]
 
-    yield join
+    yield joining
     for segment in joined:
         segment.leave()
 

@@ -90,3 +90,12 @@ def blocks(future: "Future[float]") -> bool:
     with contextlib.suppress(NotDoneError):
         future.result(0.1)
     return not future.done()
+
+
+@contextlib.contextmanager
+def held_up(threads: ThreadPoolExecutor, mutex: GPUMutex) -> "Iterator[Future[float]]":
+    """Acquire in a thread, which waits until the block's end and no longer."""
+    waiting = acquire_in(threads, mutex)
+    assert blocks(waiting)
+    yield waiting
+    waiting.result(SOON_S)

@@ -1,10 +1,11 @@
 """Devices that run behind the host's back: what the mutex asks of their order, and what the order asks of CUDA.
 
-Turns of real processes on the fake device, in both orders, with deaths and captures: tests/gpu.
+That turns wait for the device, whatever becomes of siblings, is shown by real processes in tests/gpu.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,9 +18,20 @@ from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
 from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
-from tests.unit.turns.mutexes import SOON_S, Make, group, make, membership_of, warnings
+from tests.unit.turns.mutexes import SOON_S, Make, held_up, membership_of, warnings
 
-__all__ = ["group", "make"]  # fixtures
+
+def _over() -> threading.Event:
+    over = threading.Event()
+    over.set()
+    return over
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
 
 
 class Order(DeviceOrder):
@@ -30,7 +42,6 @@ class Order(DeviceOrder):
         self.handle = bytes(EVENT_HANDLE_BYTES)
         self.usable = True
         self.reached: threading.Event | None = None  # None: published at once
-        self.followed = 0
         self.end: Callable[[], threading.Event] = _over
         self.left_behind = 0
         self.on_close: Callable[[], None] = lambda: None
@@ -46,7 +57,6 @@ class Order(DeviceOrder):
         assert end.wait(SOON_S)
 
     def follow(self, process: object, handle: bytes, wake: Callable[[], None]) -> threading.Event:
-        self.followed += 1
         return self.end()
 
     def leave_behind(self) -> None:
@@ -56,21 +66,15 @@ class Order(DeviceOrder):
         self.on_close()
 
 
-def _over() -> threading.Event:
-    over = threading.Event()
-    over.set()
-    return over
+def order_of(mutex: GPUMutex) -> Order:
+    order = membership_of(mutex).order
+    assert isinstance(order, Order)
+    return order
 
 
 @pytest.fixture(autouse=True)
 def noted_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_order, "DeviceOrder", Order)
-
-
-def order_of(mutex: GPUMutex) -> Order:
-    order = membership_of(mutex).order
-    assert isinstance(order, Order)
-    return order
 
 
 def take_turns(*mutexes: GPUMutex) -> None:
@@ -82,37 +86,6 @@ def take_turns(*mutexes: GPUMutex) -> None:
 # --- the mutex ----------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_begins_when_siblings_turns_are_over_on_the_device(make: Make) -> None:
-    first, second = make(), make()
-    ends = threading.Event()
-    order_of(second).end = lambda: ends
-    take_turns(first)
-    taking = threading.Thread(target=second.acquire)
-    taking.start()
-    taking.join(0.2)
-    assert taking.is_alive()
-    ends.set()
-    membership_of(second).segment.ring_self()
-    taking.join(SOON_S)
-    second.release()
-    take_turns(first)
-    assert (order_of(second).followed, order_of(first).followed) == (1, 1)
-    assert second.stats()["leases_expired"] == order_of(second).left_behind == 0
-
-
-def test_an_end_that_never_comes_is_left_behind_with_its_dead_owner(make: Make) -> None:
-    first, second = make(), make()
-
-    def dies() -> threading.Event:
-        first.close()
-        return threading.Event()
-
-    order_of(second).end = dies
-    take_turns(first, second)
-    assert order_of(second).left_behind == 1
-    assert second.stats()["turns"] == 1
-
-
 def test_an_end_that_never_comes_costs_a_lease(make: Make) -> None:
     first, second = make(lease=0.2), make()
     order_of(second).end = threading.Event
@@ -122,11 +95,7 @@ def test_an_end_that_never_comes_costs_a_lease(make: Make) -> None:
 
 def test_events_that_cannot_be_opened_are_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     first, second = make(), make()
-
-    def fail() -> threading.Event:
-        raise RuntimeError("invalid resource handle")
-
-    order_of(second).end = fail
+    order_of(second).end = raising(RuntimeError("invalid resource handle"))
     take_turns(first, second, first, second)
     (warning,) = warnings(caplog)
     assert "invalid resource handle" in warning
@@ -134,17 +103,37 @@ def test_events_that_cannot_be_opened_are_told_once(make: Make, caplog: pytest.L
     assert second.stats()["turns"] == 2
 
 
-def test_a_sibling_waits_until_the_turn_is_published(make: Make) -> None:
+def test_a_sibling_waits_until_the_turn_is_published_and_who_cannot_ends_its_turns(
+    make: Make, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = make(), make()
     reached = order_of(first).reached = threading.Event()
     take_turns(first)
-    taking = threading.Thread(target=second.acquire)
-    taking.start()
-    taking.join(0.2)
-    assert taking.is_alive()
+    with held_up(threads, second):
+        reached.set()
+    reached.clear()
+    second.release()
+    take_turns(first)
+    error = SegmentError("expected the segment to stay, got it removed under way")
+    monkeypatch.setattr(membership_of(first).segment, "publish_returned", raising(error))
     reached.set()
-    taking.join(SOON_S)
-    assert second.holding
+    assert eventually(lambda: "removed under way" in str(first.disabled_because))
+
+
+def test_who_leaves_lets_the_device_end_first_even_where_that_fails(make: Make) -> None:
+    for error in (None, RuntimeError("CUDA error: unspecified launch failure")):
+        first, second, siblings = make(), make(), list[int]()
+
+        def ends(second: GPUMutex = second, siblings: list[int] = siblings, error: Any = error) -> None:
+            siblings.append(second.stats()["siblings"])
+            if error is not None:
+                raise error
+
+        order_of(first).on_close = ends
+        first.close()
+        assert siblings == [1], "the slot was given up before the device had ended"
+        assert second.stats()["siblings"] == 0
+        second.close()
 
 
 def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) -> None:
@@ -167,39 +156,6 @@ def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) ->
     assert first.disabled_because is None
 
 
-def test_a_turn_that_cannot_be_published_ends_the_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutex = make()
-    reached = order_of(mutex).reached = threading.Event()
-    take_turns(mutex)
-
-    def fail(turn: int) -> None:
-        raise SegmentError("expected the segment to stay, got it removed under way")
-
-    monkeypatch.setattr(membership_of(mutex).segment, "publish_returned", fail)
-    reached.set()
-    assert eventually(lambda: "removed under way" in str(mutex.disabled_because))
-
-
-def test_who_leaves_lets_the_device_end_first(make: Make) -> None:
-    first, second = make(), make()
-    siblings = []
-    order_of(first).on_close = lambda: siblings.append(second.stats()["siblings"])
-    first.close()
-    assert siblings == [1], "the slot was given up before the device had ended"
-    assert second.stats()["siblings"] == 0
-
-
-def test_a_device_that_fails_at_the_end_does_not_keep_the_slot(make: Make) -> None:
-    first, second = make(), make()
-
-    def fail() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    order_of(first).on_close = fail
-    first.close()
-    assert second.stats()["siblings"] == 0
-
-
 # --- CUDA ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,11 +165,8 @@ GPU = torch.device("cuda", 0)
 def test_without_ipc_the_host_orders_turns_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(device: torch.device) -> None:
-        raise RuntimeError("not supported")
-
     monkeypatch.setenv(environment.DEVICE_ORDER, "events")
-    monkeypatch.setattr(device_order, "_take_event", refuse)
+    monkeypatch.setattr(device_order, "_take_event", raising(RuntimeError("not supported")))
     assert DeviceOrder(GPU).kind == "host"
     assert "CUDA IPC events do not work on cuda:0" in warnings(caplog)[0]
 

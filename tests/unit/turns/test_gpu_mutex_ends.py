@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from tests.unit.turns.mutexes import (
     acquire_in,
     blocks,
     files_of,
+    held_up,
     segment_of,
     warnings,
 )
@@ -36,9 +38,6 @@ def test_arguments_win_over_the_environment(make: Make, group: str, monkeypatch:
     assert (given.name, given.device) == (group, "dev-argument")
     taken = make(None, device=None)
     assert (taken.name, taken.device) == (f"{group}-environment", "dev-environment")
-
-
-def test_the_default_group_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CROSSOVER_GROUP")
     monkeypatch.setenv("CROSSOVER_DISABLE", "1")
     assert GPUMutex().name == "default"
@@ -77,30 +76,18 @@ def test_turns_can_be_switched_off(
 # --- leaving ------------------------------------------------------------------------------------------------------
 
 
-def test_closing_from_another_thread_ends_a_wait(make: Make, threads: ThreadPoolExecutor) -> None:
-    holder, mutex = make(), make()
-    holder.acquire()
-    waiting = acquire_in(threads, mutex)
-    assert blocks(waiting)
-    assert mutex.stats()["siblings"] == 1
-    begin_s = time.monotonic()
-    mutex.close()
-    waiting.result(SOON_S)
-    assert time.monotonic() - begin_s < SOON_S
-    assert not mutex.holding
-    assert mutex.disabled_because == "closed"
-
-
-def test_closing_gives_the_turn_back_and_leaves_nothing(
+def test_closing_ends_the_own_wait_gives_the_turn_back_and_leaves_nothing(
     make: Make, group: str, threads: ThreadPoolExecutor
 ) -> None:
-    mutex, sibling = make(), make()
-    mutex.acquire()
-    waiting = acquire_in(threads, sibling)
-    assert blocks(waiting)
-    mutex.close()
-    waiting.result(SOON_S)
-    mutex.close()
+    holder, mutex, sibling = make(), make(), make()
+    holder.acquire()
+    with held_up(threads, mutex):
+        mutex.close()  # from another thread
+    assert not mutex.holding
+    assert mutex.disabled_because == "closed"
+    with held_up(threads, sibling):
+        holder.close()
+    holder.close()
     sibling.close()
     assert not files_of(group)
 
@@ -139,36 +126,29 @@ def test_a_forked_child_cannot_give_its_parents_turn_away(make: Make, threads: T
         mutex.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    waiting = acquire_in(threads, sibling)
-    assert blocks(waiting)
-    mutex.release()
-    waiting.result(SOON_S)
+    with held_up(threads, sibling):
+        mutex.release()
 
 
 # --- giving up ----------------------------------------------------------------------------------------------------
 
 
-def _cut(group: str) -> None:
-    os.truncate(segment_of(group), 100)
+def log_of(group: str) -> Path:
+    return segment_of(group).with_suffix(".log")
 
 
-def _remove(group: str) -> None:
-    for path in files_of(group):
-        path.unlink()
-
-
-def _cut_log(group: str) -> None:
-    os.truncate(segment_of(group).with_suffix(".log"), 0)
-
-
-def _remove_log(group: str) -> None:
-    segment_of(group).with_suffix(".log").unlink()
-
-
-@pytest.mark.parametrize("meddle", [_cut, _remove, _cut_log, _remove_log])
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda group: os.truncate(segment_of(group), 100),
+        lambda group: [path.unlink() for path in files_of(group)],
+        lambda group: os.truncate(log_of(group), 0),
+        lambda group: log_of(group).unlink(),
+    ],
+)
 @pytest.mark.parametrize("holding", [False, True])
 def test_a_mutex_whose_files_break_gives_up_with_one_warning(
-    meddle: Callable[[str], None], holding: bool, make: Make, group: str, caplog: pytest.LogCaptureFixture
+    meddle: Callable[[str], object], holding: bool, make: Make, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     mutex = make()
     for _ in range(3):
@@ -202,7 +182,7 @@ def test_breaking_files_end_the_wait_of_a_sibling(
     holder.acquire()
     waiting = acquire_in(threads, mutex)
     assert blocks(waiting)
-    _cut(group)
+    os.truncate(segment_of(group), 100)
     holder.release()
     holder.close()
     assert waiting.result(SOON_S)
@@ -212,37 +192,23 @@ def test_breaking_files_end_the_wait_of_a_sibling(
 # --- telling ------------------------------------------------------------------------------------------------------
 
 
-def test_stats_tell_of_times(make: Make, threads: ThreadPoolExecutor) -> None:
-    holder, mutex = make(), make()
-    holder.acquire()
-    waiting = acquire_in(threads, mutex)
-    time.sleep(0.1)
-    holder.release()
-    waiting.result(SOON_S)
-    mutex.release()
-    assert holder.stats()["held_s"] >= 0.1
-    stats = mutex.stats()
-    assert stats["waited_s"] >= 0.05
-    assert stats["handovers"] == 1
-    assert 0.0 < stats["handover_median_s"] <= stats["handover_p99_s"] < SOON_S
-
-
-@pytest.mark.parametrize("ahead_ns", [10**14, -(10**14)])
-def test_a_sibling_whose_clock_is_another_one_spoils_no_latency(
+@pytest.mark.parametrize("ahead_ns", [0, 10**14, -(10**14)])
+def test_stats_tell_of_times_but_not_between_different_clocks(
     make: Make, threads: ThreadPoolExecutor, ahead_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As between containers with time namespaces of their own."""
     mutex, sibling = make(), make()
     sibling.acquire()
-    taking = acquire_in(threads, mutex)
-    assert blocks(taking)
     real_ns = time.monotonic_ns
-    with monkeypatch.context() as other_clock:
+    with held_up(threads, mutex), monkeypatch.context() as other_clock:
         other_clock.setattr(turn_segment, "time", SimpleNamespace(monotonic_ns=lambda: real_ns() + ahead_ns))
         sibling.release()
-    taking.result(SOON_S)
-    assert mutex.stats()["handovers"] == 0
     mutex.release()
+    stats = mutex.stats()
+    assert sibling.stats()["held_s"] >= 0.1
+    assert stats["waited_s"] >= 0.05
+    assert stats["handovers"] == (ahead_ns == 0)
+    assert ahead_ns or 0.0 < stats["handover_median_s"] <= stats["handover_p99_s"] < SOON_S
 
 
 def test_threads_of_a_job_do_not_break_its_mutex(make: Make, threads: ThreadPoolExecutor) -> None:

@@ -10,16 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from crossover_ddp._turns.group_timeout import UNKNOWN_TIMEOUT_S, group_timeout_s, patience_limit_s
-from crossover_ddp.gpu_mutex import GPUMutex
 
 
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
+@pytest.fixture(params=[dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # with which backends are wrapped
+def world(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     timeout = datetime.timedelta(seconds=77)
+    dist.set_debug_level(request.param)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 class Group:
@@ -42,20 +43,12 @@ def backend(seconds: float) -> SimpleNamespace:
     return SimpleNamespace(options=SimpleNamespace(_timeout=datetime.timedelta(seconds=seconds)))
 
 
-def test_a_real_group_tells_its_timeout(world: dist.ProcessGroup) -> None:
+def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone(
+    world: dist.ProcessGroup,
+) -> None:
     assert group_timeout_s(None) == group_timeout_s(world) == 77.0
     assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
-
-
-def test_a_wrapped_backend_tells_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        timeout = datetime.timedelta(seconds=55)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        assert group_timeout_s(None) == 55.0
-    finally:
-        dist.destroy_process_group()
-        dist.set_debug_level(dist.DebugLevel.OFF)
+    assert patience_limit_s(None) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -73,15 +66,6 @@ def test_the_shortest_timeout_counts_and_an_unknown_one_is_short(group: Any, exp
     assert group_timeout_s(group) == expected_s
 
 
-def test_patience_is_a_quarter_of_the_timeout(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_is_a_quarter_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert patience_limit_s(cast(dist.ProcessGroup, Group(cpu=backend(400)))) == 100.0
-
-
-def test_a_job_of_one_process_is_bound_by_leases_alone(world: dist.ProcessGroup) -> None:
-    assert patience_limit_s(None) == math.inf
-    mutex = GPUMutex(device="dev0")
-    assert mutex._patience.limit_s == math.inf
-    mutex.close()

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -51,26 +52,13 @@ def test_a_turn_knows_its_device_from_the_first_bucket() -> None:
     turn.mutex.close()
 
 
-class Driver:
-    """Answers one question."""
-
-    def __init__(self, enabled: int | None) -> None:
-        self._enabled = enabled
-
-    def attribute(self, index: int, attribute: int) -> int:
-        assert (index, attribute) == (1, 133)
-        if self._enabled is None:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
-        return self._enabled
-
-
 @pytest.mark.parametrize(
     ("backend", "device", "enabled", "warns"),
     [
         ("cpu:gloo,cuda:nccl", "cuda:1", 0, True),
         ("cuda:nccl2", "cuda:1", 0, True),
         ("cuda:nccl", "cuda:1", 1, False),
-        ("cuda:nccl", "cuda:1", None, False),
+        ("cuda:nccl", "cuda:1", RuntimeError("CUDA_ERROR_INVALID_VALUE"), False),
         ("cpu:gloo,cuda:gloo", "cuda:1", 0, False),
         ("cpu:gloo,cuda:nccl", "cpu", 0, False),
     ],
@@ -79,15 +67,17 @@ class Driver:
 def test_nccl_without_mps_is_told(
     backend: str,
     device: str,
-    enabled: int | None,
+    enabled: object,
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(comm_hooks.dist, "get_backend_config", lambda group: backend)
-    monkeypatch.setattr(comm_hooks, "cuda_driver", lambda: Driver(enabled))
+    driver = mock.Mock(attribute=mock.Mock(side_effect=[enabled]))
+    monkeypatch.setattr(comm_hooks, "cuda_driver", lambda: driver)
     group = dist.group.WORLD
     assert group is not None
     with caplog.at_level(logging.WARNING):
         comm_hooks._warn_without_mps(torch.device(device), group)
     assert ("without MPS" in caplog.text) == warns
+    assert driver.attribute.call_args in (None, mock.call(1, 133))

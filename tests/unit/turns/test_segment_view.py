@@ -6,7 +6,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,7 @@ from crossover_ddp._turns import view as segment_view
 from crossover_ddp._turns.slots import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp._turns.view import Look, Segment, look
 from crossover_ddp.cli.status import rows
-from tests.unit.turns.joined_segments import DEVICE, Join, Process, home, join_at, joining
-
-
-@pytest.fixture
-def join(tmp_path: Path) -> Iterator[Join]:
-    with joining(tmp_path) as join:
-        yield join
+from tests.unit.turns.joined_segments import DEVICE, Join, home, join_at
 
 
 def only(seen: Look) -> Segment:
@@ -39,12 +33,6 @@ def problems(base: Path) -> list[str]:
 # --- what is seen --------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_seen_and_nothing_made_where_nobody_has_joined(tmp_path: Path) -> None:
-    seen = look(str(tmp_path))
-    assert (seen.segments, seen.problems) == ((), ())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_slots_are_seen_as_they_were_published(join: Join, tmp_path: Path) -> None:
     first, second = join(job=10, lease_s=2.5), join(job=11, device="dev1")
     first.publish(started=1)
@@ -56,15 +44,7 @@ def test_slots_are_seen_as_they_were_published(join: Join, tmp_path: Path) -> No
     assert (slot.pid, slot.rank, slot.world_size) == (os.getpid(), 0, 1)
     second.leave()
     assert [place.slot.job for place in only(look(str(tmp_path))).places] == [10]
-
-
-def test_a_killed_process_is_gone_and_a_living_one_is_not(join: Join, tmp_path: Path) -> None:
-    living = join(job=1)
-    with Process(tmp_path, job=2) as sibling:
-        sibling.kill()
-    found = {place.slot.job: place.alive for place in only(look(str(tmp_path))).places}
-    assert found == {1: True, 2: False}
-    living.forget()
+    first.forget()
     assert not only(look(str(tmp_path))).held
 
 

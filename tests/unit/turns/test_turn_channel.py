@@ -1,7 +1,9 @@
-"""The channel of a job's turns, its ranks in threads of one process."""
+"""The channel of a job's turns over all kinds of stores, its ranks in threads of one process.
+
+In real jobs, with ranks that come late or leave first: tests/multiprocess/test_joining.py, test_gpu_mutex_jobs.py.
+"""
 
 import gc
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,6 @@ from crossover_ddp._turns import channel as turn_channel
 from crossover_ddp._turns.channel import TurnChannel
 from crossover_ddp._turns.rules import Grant
 from crossover_ddp.errors import TurnError
-from tests.harness.waiting import eventually
 
 SOON_S = 60.0
 Make = Callable[..., list[TurnChannel]]
@@ -78,15 +79,6 @@ def test_all_ranks_gather_the_same_answers(size: int, make: Make) -> None:
             assert answers == [[[rank, number] for rank in range(size)]] * size
 
 
-def test_a_rank_that_is_missing_is_missed_by_all_and_accepts_it(make: Make) -> None:
-    punctual, late = make()
-    punctual.timeout_s = late.timeout_s = 0.3
-    with pytest.raises(TurnError, match=r"expected all 2 ranks to join within 0 s, got some that did not"):
-        punctual.gather("here")
-    with pytest.raises(TurnError, match="expected all 2 ranks to join"):
-        late.gather("here, too")
-
-
 def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) -> None:
     lead, other = make()
     for turn in range(1, 4):
@@ -97,33 +89,6 @@ def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) 
     assert [receive(other) for _ in range(6)] == [grant(turn) for turn in range(1, 7)]
 
 
-def test_closing_ends_a_wait_in_another_thread(make: Make) -> None:
-    lead, other = make()
-    other.listen(lambda: None)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(receive, other)
-        time.sleep(0.05)
-        begin_s = time.monotonic()
-        other.interrupt()
-        with pytest.raises(TurnError, match="was closed"):
-            waiting.result(SOON_S)
-        other.close()
-        assert time.monotonic() - begin_s < SOON_S / 2
-    lead.close(end_grants=True)
-    other.close()
-
-
-def test_what_was_sent_can_still_be_taken_when_the_lead_rank_has_left(make: Make) -> None:
-    lead, other = make()
-    other.listen(lambda: None)
-    for turn in (1, 2):
-        lead.send(grant(turn))
-    lead.close(end_grants=True)
-    assert [receive(other) for _ in range(2)] == [grant(1), grant(2)]
-    with pytest.raises(TurnError, match="takes no more turns"):
-        receive(other)
-
-
 def test_nobody_waits_longer_than_half_the_groups_timeout(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,22 +97,6 @@ def test_nobody_waits_longer_than_half_the_groups_timeout(
     other.listen(lambda: None)
     with pytest.raises(TurnError, match="expected the job's next turn from its lead rank within 0 s"):
         receive(other)
-
-
-def test_grants_of_long_ago_do_not_fill_the_store(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_channel, "_KEPT", 16)
-    monkeypatch.setattr(turn_channel, "group_timeout_s", lambda group: 1.0)
-    lead, other, late = make(3)
-    other.listen(lambda: None)
-    for turn in range(1, 101):
-        lead.send(grant(turn))
-        assert receive(other) == grant(turn)
-    store = lead._connected()
-    assert eventually(lambda: not store.check([turn_channel._grant_key(83)]))
-    assert store.check([turn_channel._grant_key(number) for number in range(84, 100)])
-    late.listen(lambda: None)
-    with pytest.raises(TurnError, match="expected the job's next turn"):
-        receive(late)
 
 
 @pytest.mark.parametrize("store", ["HashStore"], indirect=True)  # where the channel has made the server

@@ -35,72 +35,63 @@ INSIDE = (PLAIN, (1,))
 RING = (PLAIN, (1, 2), (2, 0))
 """Each job shares one device with each other job."""
 
-LARGE = [
-    pytest.param(Rules(TWO, (1, 2), words=(SIDE, BACK)), id="side-by-side-and-back-two-turns"),
-    pytest.param(Rules(TWO, (2, 2), words=(SIDE,)), id="side-by-side-two-turns"),
-    pytest.param(Rules(TWO, (1, 2), words=(SIDE,), deaths=1), id="side-by-side-a-death-two-turns"),
-    pytest.param(Rules(TWO, (1, 2), words=(SIDE,), stops=1), id="side-by-side-a-stop-two-turns"),
-    pytest.param(Rules(TWO, (1, 1), words=(SIDE,), late_jobs=1), id="side-by-side-joining-late"),
-    pytest.param(Rules(THREE, (1, 1, 1), words=(SIDE,)), id="three-jobs-side-by-side"),
-    pytest.param(Rules(OVERLAPPING, (1, 2), words=(SIDE,)), id="overlapping-side-by-side"),
-    pytest.param(Rules(RING, (1, 1, 1), loans=1), id="ring-a-loan"),
-    pytest.param(Rules(TWO, (2, 2), loans=1, deaths=1), id="a-loan-a-death"),
-    pytest.param(
-        Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1), id="a-slot-of-a-dead-one-on-one-device"
-    ),
-    pytest.param(Rules(TWO, (2, 1), late_jobs=1), id="joining-late-beside-one-alone"),
-    pytest.param(Rules(OVERLAPPING, (2, 2), stops=1), id="overlapping-two-turns-a-stop"),
-    pytest.param(
-        Rules(OVERLAPPING, (2, 2), late_jobs=1, deaths=1), id="overlapping-joining-late-and-a-death"
-    ),
-    pytest.param(Rules(RING, (1, 1, 1), hurries=1), id="ring-a-slow-job"),
-    pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1), id="joining-late-beside-one-alone-and-a-death"),
-    pytest.param(Rules(TWO, (2, 2), stops=1, deaths=1), id="a-stop-and-a-death"),
-    pytest.param(Rules(SLOTS, (2, 2), stops=1), id="two-slots-a-stop"),
-    pytest.param(Rules(SLOTS, (2, 2), deaths=1), id="two-slots-a-death"),
-    pytest.param(Rules(THREE, (1, 1, 1), stops=1), id="three-jobs-a-stop"),
-    pytest.param(Rules(THREE, (1, 2, 1), late_jobs=1), id="three-jobs-a-slot-of-one-that-left"),
-    pytest.param(Rules(THREE, (1, 1, 1), late_jobs=1, deaths=1), id="three-jobs-a-slot-of-a-dead-one"),
-]
+LARGE = {
+    "side-by-side-and-back-two-turns": Rules(TWO, (1, 2), words=(SIDE, BACK)),
+    "side-by-side-two-turns": Rules(TWO, (2, 2), words=(SIDE,)),
+    "side-by-side-a-death-two-turns": Rules(TWO, (1, 2), words=(SIDE,), deaths=1),
+    "side-by-side-a-stop-two-turns": Rules(TWO, (1, 2), words=(SIDE,), stops=1),
+    "side-by-side-joining-late": Rules(TWO, (1, 1), words=(SIDE,), late_jobs=1),
+    "three-jobs-side-by-side": Rules(THREE, (1, 1, 1), words=(SIDE,)),
+    "overlapping-side-by-side": Rules(OVERLAPPING, (1, 2), words=(SIDE,)),
+    "ring-a-loan": Rules(RING, (1, 1, 1), loans=1),
+    "a-loan-a-death": Rules(TWO, (2, 2), loans=1, deaths=1),
+    "a-slot-of-a-dead-one-on-one-device": Rules(TWO_JOIN_ONE_DEVICE, (1, 1, 1), late_jobs=1, deaths=1),
+    "joining-late-beside-one-alone": Rules(TWO, (2, 1), late_jobs=1),
+    "overlapping-two-turns-a-stop": Rules(OVERLAPPING, (2, 2), stops=1),
+    "overlapping-joining-late-and-a-death": Rules(OVERLAPPING, (2, 2), late_jobs=1, deaths=1),
+    "ring-a-slow-job": Rules(RING, (1, 1, 1), hurries=1),
+    "joining-late-beside-one-alone-and-a-death": Rules(TWO, (2, 2), late_jobs=1, deaths=1),
+    "a-stop-and-a-death": Rules(TWO, (2, 2), stops=1, deaths=1),
+    "two-slots-a-stop": Rules(SLOTS, (2, 2), stops=1),
+    "two-slots-a-death": Rules(SLOTS, (2, 2), deaths=1),
+    "three-jobs-a-stop": Rules(THREE, (1, 1, 1), stops=1),
+    "three-jobs-a-slot-of-one-that-left": Rules(THREE, (1, 2, 1), late_jobs=1),
+    "three-jobs-a-slot-of-a-dead-one": Rules(THREE, (1, 1, 1), late_jobs=1, deaths=1),
+}
+WORLDS = {
+    "two-jobs": Rules(TWO, (3, 3)),
+    "two-jobs-late-draw": Rules(TWO, (3, 3), early_draw=False),
+    "two-deaths": Rules(TWO, (2, 2), deaths=2),
+    "a-stop": Rules(TWO, (2, 2), stops=1),
+    "a-stop-and-a-death-one-turn": Rules(TWO, (1, 1), stops=1, deaths=1),
+    "two-leases-of-slow-jobs": Rules(TWO, (2, 2), hurries=2),
+    "joining-late-and-a-death": Rules(TWO, (2, 2), late_jobs=1, deaths=1, alone=False),
+    "joining-late-and-a-death-one-turn": Rules(TWO, (1, 1), late_jobs=1, deaths=1),
+    "two-slots-a-stop-one-turn": Rules(SLOTS, (1, 2), stops=1),
+    "two-slots-a-death-one-turn": Rules(SLOTS, (1, 2), deaths=1),
+    "two-slots-a-slow-job": Rules(SLOTS, (2, 2), hurries=1),
+    "three-jobs": Rules(THREE, (2, 2, 2)),
+    "three-jobs-two-leases": Rules(THREE, (1, 1, 1), hurries=2),
+    "three-jobs-a-death": Rules(THREE, (1, 1, 1), deaths=1),
+    "three-jobs-a-slot-of-one-that-left-one-turn": Rules(THREE, (1, 1, 1), late_jobs=1),
+    "overlapping": Rules(OVERLAPPING, (2, 2)),
+    "overlapping-a-stop-and-a-death": Rules(OVERLAPPING, (1, 1), stops=1, deaths=1, alone=False),
+    "one-device-inside-two-a-death": Rules(INSIDE, (2, 2), deaths=1),
+    "ring": Rules(RING, (1, 1, 1)),
+    "ring-a-death": Rules(RING, (1, 1, 1), deaths=1, alone=False),
+    "side-by-side": Rules(TWO, (1, 2), words=(SIDE,)),
+    "side-by-side-and-back": Rules(TWO, (1, 1), words=(SIDE, BACK)),
+    "side-by-side-a-death": Rules(TWO, (1, 1), words=(SIDE,), deaths=1),
+    "side-by-side-a-stop": Rules(TWO, (1, 1), words=(SIDE,), stops=1),
+    "two-loans": Rules(TWO, (2, 2), loans=2),
+    "a-loan-a-death-side-by-side": Rules(TWO, (1, 1), loans=1, words=(SIDE,), deaths=1),
+    "a-loan-a-stop": Rules(TWO, (2, 2), loans=1, stops=1),
+}
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        pytest.param(Rules(TWO, (3, 3)), id="two-jobs"),
-        pytest.param(Rules(TWO, (3, 3), early_draw=False), id="two-jobs-late-draw"),
-        pytest.param(Rules(TWO, (2, 2), deaths=2), id="two-deaths"),
-        pytest.param(Rules(TWO, (2, 2), stops=1), id="a-stop"),
-        pytest.param(Rules(TWO, (1, 1), stops=1, deaths=1), id="a-stop-and-a-death-one-turn"),
-        pytest.param(Rules(TWO, (2, 2), hurries=2), id="two-leases-of-slow-jobs"),
-        pytest.param(Rules(TWO, (2, 2), late_jobs=1, deaths=1, alone=False), id="joining-late-and-a-death"),
-        pytest.param(Rules(TWO, (1, 1), late_jobs=1, deaths=1), id="joining-late-and-a-death-one-turn"),
-        pytest.param(Rules(SLOTS, (1, 2), stops=1), id="two-slots-a-stop-one-turn"),
-        pytest.param(Rules(SLOTS, (1, 2), deaths=1), id="two-slots-a-death-one-turn"),
-        pytest.param(Rules(SLOTS, (2, 2), hurries=1), id="two-slots-a-slow-job"),
-        pytest.param(Rules(THREE, (2, 2, 2)), id="three-jobs"),
-        pytest.param(Rules(THREE, (1, 1, 1), hurries=2), id="three-jobs-two-leases"),
-        pytest.param(Rules(THREE, (1, 1, 1), deaths=1), id="three-jobs-a-death"),
-        pytest.param(Rules(THREE, (1, 1, 1), late_jobs=1), id="three-jobs-a-slot-of-one-that-left-one-turn"),
-        pytest.param(Rules(OVERLAPPING, (2, 2)), id="overlapping"),
-        pytest.param(
-            Rules(OVERLAPPING, (1, 1), stops=1, deaths=1, alone=False), id="overlapping-a-stop-and-a-death"
-        ),
-        pytest.param(Rules(INSIDE, (2, 2), deaths=1), id="one-device-inside-two-a-death"),
-        pytest.param(Rules(RING, (1, 1, 1)), id="ring"),
-        pytest.param(Rules(RING, (1, 1, 1), deaths=1, alone=False), id="ring-a-death"),
-        pytest.param(Rules(TWO, (1, 2), words=(SIDE,)), id="side-by-side"),
-        pytest.param(Rules(TWO, (1, 1), words=(SIDE, BACK)), id="side-by-side-and-back"),
-        pytest.param(Rules(TWO, (1, 1), words=(SIDE,), deaths=1), id="side-by-side-a-death"),
-        pytest.param(Rules(TWO, (1, 1), words=(SIDE,), stops=1), id="side-by-side-a-stop"),
-        pytest.param(Rules(TWO, (2, 2), loans=2), id="two-loans"),
-        pytest.param(Rules(TWO, (1, 1), loans=1, words=(SIDE,), deaths=1), id="a-loan-a-death-side-by-side"),
-        pytest.param(Rules(TWO, (2, 2), loans=1, stops=1), id="a-loan-a-stop"),
-        *(LARGE if IN_CAMPAIGN else []),
-    ],
-)
-def test_no_interleaving_breaks_a_promise(rules: Rules) -> None:
-    assert Model(rules).explore() > 1000
+@pytest.mark.parametrize("world", {**WORLDS, **(LARGE if IN_CAMPAIGN else {})})
+def test_no_interleaving_breaks_a_promise(world: str) -> None:
+    assert Model({**WORLDS, **LARGE}[world]).explore() > 1000
 
 
 # --- one wrong decision each ------------------------------------------------------------------------------------------
@@ -192,53 +183,31 @@ OVERLAP, DEADLOCK, SECOND_LEASE = "before job . has given back", "deadlock", "wa
 STOP, SLOT_REUSED = Rules(TWO, (2, 2), stops=1), Rules(THREE, (1, 1, 1), late_jobs=1)
 
 
-@pytest.mark.parametrize(
-    ("rules", "violation"),
-    [
-        pytest.param(Rules(TWO, (2, 2), mutex_per_device=True), DEADLOCK, id="a-mutex-per-device"),
-        pytest.param(Rules(RING, (1, 1, 1), mutex_per_device=True), DEADLOCK, id="a-mutex-per-device-ring"),
-        pytest.param(
-            Rules(OVERLAPPING, (2, 2), waits_for=waits_for_one_turn_too_few),
-            OVERLAP,
-            id="overlapping-too-few",
-        ),
-        pytest.param(Rules(TWO, (2, 2), waits_for=waits_for_nobody), OVERLAP, id="no-wait"),
-        pytest.param(
-            Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP, id="one-turn-too-few"
-        ),
-        pytest.param(
-            Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_many), DEADLOCK, id="one-turn-too-many"
-        ),
-        pytest.param(
-            Rules(TWO, (2, 2), waits_for=waits_for_started_turns_only), OVERLAP, id="started-turns-only"
-        ),
-        pytest.param(
-            Rules(TWO, (2, 2), draw_steps=("read", "append", "look")), OVERLAP, id="reads-before-it-appends"
-        ),
-        pytest.param(
-            Rules(TWO, (2, 2), late_jobs=1, draw_steps=("look", "append", "read")),
-            OVERLAP,
-            id="looks-before-it-appends",
-        ),
-        pytest.param(SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK, id="an-earlier-owners-turns"),
-        pytest.param(Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP, id="the-first-turn-missed"),
-        pytest.param(
-            Rules(TWO, (2, 2), words=(BACK,), turn_log=NotWaitingWhereTurnsPay),
-            OVERLAP,
-            id="no-wait-where-turns-pay",
-        ),
-        pytest.param(STOP._replace(patience=ForgivesForGood), OVERLAP, id="forgives-for-good"),
-        pytest.param(
-            Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP, id="forgives-all-slots"
-        ),
-        pytest.param(STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE, id="a-lease-for-each-turn"),
-        pytest.param(
-            Rules(SLOTS, (2, 2), stops=1, patience=ForgivesSlotsNotJobs),
-            SECOND_LEASE,
-            id="a-lease-for-each-slot",
-        ),
-    ],
-)
-def test_the_model_finds_a_wrong_decision(rules: Rules, violation: str) -> None:
+WRONG = {
+    "a-mutex-per-device": (Rules(TWO, (2, 2), mutex_per_device=True), DEADLOCK),
+    "a-mutex-per-device-ring": (Rules(RING, (1, 1, 1), mutex_per_device=True), DEADLOCK),
+    "overlapping-too-few": (Rules(OVERLAPPING, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP),
+    "no-wait": (Rules(TWO, (2, 2), waits_for=waits_for_nobody), OVERLAP),
+    "one-turn-too-few": (Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_few), OVERLAP),
+    "one-turn-too-many": (Rules(TWO, (2, 2), waits_for=waits_for_one_turn_too_many), DEADLOCK),
+    "started-turns-only": (Rules(TWO, (2, 2), waits_for=waits_for_started_turns_only), OVERLAP),
+    "reads-before-it-appends": (Rules(TWO, (2, 2), draw_steps=("read", "append", "look")), OVERLAP),
+    "looks-before-it-appends": (
+        Rules(TWO, (2, 2), late_jobs=1, draw_steps=("look", "append", "read")),
+        OVERLAP,
+    ),
+    "an-earlier-owners-turns": (SLOT_REUSED._replace(turn_log=OwnersMixedUp), DEADLOCK),
+    "the-first-turn-missed": (Rules(TWO, (2, 2), turn_log=FirstTurnMissed), OVERLAP),
+    "no-wait-where-turns-pay": (Rules(TWO, (2, 2), words=(BACK,), turn_log=NotWaitingWhereTurnsPay), OVERLAP),
+    "forgives-for-good": (STOP._replace(patience=ForgivesForGood), OVERLAP),
+    "forgives-all-slots": (Rules(SLOTS, (2, 2), hurries=1, patience=ForgivesJobsNotSlots), OVERLAP),
+    "a-lease-for-each-turn": (STOP._replace(patience=ForgivesOneTurnOnly), SECOND_LEASE),
+    "a-lease-for-each-slot": (Rules(SLOTS, (2, 2), stops=1, patience=ForgivesSlotsNotJobs), SECOND_LEASE),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_model_finds_a_wrong_decision(wrong: str) -> None:
+    rules, violation = WRONG[wrong]
     with pytest.raises(Violation, match=violation):
         Model(rules).explore()

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,10 @@ from tests.unit.turns.joined_segments import (
     home,
     jobs,
     join_at,
-    joining,
     member,
 )
 
 AT_ONCE_S = 60.0  # far less than the waits that would go on, and enough on a busy machine
-
-
-@pytest.fixture
-def join(tmp_path: Path) -> Iterator[Join]:
-    with joining(tmp_path) as join:
-        yield join
 
 
 def join_slot(join: Join, slot: int, *, job: int) -> TurnSegment:
@@ -66,12 +59,6 @@ def test_a_process_alone_sees_itself_and_leaves_nothing(tmp_path: Path) -> None:
     segment.draw_turn()
     segment.leave()
     assert files(tmp_path) == []
-
-
-def test_siblings_have_slots_of_their_own_and_see_each_other(join: Join) -> None:
-    segments = [join(job=job) for job in (1, 2, 3)]
-    assert len({segment.slot for segment in segments}) == 3
-    assert all(jobs(segment) == [1, 2, 3] for segment in segments)
 
 
 def test_a_slot_is_used_again_with_another_incarnation(join: Join) -> None:
@@ -129,21 +116,29 @@ def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
 # --- bells --------------------------------------------------------------------------------------------------------
 
 
-def test_giving_back_wakes_a_waiting_sibling(join: Join) -> None:
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "ring",
+    [
+        lambda join, giving, waiting: giving.publish_returned(3),
+        lambda join, giving, waiting: waiting.ring_self(),
+        # Who waits may have taken the new owner of a slot for the old one.
+        lambda join, giving, waiting: join(job=3),
+    ],
+)
+def test_a_bell_ends_a_wait_rung_before_it_or_meanwhile(
+    ring: Callable[..., object], before: bool, join: Join
+) -> None:
     giving, waiting = join(job=1), join(job=2)
-    timer = threading.Timer(0.1, giving.publish_returned, [3])
-    timer.start()
-    elapsed_s = time_of(lambda: waiting.wait([member(waiting, 1)], 300.0))
-    timer.join()
-    assert 0.05 < elapsed_s < AT_ONCE_S
-    assert member(waiting, 1).returned == 3
-
-
-def test_a_bell_rung_before_the_wait_is_not_lost(join: Join) -> None:
-    giving, waiting = join(job=1), join(job=2)
+    waiting.wait([], 0.0)
     watched = [member(waiting, 1)]
-    giving.publish_returned(1)
-    assert time_of(lambda: waiting.wait(watched, 300.0)) < AT_ONCE_S
+    timer = threading.Timer(0.0 if before else 0.1, ring, [join, giving, waiting])
+    timer.start()
+    if before:
+        timer.join()
+    elapsed_s = time_of(lambda: waiting.wait(watched, 300.0))
+    timer.join()
+    assert (0.0 if before else 0.05) < elapsed_s < AT_ONCE_S
 
 
 def test_a_full_bell_blocks_nobody(join: Join) -> None:
@@ -155,21 +150,6 @@ def test_a_full_bell_blocks_nobody(join: Join) -> None:
             os.write(bell, b"\0" * 4096)
     giving.publish_returned(1)
     assert member(deaf, 1).returned == 1
-
-
-def test_own_bell_ends_the_own_wait(join: Join) -> None:
-    waiting = join()
-    timer = threading.Timer(0.1, waiting.ring_self)
-    timer.start()
-    assert time_of(lambda: waiting.wait([], 300.0)) < AT_ONCE_S
-    timer.join()
-
-
-def test_joining_wakes_a_waiting_sibling(join: Join) -> None:
-    """It may have taken the new owner of a slot for the old one, whom it waits for."""
-    waiting = join(job=1)
-    join(job=2)
-    assert time_of(lambda: waiting.wait([], 300.0)) < AT_ONCE_S
 
 
 # --- death --------------------------------------------------------------------------------------------------------
@@ -213,12 +193,15 @@ def test_a_forked_child_leaves_the_slot_of_its_living_parent_alone(join: Join) -
 # --- the log --------------------------------------------------------------------------------------------------------
 
 
-def test_places_in_the_log_number_the_turns(join: Join) -> None:
+def test_siblings_see_each_other_and_their_turns_are_numbered_by_places_in_the_log(join: Join) -> None:
     first, second = join(job=1), join(job=2)
     assert [first.draw_turn(), second.draw_turn(), second.draw_turn(), first.draw_turn()] == [1, 2, 3, 4]
     assert first.read_log(0, 4) == bytes([first.slot, second.slot, second.slot, first.slot])
     assert first.read_log(1, 3) == bytes([second.slot] * 2)
-    assert member(join(job=3), 3).joined_at == 4
+    third = join(job=3)
+    assert member(third, 3).joined_at == 4
+    assert len({each.slot for each in (first, second, third)}) == 3
+    assert jobs(first) == jobs(second) == jobs(third) == [1, 2, 3]
 
 
 # --- joining races with leaving -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,10 @@ import pytest
 
 from crossover_ddp._turns.files import GroupFiles, OpenFile, no_fork
 from crossover_ddp._turns.segment import TurnSegment
-from tests.unit.turns.joined_segments import Join, files, jobs, join_at, joining
+from tests.unit.turns.joined_segments import Join, files, jobs, join_at
 
 # How long the gap is held open: far longer than a fork takes, also on a busy machine.
 GAP_S = 1.0
-
-
-@pytest.fixture
-def join(tmp_path: Path) -> Iterator[Join]:
-    with joining(tmp_path) as join:
-        yield join
 
 
 class Gap:

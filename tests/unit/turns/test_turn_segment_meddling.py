@@ -3,24 +3,18 @@
 import os
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from crossover_ddp._turns.segment import TurnSegment
 from crossover_ddp.errors import SegmentError
-from tests.unit.turns.joined_segments import DEVICE, Join, files, home, jobs, join_at, joining
+from tests.unit.turns.joined_segments import DEVICE, Join, files, home, jobs, join_at
 
 NOBODY = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-
-
-@pytest.fixture
-def join(tmp_path: Path) -> Iterator[Join]:
-    with joining(tmp_path) as join:
-        yield join
 
 
 # --- what others have put there --------------------------------------------------------------------------------------
@@ -159,18 +153,6 @@ def test_files_removed_under_way_are_noticed(suffix: str, join: Join, tmp_path: 
     following = join(job=2)
     segment.leave()
     assert jobs(following) == [2], "the first one's leaving does not touch what is not its own"
-
-
-def test_who_leaves_a_removed_segment_keeps_away_from_the_new_one(tmp_path: Path) -> None:
-    old = join_at(tmp_path, job=1)
-    os.unlink(old.path)
-    new, newer = join_at(tmp_path, job=2), join_at(tmp_path, job=3)
-    old.leave()
-    assert jobs(new) == jobs(newer) == [2, 3]
-    assert newer.draw_turn() == 1
-    for segment in (new, newer):
-        segment.leave()
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("kept", [0, 2])

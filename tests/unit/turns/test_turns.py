@@ -45,12 +45,6 @@ def test_patience_runs_out_once_for_a_turn_and_only_for_the_front() -> None:
     assert remaining(patience, [Blocker(moved, 9)], 200.0) == pytest.approx(2.0)
 
 
-def test_a_new_front_gets_its_whole_lease() -> None:
-    patience = Patience()
-    assert remaining(patience, [Blocker(member(1, 11), 5)], 0.0) == pytest.approx(2.0)
-    assert remaining(patience, [Blocker(member(2, 12, lease_s=4.0), 8)], 1.9) == pytest.approx(4.0)
-
-
 def test_a_stopped_job_costs_one_lease_however_many_slots_it_has() -> None:
     patience = Patience()
     waiting = [Blocker(member(slot, 11, lease_s=1.0 + slot / 10), 5) for slot in range(8)]
@@ -91,10 +85,6 @@ def test_a_lease_follows_the_turns_up_and_down() -> None:
     slow = leases([4.0] * 5 + [0.1] * 15)
     assert slow[2:5] == [DEFAULT_LEASE_S, 16.0, 16.0]
     assert slow[-1] == DEFAULT_LEASE_S
-
-
-def test_a_lease_has_a_cap() -> None:
-    assert leases([600.0] * 4)[-1] == LONGEST_LEASE_S
 
 
 def test_a_turn_that_waited_for_a_lease_does_not_make_the_own_one_longer() -> None:

@@ -1,0 +1,215 @@
+"""Lanes in which campaigns run, and their shape: stories, each a function of its seed, told and judged one by one.
+
+A lane is a nursery, which forks ranks as it is told, with what they have logged. Several lanes run at once.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.harness._preloaded import forked_if_script
+from tests.harness.children import end, wait_any
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_S = 120.0  # then the nursery hangs
+_END_S = 5.0
+_UNSHARE = {
+    "users": ["--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"],
+    "memory": ["--mount", "--pid", "--fork", "--mount-proc", "--time", "--monotonic", "10"],
+}
+
+
+def why_no_container(kind: str) -> str:
+    """Return why this machine lends no container of a kind, see `nursery`; empty if it does."""
+    try:
+        tried = subprocess.run(["unshare", *_UNSHARE[kind], "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unshare is not installed"
+    return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _fork(words: Sequence[str], environment: dict[str, str], **options: Any) -> Any:
+    return forked_if_script(words, {**os.environ, **environment}, **options)
+
+
+class Lane:
+    """A nursery of ranks, told over its stdin; each answers in JSON, a line each.
+
+    Args:
+        worker: the module whose ``live(order)`` a rank is.
+        container: what it has of its own, see `nursery`; empty: nothing.
+        start: starts the words with these further variables, perhaps on a node of a cluster.
+    """
+
+    def __init__(self, worker: str, container: str = "", start: Callable[..., Any] = _fork) -> None:
+        words = [sys.executable, str(ROOT / "tests" / "faults" / "nursery.py"), worker, container]
+        pipe, own = subprocess.PIPE, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._process = start(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
+        self._hear()
+
+    def tell(self, what: str, /, **arguments: Any) -> Any:
+        """Let the nursery do something and return its answer."""
+        self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> Any:
+        watchdog = threading.Timer(ANSWER_S, self._process.signal_session, [signal.SIGKILL])
+        watchdog.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+            watchdog.join()
+        if not line:
+            raise EOFError(
+                f"expected an answer of nursery {self._process.pid} in {ANSWER_S:.0f} s, got its end"
+            )
+        return json.loads(line)
+
+    def bear(self, order: dict[str, Any]) -> "Rank":
+        """Fork a rank, which logs to ``order["log"]``."""
+        return Rank(Path(order["log"]), self, self.tell("born", order=order))
+
+    def kill(self) -> None:
+        """End the nursery; in a container the kernel ends all that is in it, too."""
+        end([self._process], grace_s=0.0)
+
+    def __enter__(self) -> "Lane":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process.returncode is None:
+            self._process.stdin.close()
+            wait_any([self._process], _END_S)
+            self.kill()
+
+
+@dataclass
+class Log:
+    """What one rank has written down."""
+
+    path: Path
+
+    def records(self) -> list[Any]:
+        """Return whole lines; the last one may be cut off."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def error(self) -> str:
+        path = Path(f"{self.path}.err")
+        return path.read_text(errors="replace")[-1500:] if path.exists() else ""
+
+
+@dataclass
+class Rank(Log):
+    """A rank that a lane has borne."""
+
+    lane: Lane
+    pid: int = 0
+    """In the lane's container."""
+
+    def signal(self, number: signal.Signals) -> None:
+        self.lane.tell("strike", logs=[str(self.path)], number=number)
+
+    def alive(self) -> bool:
+        return str(self.path) in self.lane.tell("alive")
+
+
+# --- stories ------------------------------------------------------------------------------------------------------
+
+Figures = dict[str, Any]
+"""Of one story or of many: whole numbers and counters are summed, of others the largest counts."""
+
+
+class Told(NamedTuple):
+    """What came out of a story."""
+
+    figures: Figures
+    broken: Sequence[str]
+    """Every promise that was broken, in words."""
+
+
+def arguments(description: str | None, *, events: int, lanes: int, keep: str) -> argparse.ArgumentParser:
+    """Return what the command lines of all campaigns have, with these defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--events", type=int, default=events, help="faults in all")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the first story")
+    parser.add_argument("--lanes", type=int, default=lanes, help="stories at once")
+    parser.add_argument("--keep", type=Path, default=Path(keep), help="for records of failures")
+    return parser
+
+
+@dataclass
+class Campaign:
+    """Stories with seeds in a row, until there were enough events.
+
+    Args:
+        program: its module's name.
+        each: events of a story.
+        open_lane: makes what stories are lived in, one for each that runs at a time.
+        live: lives one, told its seed, its events, its lane and a directory for records.
+    """
+
+    program: str
+    each: int
+    open_lane: Callable[[], AbstractContextManager[Any]]
+    live: Callable[[int, int, Any, Path], Told]
+    figures: Figures = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+        """Live all stories and print what came out."""
+        counts = [min(self.each, args.events - done) for done in range(0, args.events, self.each)]
+        stories, begin_s = iter([*enumerate(counts, args.seed)]), time.monotonic()
+
+        def live_in_a_lane() -> None:
+            with self.open_lane() as lane:
+                for seed, events in stories:  # each is one thread's
+                    self._run_one(seed, events, lane, args.keep / f"seed{seed}")
+
+        with ThreadPoolExecutor(args.lanes) as pool:
+            for future in [pool.submit(live_in_a_lane) for _ in range(min(args.lanes, len(counts)))]:
+                future.result()
+        found = {
+            "seed": args.seed,
+            **more,
+            "wall_s": round(time.monotonic() - begin_s, 1),
+            "stories": len(counts),
+            **self.figures,
+            "violations": sum(len(each["violations"]) for each in self.failures),
+            "failures": self.failures,
+        }
+        print(json.dumps(found, indent=1))
+        return found
+
+    def _run_one(self, seed: int, events: int, lane: Any, keep: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="campaign-") as directory:
+            told = self.live(seed, events, lane, Path(directory))
+            with self._lock:
+                for name, value in told.figures.items():
+                    before = self.figures.setdefault(name, type(value)())
+                    self.figures[name] = max(before, value) if isinstance(value, float) else before + value
+            if told.broken:
+                self.failures.append({"seed": seed, "events": events, "violations": [*told.broken]})
+                again = f"python -m {self.program} --seed {seed} --events {events}"
+                said = [f"seed {seed}: {len(told.broken)} violations; again: {again}", *told.broken[:12]]
+                print("\n  ".join(said), file=sys.stderr, flush=True)
+                shutil.copytree(directory, keep, dirs_exist_ok=True)
+                (keep / "violations").write_text("\n".join(told.broken))
