@@ -18,6 +18,8 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 from tests.harness import RankError, networks, run_ranks
 from tests.multiprocess.kfac_training import OUTPUTS, WIDTH, Training, batch
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 network = functools.partial(networks.mlp, WIDTH, 8, OUTPUTS, seed=1)
 both_hooks = pytest.mark.parametrize("decoupled", [False, True], ids=["kfac_hook", "decoupled_hook"])
 
@@ -27,19 +29,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
     return F.cross_entropy(model(inputs), targets)
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 # --- a second backward pass before the step ----------------------------------------------------------------
-
-
-def leave(training: Training) -> None:
-    """Leave the gradients as they are."""
-
-
-def clip(training: Training) -> None:
-    nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
 
 
 def accumulate(training: Training) -> None:
@@ -47,32 +37,30 @@ def accumulate(training: Training) -> None:
         loss_of(training.model, 7).backward()
 
 
+BETWEEN: dict[str, Callable[[Training], Any]] = {
+    "leave": lambda training: None,
+    "clip": lambda training: nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3),
+    "accumulate": accumulate,
+}
+
+
 @pytest.mark.defect("strangers-2")
 @pytest.mark.defect("kfac-S1")
-@pytest.mark.parametrize("between", [leave, clip, accumulate])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("views", [False, True])
 @both_hooks
-@pytest.mark.usefixtures("process_group")
 def test_directions_that_wait_for_the_step_are_not_preconditioned_again(
-    decoupled: bool, views: bool, between: Callable[[Training], None]
+    decoupled: bool, views: bool, between: str
 ) -> None:
     """A second exchange that would precondition the first one's directions is refused, and training goes on."""
     training = Training(0, network(), ddp={"gradient_as_bucket_view": views}, decoupled=decoupled)
     for _ in range(3):
         training.step()
     training.backward()
-    between(training)
+    BETWEEN[between](training)
     with pytest.raises(UnsupportedConfigurationError, match=r"zero_grad\(\).*no_sync\(\)"):
         loss_of(training.model, 6).backward()
     training.step()
-
-
-def to_none(training: Training) -> None:
-    training.optimizer.zero_grad()
-
-
-def to_zero(training: Training) -> None:
-    training.optimizer.zero_grad(set_to_none=False)
 
 
 def by_hand(training: Training) -> None:
@@ -81,18 +69,22 @@ def by_hand(training: Training) -> None:
             parameter.grad.data.zero_()
 
 
+CLEAR: dict[str, Callable[[Training], Any]] = {
+    "to None": lambda training: training.optimizer.zero_grad(),
+    "to zero": lambda training: training.optimizer.zero_grad(set_to_none=False),
+    "by hand": by_hand,
+}
+
+
 @pytest.mark.defect("kfac-S1")
-@pytest.mark.parametrize("clear", [to_none, to_zero, by_hand])
+@pytest.mark.parametrize("clear", CLEAR)
 @pytest.mark.parametrize("parts", [1, 2])
 @both_hooks
-@pytest.mark.usefixtures("process_group")
-def test_gradients_that_were_cleared_in_any_way_are_accepted(
-    decoupled: bool, parts: int, clear: Callable[[Training], None]
-) -> None:
+def test_gradients_that_were_cleared_in_any_way_are_accepted(decoupled: bool, parts: int, clear: str) -> None:
     """Each way to clear gradients, before or after a look at them, is as good as another."""
     training = Training(0, network(), decoupled=decoupled)
     for step in range(4):
-        clear(training)
+        CLEAR[clear](training)
         torch.autograd.grad(loss_of(training.model.module, 9), list(training.model.parameters()))
         for part in range(1, parts):
             with training.model.no_sync():
@@ -113,9 +105,11 @@ def hide(model: nn.Module) -> None:
 
 
 @pytest.mark.defect("kfac-S2")
+@pytest.mark.timeout(
+    60, method="thread"
+)  # a part that never comes would be waited for where no signal is heard
 @pytest.mark.parametrize("take_away", [freeze, hide])
 @both_hooks
-@pytest.mark.usefixtures("process_group")
 def test_a_layer_of_which_a_part_never_comes_is_refused(
     take_away: Callable[[nn.Module], None], decoupled: bool
 ) -> None:
@@ -144,7 +138,6 @@ def flops(step: Callable[[], object]) -> int:
 
 @pytest.mark.defect("kfac-S4")
 @both_hooks
-@pytest.mark.usefixtures("process_group")
 def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With CROSSOVER_DISABLE=1 a step computes what it does without a hook."""
     monkeypatch.setenv("CROSSOVER_DISABLE", "1")
@@ -157,22 +150,20 @@ def test_disabled_it_computes_nothing(decoupled: bool, monkeypatch: pytest.Monke
 @pytest.mark.defect("kfac-S3")
 @pytest.mark.defect("kfac-S7")
 @both_hooks
-@pytest.mark.usefixtures("process_group")
 def test_closed_it_goes_on_with_what_it_knows(decoupled: bool) -> None:
     """After close() steps precondition with the solvers that are there; nothing is taken, dropped, or in the way."""
     training = Training(0, network(), decoupled=decoupled, inv_update_steps=1, kl_clip=None)
     training.step()
-    training.state.close()
-    before, found = training.state.stats(), []
+    training.kfac.close()
+    before, found = training.kfac.stats(), []
     for _ in range(3):
-        training.optimizer.zero_grad()
-        loss_of(training.model).backward()
-        found.append(gradients_of(training.model.module))
-    assert training.state.stats() == before
+        training.backward()
+        found.append(training.gradients())
+    assert training.kfac.stats() == before
     plain = network()
     plain.load_state_dict(training.model.module.state_dict())
-    loss_of(plain).backward()
-    assert not torch.allclose(found[-1]["0.weight"], gradients_of(plain)["0.weight"], rtol=0.1)
+    loss_of(plain, 1).backward()
+    assert not torch.allclose(found[-1]["0.weight"], plain[0].weight.grad, rtol=0.1)
     assert all(torch.equal(each["0.weight"], found[0]["0.weight"]) for each in found)
 
 
@@ -191,7 +182,6 @@ def compile_early(model: nn.Module) -> nn.Module:
 
 @pytest.mark.defect("kfac-S5")
 @pytest.mark.parametrize("prepare", [evaluate, compile_early])
-@pytest.mark.usefixtures("process_group")
 def test_a_step_without_any_factor_is_told_once(
     prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,7 +195,6 @@ def test_a_step_without_any_factor_is_told_once(
 
 @pytest.mark.defect("strangers-32")
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
-@pytest.mark.usefixtures("process_group")
 def test_an_optimizer_that_divides_preconditioning_out_again_is_named(
     kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,56 +205,7 @@ def test_an_optimizer_that_divides_preconditioning_out_again_is_named(
     assert [kind.__name__ in each for each in told] == [True] * (0 if kind is torch.optim.SGD else 1)
 
 
-RATES = {"weight": 0.1, "bias": 3.0}
-
-
-def directions_by_rates(rank: int, world_size: int, widths: tuple[int, ...]) -> None:
-    """Compare the clipped directions of the second step with those that were not, and the sum over both."""
-    torch.set_num_threads(1)  # all ranks round alike, or nothing is spread
-
-    def second_step(kl_clip: float | None, *, plain: bool = False) -> dict[str, Tensor]:
-        inner = networks.mlp(*widths, seed=1)
-        groups = [
-            {"params": [p for name, p in inner.named_parameters() if kind in name], "lr": lr}
-            for kind, lr in RATES.items()
-        ]
-        model = DistributedDataParallel(inner)
-        if not plain:
-            state = KFACState(
-                model, torch.optim.SGD(groups), damping=0.1, kl_clip=kl_clip, factor_update_steps=9
-            )
-            model.register_comm_hook(state, kfac_hook)
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(model, 10 * rank).backward()
-        assert plain or ("spread over all ranks" in state.report()) == (world_size > 1)
-        return gradients_of(inner)
-
-    free = second_step(None)
-    total = sum(
-        RATES[name.split(".")[1]] ** 2 * float((free[name] * gradient).sum(dtype=torch.float64))
-        for name, gradient in second_step(None, plain=True).items()
-    )
-    for name, clipped in second_step(total / 4).items():
-        torch.testing.assert_close(
-            clipped, free[name] / 2, rtol=1e-3, atol=1e-4 * float(free[name].abs().max())
-        )
-
-
-@pytest.mark.defect("kfac-S6")
-@pytest.mark.defect("strangers-32")
-@pytest.mark.parametrize(
-    ("world_size", "widths"),
-    [(1, (WIDTH, 8, OUTPUTS)), (2, (WIDTH, 230, 300, OUTPUTS))],
-    ids=["whole", "spread"],
-)
-def test_the_clip_takes_the_learning_rate_of_each_parameter(world_size: int, widths: tuple[int, ...]) -> None:
-    """The KL clip's sum has the bias's own learning rate, so that it bounds the step that is made."""
-    run_ranks(directions_by_rates, world_size, args=(widths,))
-
-
 @pytest.mark.defect("kfac-S8")
-@pytest.mark.usefixtures("process_group")
 def test_a_layer_may_be_called_by_keyword() -> None:
     """GPT-2's Conv1D names its input x; called by that name, it trains as it does without K-FAC."""
     pytest.importorskip("transformers", reason="transformers, of which Conv1D is, is not installed")
@@ -281,7 +221,7 @@ def test_a_layer_may_be_called_by_keyword() -> None:
 
     training = Training(0, Named())
     training.step()
-    assert training.state.stats()["dropped"] == 0
+    assert training.kfac.stats()["dropped"] == 0
 
 
 class BesideItsModule(nn.Module):
@@ -296,7 +236,6 @@ class BesideItsModule(nn.Module):
 
 
 @pytest.mark.defect("kfac-S9")
-@pytest.mark.usefixtures("process_group")
 def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """A gradient of which K-FAC has seen a part only is told, or refused, or passes through as it is."""
     torch.manual_seed(1)
@@ -309,40 +248,12 @@ def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFix
     except UnsupportedConfigurationError:
         return
     loss_of(plain).backward()
-    passes = torch.allclose(gradients_of(inner)["layer.weight"], gradients_of(plain)["layer.weight"])
+    passes = torch.allclose(inner.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
     told = "layer" in caplog.text or any(training.state.stats().values())
     assert passes or told
 
 
 # --- ranks and layouts ---------------------------------------------------------------------------------------
-
-
-def make_with(rank: int, world_size: int, others: dict[str, Any]) -> str:
-    inner = network()
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedConfigurationError) as caught:
-        KFACState(inner, optimizer, **(others if rank else {}))
-    return str(caught.value)
-
-
-@pytest.mark.defect("strangers-3")
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"kl_clip": 0.01},
-        {"damping": 0.1},
-        {"solver": "eigen"},
-        {"weight_sharing": "reduce"},
-        {"inv_update_steps": 2},
-    ],
-    ids=lambda others: next(iter(others)),
-)
-def test_other_arguments_on_another_rank_are_refused_by_name(others: dict[str, Any]) -> None:
-    """Ranks with other arguments, whose replicas would drift apart, are refused when the state is made."""
-    ((name, value),) = others.items()
-    for error in run_ranks(make_with, 2, args=(others,)):
-        assert error.startswith(f"expected the same {name} on all ranks, got {name} by rank {{0: ")
-        assert f"1: {value!r}}}" in error
 
 
 class Positions(nn.Module):
@@ -362,14 +273,13 @@ class Positions(nn.Module):
 @pytest.mark.parametrize(
     "arrange", [lambda x: x.transpose(0, 1), lambda x: x.flatten(0, 1)], ids=["sequence first", "flattened"]
 )
-@pytest.mark.usefixtures("process_group")
 def test_directions_do_not_depend_on_the_layout(arrange: Callable[[Tensor], Tensor]) -> None:
     """The same model, computed batch first, sequence first or flattened, makes the same step."""
     found = []
     for each in (lambda x: x, arrange):
         training = Training(0, Positions(each), kl_clip=None, damping=0.1)
         training.model(torch.randn(4, 12, WIDTH, generator=torch.Generator().manual_seed(0))).backward()
-        found.append(gradients_of(training.model.module))
+        found.append(training.gradients())
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
 
@@ -378,7 +288,7 @@ def drift(rank: int, world_size: int) -> list[Tensor]:
     """Train with a layer that is spread over the ranks; rank 1 rounds otherwise from its second step on."""
     training = Training(rank, networks.mlp(WIDTH, 230, 300, OUTPUTS, seed=1), damping=0.1)
     training.step()
-    assert "spread over all ranks" in training.state.report()
+    assert training.spread()
     product = Tensor.__matmul__
     with pytest.MonkeyPatch.context() as patch:
         if rank:
@@ -396,32 +306,26 @@ def test_a_rank_that_begins_to_round_otherwise_parts_no_replicas() -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
 
 
-def resumed_on_rank_0(rank: int, world_size: int, decoupled: bool) -> str:
-    """Return what is told when a job goes on whose rank 0 alone has loaded the state dict."""
-    inner = network()
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
-    state = KFACState(model, optimizer)
-    saved = state.state_dict()
-    if rank == 0:
-        state.load_state_dict({**saved, "steps": 7})
-    if decoupled:
-        model.register_comm_hook(DecoupledState(optimizer, kfac=state), decoupled_hook)
-    else:
-        model.register_comm_hook(state, kfac_hook)
-    try:
-        model(torch.ones(2, next(inner.parameters()).shape[1])).sum().backward()
-    except UnsupportedConfigurationError as error:
-        return str(error)
-    return "no error"
+def resumed_on_rank_0(rank: int, world_size: int) -> list[str]:
+    """Return what is told when a job goes on whose rank 0 alone has loaded the state dict, decoupled and not."""
+    told = []
+    for decoupled in (False, True):
+        training = Training(rank, network(), decoupled=decoupled)
+        saved = training.kfac.state_dict()
+        if rank == 0:
+            training.kfac.load_state_dict({**saved, "steps": 7})
+        with pytest.raises(UnsupportedConfigurationError) as caught:
+            training.backward()
+        told.append(str(caught.value))
+    return told
 
 
 @pytest.mark.defect("strangers-3")
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_a_state_dict_that_one_rank_has_loaded_is_named(decoupled: bool) -> None:
+def test_a_state_dict_that_one_rank_has_loaded_is_named() -> None:
     """A user whose resume loads K-FAC's state on rank 0 alone is told so, on all ranks."""
-    for error in run_ranks(resumed_on_rank_0, 2, args=(decoupled,)):
-        assert (
-            "expected the same steps of KFACState on all ranks, got steps of KFACState by rank {0: 7, 1: 0}"
-            in error
-        )
+    for told in run_ranks(resumed_on_rank_0, 2):
+        for error in told:
+            assert (
+                "the same steps of KFACState on all ranks, got steps of KFACState by rank {0: 7, 1: 0}"
+                in error
+            )

@@ -12,18 +12,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import KFACState, kfac_hook
 from tests.gpu.test_hooks_gpu import DETERMINISTIC, TIMEOUT_S, reproducible
 from tests.gpu.test_hooks_gpu import Plan as HookPlan
 from tests.harness import Job, run_jobs
-from tests.multiprocess.kfac_oracle import Oracle, RankRun, Settings
-from tests.multiprocess.test_kfac import relative_error
+from tests.multiprocess.kfac_oracle import Oracle, RankRun, Settings, cross_entropy, relative_error
+from tests.multiprocess.kfac_training import LR, Training
 
 pytestmark = pytest.mark.gpu
 
-LR = 0.05
 BATCH = 16
 BUCKET_CAP_MB = 0.2
 RELATIVE = 1e-3
@@ -39,7 +36,6 @@ class Plan(NamedTuple):
     scaled: bool = False
     views: bool = True
     force_native: bool = False
-    device: str = "cuda"
 
 
 def network() -> nn.Sequential:
@@ -71,31 +67,43 @@ def full_float32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
-def batch(rank: int, step: int, device: str) -> tuple[Tensor, Tensor]:
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(BATCH, 3, 16, 16, generator=generator)
-    return inputs.to(device), torch.randint(0, 10, (BATCH,), generator=generator).to(device)
+    return inputs, torch.randint(0, 10, (BATCH,), generator=generator)
 
 
-def model_and_state(
-    plan: Plan, scaler: torch.amp.GradScaler
-) -> tuple[DistributedDataParallel, KFACState, torch.optim.SGD]:
-    model = DistributedDataParallel(
-        network().to(plan.device), bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=plan.views
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    state = KFACState(
-        model,
-        optimizer,
-        loss_scale=scaler.get_scale if plan.scaled else 1.0,
-        **vars(plan.settings),
-    )
-    model.register_comm_hook(state, kfac_hook)
-    return model, state, optimizer
+class OnDevice(Training):
+    """Trains as a plan says."""
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        self.plan = plan
+        self.scaler = torch.amp.GradScaler("cuda", init_scale=GRADIENT_SCALE, enabled=plan.scaled)
+        super().__init__(
+            rank,
+            network(),
+            data=batch,
+            ddp={"bucket_cap_mb": BUCKET_CAP_MB, "gradient_as_bucket_view": plan.views},
+            device="cuda",
+            loss_scale=self.scaler.get_scale if plan.scaled else 1.0,
+            **vars(plan.settings),
+        )
+
+    def loss(self, part: int = 0, parts: int = 1) -> Tensor:
+        inputs, targets = (each.cuda() for each in batch(self.rank, self.steps))
+        with autocast(self.plan):
+            output = self.model(inputs)
+        return self.scaler.scale(nn.functional.cross_entropy(output.float(), targets))
+
+    def unwatched_backward(self) -> None:
+        """Do not wait for the device, as whoever reads the loss does."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
 
 
 def autocast(plan: Plan) -> torch.autocast:
-    return torch.autocast(plan.device, torch.bfloat16, enabled=plan.amp)
+    return torch.autocast("cuda", torch.bfloat16, enabled=plan.amp)
 
 
 class Spectral(Oracle):
@@ -118,66 +126,40 @@ def expected(oracle: Oracle, model: nn.Module, plan: Plan, step: int, world_size
     """
     runs = []
     for rank in range(world_size):
-        replica = copy.deepcopy(model)
+        replica, (inputs, targets) = copy.deepcopy(model), batch(rank, step)
         if plan.amp:
             replica.register_forward_hook(lambda module, args, output: output.float())
             replica.forward = autocast(plan)(replica.forward)  # type: ignore[method-assign]
-            run = RankRun(replica, *batch(rank, step, plan.device))
+            run = RankRun(replica, inputs.cuda(), cross_entropy(targets.cuda()))
             run.calls = {
                 name: [(x.double().cpu(), g.double().cpu()) for x, g in calls]
                 for name, calls in run.calls.items()
             }
             run.gradients = {name: gradient.double().cpu() for name, gradient in run.gradients.items()}
         else:
-            inputs, targets = batch(rank, step, "cpu")
-            run = RankRun(replica.cpu().double(), inputs.double(), targets)
+            run = RankRun(replica.cpu().double(), inputs.double(), cross_entropy(targets))
         runs.append(run)
     return oracle.step_of_runs(runs)
 
 
 def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
     """Train some steps; return the greatest relative error of a layer's gradient in each."""
-    if plan.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     with reproducible(HookPlan(force_native=plan.force_native)), full_float32():
-        return list(_errors(rank, world_size, plan))
-
-
-def _errors(rank: int, world_size: int, plan: Plan) -> Iterator[float]:
-    scaler = torch.amp.GradScaler(plan.device, init_scale=GRADIENT_SCALE, enabled=plan.scaled)
-    model, state, optimizer = model_and_state(plan, scaler)
-    oracle = Spectral(plan.settings, LR, state.owners)
-    for step in range(STEPS):
-        wanted = expected(oracle, model.module, plan, step, world_size)
-        optimizer.zero_grad()
-        inputs, targets = batch(rank, step, plan.device)
-        with autocast(plan):
-            output = model(inputs)
-        loss = nn.functional.cross_entropy(output.float(), targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        found = {name: parameter.grad.cpu() for name, parameter in model.module.named_parameters()}  # type: ignore[union-attr]
-        yield error_of(found, wanted)
-        scaler.step(optimizer)
-        scaler.update()
-    assert state.stats() == {"strained": 0, "dropped": 0}
-    assert (oracle.least_scale < 1) == (plan.settings.kl_clip is not None), "the clip is to be seen at work"
-    state.close()
-
-
-def error_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return `relative_error` of gradients by name."""
-    holder = nn.Module()
-    for name, gradient in found.items():
-        owner = holder
-        *path, last = name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(last, nn.Parameter(gradient))
-        owner.get_parameter(last).grad = gradient
-    return relative_error(holder, wanted)
+        training, found = OnDevice(rank, plan), []
+        oracle = Spectral(plan.settings, LR, training.kfac.owners)
+        for step in range(STEPS):
+            wanted = expected(oracle, training.model.module, plan, step, world_size)
+            training.unwatched_backward()
+            training.scaler.unscale_(training.optimizer)
+            found.append(relative_error(training.gradients(), wanted))
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+            training.steps += 1
+        assert training.kfac.stats() == {"strained": 0, "dropped": 0}
+        seen = oracle.least_scale < 1
+        assert seen == (plan.settings.kl_clip is not None), "the clip is to be seen at work"
+        training.close()
+        return found
 
 
 def check(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> None:
@@ -188,73 +170,57 @@ def check(plan: Plan, *, world_size: int = 2, backend: str = "gloo") -> None:
         assert max(of_rank) < RELATIVE, (rank, of_rank)
 
 
-SETTINGS = {
-    "inverse": Settings(),
-    "eigen": Settings(solver="eigen"),
-    "no clip": Settings(kl_clip=None),
-    "seldom": Settings(inv_update_steps=2),
-    "local": Settings(factors="local"),
+INVERSE, EIGEN = Settings(), Settings(solver="eigen")
+PLANS = {
+    "inverse": Plan(INVERSE),
+    "eigen": Plan(EIGEN),
+    "no clip, no views of buckets": Plan(Settings(kl_clip=None), views=False),
+    "local, seldom": Plan(Settings(factors="local", inv_update_steps=2)),
+    "autocast": Plan(INVERSE, amp=True),
+    "autocast, eigen": Plan(EIGEN, amp=True),
+    "a scaled loss": Plan(INVERSE, scaled=True),
+}
+PLANS_OF_NCCL = {
+    "inverse": Plan(INVERSE),
+    "eigen, native": Plan(EIGEN, force_native=True),
+    "autocast, native": Plan(INVERSE, amp=True, force_native=True),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", PLANS)
 def test_gradients_over_gloo_are_those_of_the_cpu(name: str) -> None:
-    check(Plan(SETTINGS[name]))
+    check(PLANS[name])
 
 
-def test_gradients_that_are_no_views_of_their_buckets() -> None:
-    check(Plan(Settings(), views=False))
-
-
-@pytest.mark.parametrize("force_native", [False, True], ids=["shortcut", "native"])
-@pytest.mark.parametrize("name", ["inverse", "eigen"])
-def test_gradients_with_one_rank_on_nccl_are_those_of_the_cpu(name: str, force_native: bool) -> None:
-    check(Plan(SETTINGS[name], force_native=force_native), world_size=1, backend="nccl")
+@pytest.mark.parametrize("name", PLANS_OF_NCCL)
+def test_gradients_with_one_rank_on_nccl_are_those_of_the_cpu(name: str) -> None:
+    check(PLANS_OF_NCCL[name], world_size=1, backend="nccl")
 
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("name", ["inverse", "eigen"])
 def test_gradients_over_nccl_are_those_of_the_cpu(name: str) -> None:
-    check(Plan(SETTINGS[name]), backend="nccl")
-
-
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_autocast_leaves_factors_and_directions_in_float32(solver: str) -> None:
-    check(Plan(Settings(solver=solver), amp=True))
-
-
-def test_autocast_on_nccl() -> None:
-    check(Plan(Settings(), amp=True, force_native=True), world_size=1, backend="nccl")
-
-
-def test_a_grad_scaler_changes_nothing() -> None:
-    check(Plan(Settings(), scaled=True))
+    check(PLANS[name], backend="nccl")
 
 
 def resumed(rank: int, world_size: int, plan: Plan) -> float:
     """Return the greatest relative difference between going on and resuming."""
-    if plan.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     with reproducible(HookPlan()), full_float32():
-        trainings = [model_and_state(plan, torch.amp.GradScaler(plan.device)) for _ in range(2)]
-        (model, state, _), (other, again, _) = trainings
+        going_on, taking_up = OnDevice(rank, plan), OnDevice(rank, plan)
         for step in range(3):
-            backward(model, rank, step, plan)
-        saved = state.state_dict()
+            going_on.steps = step
+            going_on.unwatched_backward()
+        saved = going_on.kfac.state_dict()
         tensors = [each for layer in saved["layers"].values() for each in (layer["a"], layer["g"])]
         assert all(each.device.type == "cpu" for each in tensors)
-        again.load_state_dict(saved)
-        gone_on, taken_up = (backward(each, rank, 3, plan) for each in (model, other))
-        state.close()
-        again.close()
-        return error_of(taken_up, {name: gradient.double() for name, gradient in gone_on.items()})
-
-
-def backward(model: DistributedDataParallel, rank: int, step: int, plan: Plan) -> dict[str, Tensor]:
-    model.zero_grad()
-    inputs, targets = batch(rank, step, plan.device)
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    return {name: parameter.grad.cpu() for name, parameter in model.module.named_parameters()}  # type: ignore[union-attr]
+        taking_up.kfac.load_state_dict(saved)
+        found = []
+        for each in (going_on, taking_up):
+            each.steps = 3
+            each.unwatched_backward()
+            found.append({name: gradient.double().cpu() for name, gradient in each.gradients().items()})
+            each.close()
+        return relative_error(*found)
 
 
 def test_a_checkpoint_lies_on_the_host_and_is_taken_up() -> None:

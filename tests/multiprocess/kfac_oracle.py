@@ -1,7 +1,9 @@
 """K-FAC in float64, written down from the definition: one process, the data of all ranks, dense linear algebra."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,12 +45,6 @@ class Oracle:
     steps: int = 0
     least_scale: float = 1.0
 
-    def step(self, replicas: Sequence[nn.Module], batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Return the gradients by parameter name. ``replicas``: float64 models, one per rank, all alike."""
-        return self.step_of_runs(
-            [RankRun(model, *batch) for model, batch in zip(replicas, batches, strict=True)]
-        )
-
     def step_of_runs(self, ranks: "Sequence[RankRun]") -> dict[str, Tensor]:
         """Return the gradients by parameter name, from what every rank has computed."""
         mean = {
@@ -59,7 +55,10 @@ class Oracle:
         else:
             taken = {name: ranks for name in ranks[0].layers}
         sharing = self.settings.weight_sharing
-        factors = {name: [run.factors(name, sharing) for run in runs] for name, runs in taken.items()}
+        factors = {
+            name: [run.factors(name, sharing) for run in runs if run.calls[name]]
+            for name, runs in taken.items()
+        }
         return self.step_of(mean, factors, ranks[0].layers)
 
     def step_of(
@@ -111,45 +110,82 @@ class Oracle:
         return mean | {name: scale * value for name, value in found.items()}
 
     def _solve(self, matrix: Tensor, a: Tensor, g: Tensor) -> Tensor:
-        """Group by group, over the flattened matrix where that is what the method says."""
-        damping = self.settings.damping
-        directions = []
-        for gradient, a_, g_ in zip(matrix, a, g, strict=True):
-            if self.settings.solver == "eigen":
-                big = torch.kron(g_, a_) + damping * torch.eye(gradient.numel(), dtype=torch.float64)
-                directions.append(torch.linalg.solve(big, gradient.reshape(-1)).reshape(gradient.shape))
-                continue
-            pi = ((a_.trace() / len(a_)) / (g_.trace() / len(g_))).sqrt()
-            a_damped = a_ + damping**0.5 * pi * torch.eye(len(a_), dtype=torch.float64)
-            g_damped = g_ + damping**0.5 / pi * torch.eye(len(g_), dtype=torch.float64)
-            directions.append(torch.linalg.solve(g_damped, gradient) @ torch.linalg.inv(a_damped))
-        return torch.stack(directions)
+        return direction(self.settings.solver, matrix, a, g, self.settings.damping)
+
+
+def direction(
+    solver: str, matrix: Tensor, a: Tensor, g: Tensor, damping: float, *, pi: bool = True
+) -> Tensor:
+    """Precondition group by group, over the flattened matrix where that is what the method says.
+
+    "eigen" solves (G kron A + γ I) vec(V) = vec(∇), "inverse" (G + √γ/π I) kron (A + √γ π I) vec(V) = vec(∇), with
+    rows of ∇ one after the other.
+    """
+    directions = []
+    for gradient, a_, g_ in zip(matrix, a, g, strict=True):
+        if solver == "eigen":
+            big = torch.kron(g_, a_) + damping * torch.eye(gradient.numel(), dtype=torch.float64)
+            directions.append(torch.linalg.solve(big, gradient.reshape(-1)).reshape(gradient.shape))
+            continue
+        ratio = ((a_.trace() / len(a_)) / (g_.trace() / len(g_))).sqrt() if pi else 1.0
+        a_damped = a_ + damping**0.5 * ratio * torch.eye(len(a_), dtype=torch.float64)
+        g_damped = g_ + damping**0.5 / ratio * torch.eye(len(g_), dtype=torch.float64)
+        directions.append(torch.linalg.solve(g_damped, gradient) @ torch.linalg.inv(a_damped))
+    return torch.stack(directions)
 
 
 def step_for_all(
-    oracle: Oracle, replicas: Sequence[nn.Module], batches: Sequence[Batch], model: nn.Module
+    oracle: Oracle, replicas: Sequence[nn.Module], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Let rank 0 compute what all ranks expect of ``model``; the others pass no replicas and take what it found.
+    """Let rank 0 compute what all ranks expect; the others pass no replicas and take what it found.
 
     Every rank would compute the same from the data of all, for as long as its parameters are those of rank 0.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    numels = [shape.numel() for shape in shapes.values()]
-    flat = torch.zeros(sum(numels) + 1, dtype=torch.float64)
+    answer: list[Any] = [None]
     if replicas:
-        found = oracle.step(replicas, batches)
-        parts = [found[name].reshape(-1) for name in shapes]
-        flat = torch.cat([*parts, torch.tensor([oracle.least_scale], dtype=torch.float64)])
-    dist.broadcast(flat, 0)
-    *parts, scale = flat.split([*numels, 1])
-    oracle.least_scale = float(scale)
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        pairs = zip(replicas, batches, strict=True)
+        runs = [RankRun(model, inputs, cross_entropy(targets)) for model, (inputs, targets) in pairs]
+        answer = [(oracle.step_of_runs(runs), oracle.least_scale)]
+    dist.broadcast_object_list(answer, 0)
+    expected, oracle.least_scale = answer[0]
+    return expected  # type: ignore[no-any-return]
+
+
+def cross_entropy(targets: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda outputs: F.cross_entropy(outputs, targets)
+
+
+def errors_beside(oracle: Oracle, training: Any, steps: int, world_size: int) -> Iterator[float]:
+    """Train with `kfac_training.Training`; iterate over the relative errors of the steps."""
+    plain: nn.Module = getattr(training.model.module, "_orig_mod", training.model.module)
+    for _ in range(steps):
+        replicas = [copy.deepcopy(plain).double() for _ in range(0 if training.rank else world_size)]
+        training.backward()
+        batches = [training.data(rank, training.steps) for rank in range(world_size)]
+        wide = [(inputs.double(), targets) for inputs, targets in batches]
+        expected = step_for_all(oracle, replicas, wide)
+        named = plain.named_parameters()
+        yield relative_error({name: p.grad for name, p in named if p.grad is not None}, expected)
+        training.update()
+
+
+def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the greatest error of a layer; of a bias alone it says little: one before a BatchNorm has no gradient."""
+    assert found.keys() == expected.keys()
+    errors: dict[str, float] = {}
+    scales: dict[str, float] = {}
+    for name, wanted in expected.items():
+        layer = name.rpartition(".")[0]
+        error = float((found[name].double().cpu() - wanted).abs().max())
+        errors[layer] = max(errors.get(layer, 0.0), error)
+        scales[layer] = max(scales.get(layer, 0.0), float(wanted.abs().max()))
+    return max(error / scales[layer] for layer, error in errors.items())
 
 
 class RankRun:
     """One rank's forward and backward, with every layer's inputs and output gradients by call."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
         self.layers = {
             name: module
             for name, module in model.named_modules()
@@ -160,7 +196,7 @@ class RankRun:
             module.register_forward_hook(lambda _, args, out, name=name: calls[name].append((args[0], out)))
             for name, module in self.layers.items()
         ]
-        loss = F.cross_entropy(model(inputs), targets)
+        loss = loss_of(model(inputs))
         for handle in handles:
             handle.remove()
         outputs = [out for of_layer in calls.values() for _, out in of_layer]
@@ -169,7 +205,8 @@ class RankRun:
             name: [(x.detach(), next(by_output)) for x, _ in of_layer] for name, of_layer in calls.items()
         }
         named = dict(model.named_parameters())
-        self.gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+        found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+        self.gradients = dict(zip(named, found, strict=True))
         self._samples = len(inputs)
 
     def factors(self, name: str, sharing: str) -> tuple[Tensor, Tensor]:
@@ -183,8 +220,11 @@ def factors_of_call(
     module: nn.Module, x: Tensor, y: Tensor, loss_samples: int, sharing: str
 ) -> tuple[Tensor, Tensor]:
     """Return A and G of one call, of its inputs and of the gradients of its outputs."""
-    # [samples, positions, groups, features]
-    a, g = input_rows(module, x), output_rows(module, y) * loss_samples
+    return factors_of_rows(input_rows(module, x), output_rows(module, y) * loss_samples, sharing)
+
+
+def factors_of_rows(a: Tensor, g: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
+    """Return A and G of [samples, positions, groups, features]."""
     if sharing == "reduce":
         a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
     samples, positions = a.shape[:2]

@@ -1,76 +1,96 @@
-"""A small model under DDP with K-FAC, for tests between real ranks."""
+"""A small model under DDP with K-FAC."""
 
 import contextlib
-import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from crossover_ddp import DecoupledState, GPUMutex, decoupled_hook
+from crossover_ddp import DecoupledState, decoupled_hook
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.harness import networks
+from tests.harness import networks, training
 
 WIDTH, OUTPUTS, SAMPLES = 6, 5, 8
-LR = 0.05
+LR = 0.1  # of the harness
 mlp = functools.partial(networks.mlp, seed=4)
 
 
-class Training:
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return inputs, torch.randint(0, OUTPUTS, (SAMPLES,), generator=generator)
+
+
+class Training(training.Training):
     """Train ``network`` with K-FAC, every rank on data of its own.
 
     Args:
         rank: of this process.
         network: of WIDTH inputs and OUTPUTS outputs; default an MLP of four layers.
+        data: inputs and targets by rank and step.
         ddp: options of DDP.
+        mutex: of all states.
+        optimizers: of the model; default SGD with momentum.
         decoupled: whether directions are applied in the next forward.
+        device: of the model.
         options: of KFACState.
+
+    Attributes:
+        kfac: the `KFACState`; `state` is what the hook is registered with.
     """
 
     def __init__(
         self,
-        rank: int,
+        rank: int = 0,
         network: nn.Module | None = None,
         *,
+        data: Callable[[int, int], tuple[Tensor, Tensor]] = batch,
         ddp: dict[str, Any] | None = None,
-        mutex: GPUMutex | None = None,
+        mutex: Any = None,
+        optimizers: Callable[[nn.Module], list[Optimizer]] | None = None,
         decoupled: bool = False,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
-        torch.set_num_threads(1)
-        network = network or mlp(WIDTH, 8, 8, 8, OUTPUTS)
-        self.rank = rank
-        self.model = DistributedDataParallel(network, **({"bucket_cap_mb": 0.0004} | (ddp or {})))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
-        self.state = KFACState(self.model, self.optimizer, mutex=mutex, **options)
-        if decoupled:
-            group = self.state.process_group
-            self.outer = DecoupledState(self.optimizer, group, mutex=mutex, kfac=self.state)
-            self.model.register_comm_hook(self.outer, decoupled_hook)
-        else:
-            self.model.register_comm_hook(self.state, kfac_hook)
-        self.steps = 0
+        def way(model: Any, optimizers: Sequence[Any], mutex: Any) -> tuple[Any, Any]:
+            several = optimizers if len(optimizers) > 1 else optimizers[0]
+            self.kfac = KFACState(model, several, mutex=mutex, **options)
+            if not decoupled:
+                return self.kfac, kfac_hook
+            group = self.kfac.process_group
+            return DecoupledState(*optimizers, group, mutex=mutex, kfac=self.kfac), decoupled_hook
+
+        super().__init__(
+            way,
+            rank,
+            mutex=mutex,
+            module=network or mlp(WIDTH, 8, 8, 8, OUTPUTS),
+            device=device,
+            optimizers=optimizers,
+            **({"bucket_cap_mb": 0.0004, "gradient_as_bucket_view": False} | (ddp or {})),
+        )
+        self.data, self.device = data, device
+
+    def loss(self, part: int = 0, parts: int = 1) -> Tensor:
+        inputs, targets = (
+            each.chunk(parts)[part].to(self.device) for each in self.data(self.rank, self.steps)
+        )
+        return F.cross_entropy(self.model(inputs), targets) / parts
 
     def backward(self, parts: int = 1) -> float:
         """Accumulate over ``parts`` of the batch; return the mean loss."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         total = 0.0
-        chunks = [each.chunk(parts) for each in batch(self.rank, self.steps)]
-        for part, (inputs, targets) in enumerate(zip(*chunks, strict=True), start=1):
-            with contextlib.nullcontext() if part == parts else self.model.no_sync():
-                loss = nn.functional.cross_entropy(self.model(inputs), targets) / parts
+        for part in range(parts):
+            with contextlib.nullcontext() if part == parts - 1 else self.model.no_sync():
+                loss = self.loss(part, parts)
                 loss.backward()
             total += float(loss.detach())
-        self.steps += 1
         return total
-
-    def step(self) -> float:
-        loss = self.backward()
-        self.optimizer.step()
-        return loss
 
     def trained(self, steps: int) -> list[dict[str, Tensor]]:
         """Train; return the gradients of each step."""
@@ -78,37 +98,27 @@ class Training:
         for _ in range(steps):
             self.backward()
             found.append(self.gradients())
-            self.optimizer.step()
+            self.update()
         return found
 
-    def save(self, path: str, *, writer: int = 0) -> None:
-        """Save everything from rank ``writer``. Collective."""
-        state = self.state.state_dict()
-        if self.rank == writer:
-            torch.save((self.model.module.state_dict(), self.optimizer.state_dict(), state, self.steps), path)
-
-    def load(self, path: str) -> dict[str, Any]:
-        """Go on where `save` was called; return the state's own dict."""
-        network, optimizer, state, self.steps = torch.load(path)
-        self.model.module.load_state_dict(network)
-        self.optimizer.load_state_dict(optimizer)
-        self.state.load_state_dict(copy.deepcopy(state))
-        assert self.state.steps == self.steps
-        return state  # type: ignore[no-any-return]
-
     def gradients(self) -> dict[str, Tensor]:
+        """Return copies by the names that the model has without DDP."""
         named = self.model.module.named_parameters()
         return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
     def parameters(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.model.module.parameters()])
+        """Return all in one."""
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
-    @property
-    def owners(self) -> Sequence[int]:
-        return [*self.state.owners.values()]
+    def spread(self) -> list[str]:
+        """Return the names of the layers that all ranks precondition together."""
+        lines = self.kfac.report().splitlines()
+        return [line.split(":")[0].strip() for line in lines if "spread over all ranks" in line]
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
-    return inputs, torch.randint(0, OUTPUTS, (SAMPLES,), generator=generator)
+def same(ones: Sequence[dict[str, Tensor]], others: Sequence[dict[str, Tensor]]) -> bool:
+    """Tell whether the gradients of some steps are the same to the last bit."""
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(ones, others, strict=True)
+    )

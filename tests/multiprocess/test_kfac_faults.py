@@ -2,6 +2,8 @@
 
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +20,14 @@ PATIENCE_S = 10.0
 LIMIT_S = 60.0  # of a busy machine
 
 
-def failure_of(training: Training, steps: int = 3) -> tuple[str, float]:
+def failure_of(train: Callable[[], Any]) -> tuple[str, float]:
     """Train until it fails; return the error and how long it took."""
-    begin_s = time.monotonic()
+    begin_s, told = time.monotonic(), "went on"
     try:
-        for _ in range(steps):
-            training.step()
+        train()
     except (ExchangeError, UnsupportedConfigurationError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
-    return "went on", time.monotonic() - begin_s
+        told = f"{type(error).__name__}: {error}"
+    return told, time.monotonic() - begin_s
 
 
 def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tuple[str, float]:
@@ -34,17 +35,15 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
     group = impatient_group(PATIENCE_S)
     training = Training(
         rank, ddp={"process_group": group}, process_group=group, inv_update_steps=1, decoupled=decoupled
-    )
-    training.step()
-    training.step()
+    ).run(2)
     if moment == "early":
-        training.state.plan_factors(early=True)
+        training.kfac.plan_factors(early=True)
     dist.barrier()
     if rank == 1 and moment == "early":
         signal.raise_signal(signal.SIGKILL)
     if rank == 1 and moment == "in the owner's step":
         torch.linalg.cholesky_ex = lambda *_, **__: signal.raise_signal(signal.SIGKILL)
-    outcome = failure_of(training)
+    outcome = failure_of(lambda: training.run(3))
     # A thread may still wait for a rank that is no neighbour of the dead one: no longer than the group's timeout.
     dist.destroy_process_group(group)
     return outcome
@@ -52,12 +51,7 @@ def lose_a_peer(rank: int, world_size: int, moment: str, decoupled: bool) -> tup
 
 @pytest.mark.parametrize(
     ("world_size", "moment", "decoupled"),
-    [
-        (2, "early", False),
-        (2, "in the owner's step", False),
-        (4, "in the owner's step", False),
-        (2, "in the owner's step", True),
-    ],
+    [(2, "early", False), (4, "in the owner's step", False), (2, "in the owner's step", True)],
 )
 def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
     world_size: int, moment: str, decoupled: bool
@@ -72,25 +66,38 @@ def test_the_loss_of_a_peer_is_an_error_in_bounded_time(
             assert took_s < PATIENCE_S + LIMIT_S
 
 
-def other_layers(rank: int, world_size: int, widths: list[tuple[int, ...]]) -> str:
-    network = mlp(*widths[rank])
-    with pytest.raises(UnsupportedConfigurationError) as caught:
-        KFACState(network, kl_clip=None)
-    return str(caught.value)
+# What rank 1 alone has: other layers, or another argument.
+OTHERS: dict[str, Any] = {
+    "layer '0'": (WIDTH, 9, OUTPUTS),
+    "layers": (WIDTH, 8, 8, OUTPUTS),
+    "kl_clip": 0.01,
+    "damping": 0.1,
+    "solver": "eigen",
+    "weight_sharing": "reduce",
+    "inv_update_steps": 2,
+}
 
 
-@pytest.mark.parametrize(
-    ("other", "what"),
-    [
-        ((WIDTH, 9, OUTPUTS), "layer '0'"),
-        ((WIDTH, 8, 8, OUTPUTS), "layers"),
-        ((WIDTH, 8), "layers"),
-    ],
-)
-def test_other_layers_are_refused_on_all_ranks(other: tuple[int, ...], what: str) -> None:
-    widths = [(WIDTH, 8, OUTPUTS), other, (WIDTH, 8, OUTPUTS)]
-    for error in run_ranks(other_layers, 3, args=(widths,)):
-        assert error.startswith(f"expected the same {what} on all ranks, got {what} by rank {{0: ")
+def made_otherwise(rank: int, world_size: int) -> list[str]:
+    """Return what is told of each."""
+    told = []
+    for what, other in OTHERS.items():
+        is_other = rank == 1
+        network = mlp(*(other if is_other and what.startswith("layer") else (WIDTH, 8, OUTPUTS)))
+        options = {what: other} if is_other and not what.startswith("layer") else {}
+        with pytest.raises(UnsupportedConfigurationError) as caught:
+            KFACState(network, torch.optim.SGD(network.parameters(), lr=0.1), **options)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.defect("strangers-3")
+def test_other_layers_and_arguments_are_refused_by_name_on_all_ranks() -> None:
+    """Replicas would drift apart."""
+    for told in run_ranks(made_otherwise, 3):
+        for error, (what, other) in zip(told, OTHERS.items(), strict=True):
+            assert error.startswith(f"expected the same {what} on all ranks, got {what} by rank {{0: ")
+            assert what.startswith("layer") or f"1: {other!r}" in error
 
 
 def state_of_another_group(rank: int, world_size: int) -> tuple[str, float]:
@@ -100,14 +107,9 @@ def state_of_another_group(rank: int, world_size: int) -> tuple[str, float]:
     model = DistributedDataParallel(mlp(WIDTH, 8, OUTPUTS), process_group=group)
     states = [KFACState(model, kl_clip=None, process_group=each) for each in (group, alone)]
     model.register_comm_hook(states[rank == 1], kfac_hook)
-    begin_s = time.monotonic()
-    try:
-        model(torch.ones(2, WIDTH)).sum().backward()
-    except (ExchangeError, UnsupportedConfigurationError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
-    finally:
-        dist.barrier()
-    return "went on", 0.0
+    outcome = failure_of(lambda: model(torch.ones(2, WIDTH)).sum().backward())
+    dist.barrier()
+    return outcome
 
 
 def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None:
@@ -123,7 +125,7 @@ def model_of_rank_0_alone(rank: int, world_size: int) -> float:
     loss = 0.0
     if rank == 0:
         training = Training(rank, ddp={"process_group": alone})
-        assert training.state.process_group is alone
+        assert training.kfac.process_group is alone
         loss = training.step()
     dist.barrier()
     return loss

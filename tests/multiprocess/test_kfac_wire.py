@@ -1,87 +1,77 @@
-"""What K-FAC puts on the wire, counted on the interface: the gradient's bytes, and factors only where due."""
+"""What K-FAC puts on the wire, as the kernel counts it: the gradient's bytes, and factors only where due."""
 
-import statistics
 from functools import cache
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.benchmarks.kfac_plan import Plan
-from tests.benchmarks.kfac_runs import KfacRuns, measure_kfac
-from tests.benchmarks.pairs import why_not_shaped
+from tests.harness import run_ranks
+from tests.journeys.test_bits_and_buffers import COUNTED, sent_bytes
+from tests.multiprocess.kfac_training import Training, mlp
 
-_REASON = why_not_shaped()
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(_REASON is not None, reason=f"no emulated network: {_REASON}"),
-]
+pytestmark = COUNTED
 LAYERS, WIDTH = 4, 256
 SAMPLES = {"columns": 32, "triangles": 256}
-HEADERS = 1.009
+# Of both ranks: the gradient there and back; A and G of each layer to its owner, as they are smaller.
+GRADIENT = 2 * 4 * LAYERS * WIDTH**2
+PACKING = {"columns": SAMPLES["columns"] * WIDTH, "triangles": WIDTH * (WIDTH + 1) // 2 + 1}
+FACTOR_STEPS, INVERSE_STEPS = 2, 3
+# Of the steps after those in which buckets are rebuilt and early factors are planned.
+KINDS = {4: "factors", 5: "plain", 6: "both", 8: "factors", 9: "solvers"}
 WIRE, PACKINGS = 0.02, 0.03
 
 
-@pytest.fixture(scope="module")
-def found(
-    tmp_path_factory: pytest.TempPathFactory, forked_lab_of_module: None
-) -> "dict[str, list[KfacRuns]]":
-    @cache
-    def measured(form: str) -> list[KfacRuns]:
-        plan = Plan(("ddp", "split", "kfac", "early", "local"), LAYERS, WIDTH, SAMPLES[form], cap_mb=1.0)
-        return measure_kfac(tmp_path_factory.mktemp(form), plan, rate_mbit=2000)
+def bytes_of_steps(rank: int, world_size: int, samples: int) -> dict[tuple[str, str], int]:
+    """Return what this rank has sent, by way and kind of step."""
 
-    return {form: measured(form) for form in SAMPLES}
+    def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs = torch.randn(samples, WIDTH, generator=generator)
+        return inputs, torch.randint(WIDTH, (samples,), generator=generator)
 
-
-def mean_bytes(run: KfacRuns, way: str, *kinds: str) -> float:
-    return statistics.fmean(value for kind in kinds for value in run.of(way, kind, "wire_bytes"))
-
-
-def every(run: KfacRuns, way: str) -> float:
-    return mean_bytes(run, way, "plain", "factors", "solvers", "both")
-
-
-def packing_bytes(run: KfacRuns, way: str, form: str) -> int:
-    """Return what a rank sends to the other one's layers: how A and G of each come, and either as it is smaller."""
-    numel = SAMPLES["columns"] * WIDTH if form == "columns" else WIDTH * (WIDTH + 1) // 2 + 1
-    others = [owner for owner in run.owners[way] if owner != run.rank]
-    return 4 * len(others) * 2 * (1 + numel)
-
-
-@pytest.mark.parametrize("form", SAMPLES)
-def test_plain_steps_cost_what_the_split_and_plain_ddp_cost(
-    form: str, found: "dict[str, list[KfacRuns]]"
-) -> None:
-    for run in found[form]:
-        gradient = 4 * LAYERS * WIDTH**2
-        assert every(run, "ddp") / gradient == pytest.approx(HEADERS, abs=WIRE)
-        for way in ("kfac", "early"):
-            plain = mean_bytes(run, way, "plain")
-            assert plain / every(run, "split") == pytest.approx(1, abs=WIRE), way
-            assert plain / every(run, "ddp") == pytest.approx(1, abs=WIRE), way
+    found = {}
+    for way in ("late", "early", "local"):
+        training = Training(
+            rank,
+            mlp(*(WIDTH,) * (LAYERS + 1), bias=False),
+            data=data,
+            ddp={"bucket_cap_mb": 1.0},
+            factor_update_steps=FACTOR_STEPS,
+            inv_update_steps=INVERSE_STEPS,
+            factors="local" if way == "local" else "global",
+        )
+        for step in range(max(KINDS) + 1):
+            if way == "early" and step == 3:
+                training.kfac.plan_factors(early=True)
+            dist.barrier()
+            begin = sent_bytes()
+            training.step()
+            training.kfac._preconditioner.traffic.settle()  # factors that would follow behind later steps
+            dist.barrier()
+            if step in KINDS:
+                found[way, KINDS[step]] = sent_bytes() - begin
+        training.close()
+    return found
 
 
-@pytest.mark.parametrize("form", SAMPLES)
-@pytest.mark.parametrize("way", ["kfac", "early"])
-def test_factors_cost_one_reduction_of_what_they_hold(
-    way: str, form: str, found: "dict[str, list[KfacRuns]]"
-) -> None:
-    for run in found[form]:
-        extra = mean_bytes(run, way, "factors") - mean_bytes(run, way, "plain")
-        assert extra / packing_bytes(run, way, form) == pytest.approx(HEADERS, abs=PACKINGS)
+@cache
+def found(form: str) -> dict[tuple[str, str], int]:
+    ranks = run_ranks(bytes_of_steps, 2, args=(SAMPLES[form],))
+    return {key: sum(of_rank[key] for of_rank in ranks) for key in ranks[0]}
 
 
 @pytest.mark.parametrize("form", SAMPLES)
-@pytest.mark.parametrize("way", ["kfac", "early"])
-def test_new_solvers_cost_nothing(way: str, form: str, found: "dict[str, list[KfacRuns]]") -> None:
-    for run in found[form]:
-        for without, with_solvers in (("plain", "solvers"), ("factors", "both")):
-            ratio = mean_bytes(run, way, with_solvers) / mean_bytes(run, way, without)
-            assert ratio == pytest.approx(1, abs=WIRE), (without, with_solvers)
+@pytest.mark.parametrize("way", ["late", "early"])
+def test_factors_cost_one_reduction_of_what_they_hold_and_solvers_nothing(way: str, form: str) -> None:
+    for without, with_factors in (("plain", "factors"), ("solvers", "both")):
+        assert found(form)[way, without] / GRADIENT == pytest.approx(1, abs=WIRE)
+        extra = found(form)[way, with_factors] - found(form)[way, without]
+        assert extra / (4 * LAYERS * 2 * PACKING[form]) == pytest.approx(1, abs=PACKINGS), with_factors
 
 
 @pytest.mark.parametrize("form", SAMPLES)
-def test_local_factors_never_travel(form: str, found: "dict[str, list[KfacRuns]]") -> None:
-    for run in found[form]:
-        for kind in ("plain", "factors", "solvers", "both"):
-            ratio = mean_bytes(run, "local", kind) / every(run, "ddp")
-            assert ratio == pytest.approx(1, abs=WIRE), kind
+def test_local_factors_never_travel(form: str) -> None:
+    for kind in KINDS.values():
+        assert found(form)["local", kind] / GRADIENT == pytest.approx(1, abs=WIRE), kind

@@ -42,7 +42,7 @@ CODECS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_compression/coded_link.py",
         "exact.div_(self._divisor)",
         "exact",
-        (_KFAC, "-k", "identity_codec and 2"),
+        ("tests/multiprocess/test_kfac.py", "-k", "independent and identity"),
     ),
     Fault(
         "what stood between segments is encoded with the next",

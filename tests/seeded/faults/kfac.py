@@ -20,7 +20,7 @@ KFAC: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_kfac/factor_traffic.py",
         ".div_(total[-1])",
         ".div_(2)",
-        (_KFAC, "-k", "without_a_layer"),
+        (_KFAC, "-k", "independent and uneven"),
     ),
     Fault(
         "the KL clip's sum is that of rank 0's layers alone",
@@ -118,21 +118,21 @@ KFAC: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_kfac/journeys.py",
         "if self.bias is None or self.bias_lr == self.lr:",
         "if self.bias is None or self.lr:",
-        (_DEFECTS, "-k", "learning_rate and whole"),
+        (_KFAC, "-k", "independent and rates"),
     ),
     Fault(
         "a layer is spread although its bias has a learning rate of its own",
         "crossover_ddp/_kfac/preconditioner.py",
         "if solver is not None and bias_lr == lr else",
         "if solver is not None else",
-        (_DEFECTS, "-k", "learning_rate and spread"),
+        (_KFAC, "-k", "independent and rates and spread"),
     ),
     Fault(
         "ranks with other arguments train on",
         "crossover_ddp/_kfac/settings.py",
         "compare(group, {**arguments, ",
         "compare(group, {",
-        (_DEFECTS, "-k", "other_arguments"),
+        ("tests/multiprocess/test_kfac_faults.py", "-k", "other_layers"),
     ),
     Fault(
         "Adam is taken for an optimizer that leaves directions as they are",

@@ -1,18 +1,16 @@
-"""What the hooks record is what single samples, each with its own backward, make up by definition in float64."""
+"""What the hooks record is what layers' inputs and their outputs' gradients make up by definition in float64."""
 
 import copy
 import gc
-import importlib.util
-import io
 import pickle
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.layers import Layer, LayerShape, find_layers
+from tests.multiprocess.kfac_oracle import RankRun
 
 pytestmark = pytest.mark.torch_version
 
@@ -70,35 +69,15 @@ def loss_of(output: Tensor) -> Tensor:
     return output.exp().sum(-1).mean()
 
 
-def rows_of(module: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(module, nn.Conv2d):
-        x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)[0].T
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if module.bias is None else torch.cat([rows, torch.ones(len(rows), 1).to(rows)], 1)
-
-
-def by_sample(model: nn.Module, x: Tensor, sharing: WeightSharing) -> dict[str, Captured]:
-    """Factors of every layer, one sample and one call after the other."""
-    calls: list[tuple[str, Tensor, Tensor]] = []
-    model = copy.deepcopy(model)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    for name, module in layers.items():
-        module.register_forward_hook(lambda m, i, o, n=name: calls.append((n, rows_of(m, i[0]), o)))
-    a: dict[str, list[Tensor]] = {name: [] for name in layers}
-    g: dict[str, Tensor] = {}
-    for sample in x:
-        calls.clear()
-        # Taken before anything is done to an output in place.
-        output = model(sample.unsqueeze(0))
-        gradients = torch.autograd.grad(loss_of(output), [o for _, _, o in calls])
-        for (name, rows, _), gradient in zip(calls, gradients, strict=True):
-            channels = gradient.flatten(2)[0].T if gradient.dim() == 4 else gradient
-            own = channels.reshape(-1, channels.shape[-1])
-            if sharing == "reduce":
-                rows, own = rows.mean(0, keepdim=True), own.sum(0, keepdim=True)
-            a[name].append(rows.T @ rows / len(rows))
-            g[name] = g.get(name, 0) + own.T @ own / len(x)
-    return {n: Captured(torch.stack(a[n]).mean(0)[None].detach(), g[n][None].detach()) for n in layers}
+def defined(
+    model: nn.Module,
+    x: Tensor,
+    sharing: WeightSharing = "expand",
+    loss: Callable[[Tensor], Tensor] = loss_of,
+) -> dict[str, Captured]:
+    """Return the factors of every layer."""
+    run = RankRun(copy.deepcopy(model), x, loss)
+    return {name: Captured(*run.factors(name, sharing)) for name in run.layers}
 
 
 class OutOfPlace(Net):
@@ -108,11 +87,11 @@ class OutOfPlace(Net):
         return x
 
 
-def expected_of(model: Net, x: Tensor, sharing: WeightSharing = "expand") -> dict[str, Captured]:
+def expected_of(model: Net, x: Tensor, *options: Any, **named: Any) -> dict[str, Captured]:
     plain = OutOfPlace(model.uses).double()
     plain.load_state_dict(model.state_dict())
     plain.act = nn.ReLU()
-    return by_sample(plain, x, sharing)
+    return defined(plain, x, *options, **named)
 
 
 def take(capture: FactorCapture, index: int) -> Captured | None:
@@ -185,27 +164,6 @@ def test_four_micro_batches_whose_losses_are_summed() -> None:
     assert_same(run.taken(), expected_of(net(), batch(8)))
 
 
-def test_two_forwards_before_a_backward_are_one_micro_batch() -> None:
-    run = recorded(net())
-    (loss_of(run.model(batch(3))) + loss_of(run.model(batch(3, seed=1)))).backward()
-    assert run.capture.micro_batches == 1
-    halves = [expected_of(net(), batch(3, seed=seed)) for seed in (0, 1)]
-    expected = {
-        n: Captured((halves[0][n].a + halves[1][n].a) / 2, halves[0][n].g + halves[1][n].g) for n in halves[0]
-    }
-    assert_same(run.taken(), expected)
-
-
-def test_the_caller_may_say_when_a_micro_batch_begins() -> None:
-    model = net()
-    layers, _ = find_layers(model)
-    run = Recorded(model, layers, FactorCapture(layers, sharing="expand"))
-    for part in batch(8).chunk(2):
-        run.capture.begin_micro_batch()
-        (loss_of(model(part)) / 2).backward()
-    assert_same(run.taken(), expected_of(net(), batch(8)))
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -230,26 +188,20 @@ def test_checkpointing_of_the_whole_model(reentrant: bool) -> None:
     assert_same(run.taken(), expected_of(net(), batch()))
 
 
-def test_scaled_losses_are_scaled_back() -> None:
-    scale = [0.0]
-    run = recorded(net(), loss_scale=lambda: scale[0])
-    output = run.model(batch())
-    scale[0] = 1024.0
-    (1024 * loss_of(output)).backward()
-    assert_same(run.taken(), expected_of(net(), batch()))
-
-
-def test_the_scale_is_read_once_per_micro_batch() -> None:
+def test_losses_are_scaled_back_by_the_scale_of_their_backward_read_once() -> None:
     reads: list[float] = []
+    scale = 0.0
 
-    def scale() -> float:
-        reads.append(2.0 ** len(reads))
-        return reads[-1]
+    def read() -> float:
+        reads.append(scale)
+        return scale
 
-    run = recorded(net(), loss_scale=scale)
-    for index, part in enumerate(batch().chunk(2)):
-        (2.0**index * loss_of(run.model(part)) / 2).backward()
-    assert reads == [1.0, 2.0]
+    run = recorded(net(), loss_scale=read)
+    for next_scale, part in zip((1024.0, 2.0), batch().chunk(2), strict=True):
+        loss = loss_of(run.model(part)) / 2
+        scale = next_scale
+        (scale * loss).backward()
+    assert reads == [1024.0, 2.0]
     assert_same(run.taken(), expected_of(net(), batch()))
 
 
@@ -275,13 +227,9 @@ def test_evaluation_captures_nothing() -> None:
     run.model.train()
     run.capture.active = False
     loss_of(run.model(batch())).backward()
+    run.capture.active = True
+    run.model(batch())  # and no backward
     assert run.capture.micro_batches == 0
-    assert set(run.taken().values()) == {None}
-
-
-def test_a_layer_without_gradient_gives_nothing() -> None:
-    run = recorded(net())
-    run.model(batch())
     assert set(run.taken().values()) == {None}
 
 
@@ -304,26 +252,10 @@ def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
     assert_same(run.taken(), expected_of(net(), batch()))
 
 
-def test_an_input_by_name_is_seen() -> None:
-    model = nn.Linear(3, 2).double()
-    run = recorded(model)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    loss_of(model(input=x)).backward()
-    assert_same(run.taken(), by_sample(model, x, "expand"))
-
-
 def test_copies_of_the_model_add_nothing() -> None:
     run = recorded(net())
     loss_of(run.model(batch())).backward()
-    buffer = io.BytesIO()
-    torch.save(run.model, buffer)
-    buffer.seek(0)
-    copies = [
-        copy.deepcopy(run.model),
-        pickle.loads(pickle.dumps(run.model)),
-        torch.load(buffer, weights_only=False),
-    ]
-    for other in copies:
+    for other in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
         loss_of(other(batch(seed=1))).backward()
     assert_same(run.taken(), expected_of(net(), batch()))
 
@@ -352,30 +284,19 @@ def test_closing_removes_the_hooks() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
 
 
-@pytest.fixture
-def _without_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where tqdm is installed torch's compiler uses it, and it starts a thread for good.
-    if importlib.util.find_spec("tqdm"):
-        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-
-
-@pytest.mark.usefixtures("_without_progress_bars")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_are_captured(backend: str) -> None:
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_models_are_captured() -> None:
     model = net(2)
     run = recorded(model)
-    compiled = torch.compile(model, backend=backend)
-    try:
-        for seed, active in enumerate((True, True, False, True)):
-            run.capture.begin_step()
-            run.capture.active = active
-            loss_of(compiled(batch(seed=seed))).backward()
-            if active:
-                assert_same(run.taken(), expected_of(net(2), batch(seed=seed)))
-            else:
-                assert set(run.taken().values()) == {None}
-    finally:
-        torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed, active in enumerate((True, True, False, True)):
+        run.capture.begin_step()
+        run.capture.active = active
+        loss_of(compiled(batch(seed=seed))).backward()
+        if active:
+            assert_same(run.taken(), expected_of(net(2), batch(seed=seed)))
+        else:
+            assert set(run.taken().values()) == {None}
 
 
 class Zoo(nn.Module):
@@ -434,17 +355,14 @@ def test_layers_are_found_and_the_others_have_a_reason() -> None:
     }
 
 
-@pytest.mark.parametrize("pattern", ["again", "twin", "f*", "first"])
-def test_any_name_of_a_shared_layer_skips_it(pattern: str) -> None:
-    layers, others = find_layers(Zoo(), skip=(pattern,))
-    assert "first" not in [layer.name for layer in layers]
-    assert others["first.weight"] == others["first.bias"] == "named in skip"
-
-
-@pytest.mark.parametrize(("pattern", "left"), [("block.0", 1), ("block.*", 0), ("bl", 2), ("*.1", 1)])
-def test_patterns_are_of_the_shell_or_whole_names(pattern: str, left: int) -> None:
-    layers, _ = find_layers(Zoo(), skip=(pattern,))
-    assert sum(layer.name.startswith("block.") for layer in layers) == left
+def test_layers_are_skipped_by_patterns_or_names_any_of_a_shared_one() -> None:
+    for pattern in ("again", "twin", "f*", "first"):
+        layers, others = find_layers(Zoo(), skip=(pattern,))
+        assert "first" not in [layer.name for layer in layers]
+        assert others["first.weight"] == others["first.bias"] == "named in skip"
+    for pattern, left in {"block.0": 1, "block.*": 0, "bl": 2, "*.1": 1}.items():
+        layers, _ = find_layers(Zoo(), skip=(pattern,))
+        assert sum(layer.name.startswith("block.") for layer in layers) == left
 
 
 def test_two_modules_of_one_layer_are_summed() -> None:
@@ -470,13 +388,3 @@ def test_names_are_those_of_the_model_inside(process_group: dist.ProcessGroup) -
         assert [layer.name for layer in layers] == ["conv", "token", "head"]
         assert layers[0].weight is model.conv.weight
         assert others == {}
-
-
-def test_factors_under_ddp_with_accumulation(process_group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(net(), process_group=process_group)
-    run = recorded(ddp)
-    parts = batch(8).chunk(2)
-    with ddp.no_sync():
-        (loss_of(ddp(parts[0])) / 2).backward()
-    (loss_of(ddp(parts[1])) / 2).backward()
-    assert_same(run.taken(), expected_of(net(), batch(8)))

@@ -1,9 +1,7 @@
 """Only what ends up in the step's gradient forms factors, whatever else a training loop does with the model."""
 
-import contextlib
 import functools
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,19 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from crossover_ddp._kfac.capture import FactorCapture
 from crossover_ddp._kfac.factors import Columns, multiplied
 from crossover_ddp._kfac.layers import find_layers
-from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+from tests.multiprocess.kfac_training import Training, same
 from tests.unit.kfac.test_capture import (
     Captured,
     Net,
     Recorded,
     assert_same,
     batch,
-    by_sample,
+    defined,
     expected_of,
     loss_of,
     net,
     recorded,
-    take,
 )
 
 pytestmark = pytest.mark.torch_version
@@ -94,25 +91,16 @@ def _nothing_kept() -> Iterator[None]:
     KEPT.clear()
 
 
-@pytest.mark.parametrize("uses", [1, 2])
-@pytest.mark.parametrize("before", [*BEFORE, functional_gradient])
-def test_what_is_not_the_steps_leaves_no_trace(before: Callable[..., None], uses: int) -> None:
-    run = recorded(net(uses))
+@pytest.mark.parametrize(
+    ("before", "reentrant"),
+    [*((each, None) for each in (*BEFORE, functional_gradient)), (attack, False)],
+)
+def test_what_is_not_the_steps_leaves_no_trace(before: Callable[..., None], reentrant: bool | None) -> None:
+    run = recorded(net(2, reentrant))
     before(run.model, batch(seed=1))
     loss_of(run.model(batch())).backward()
     assert run.capture.micro_batches == 1
-    assert_same(run.taken(), expected_of(net(uses), batch()))
-
-
-@pytest.mark.parametrize("before", [attack, attack_on_weights, forward_alone, kept_forward])
-def test_nor_does_it_between_micro_batches_or_after_the_last(before: Callable[..., None]) -> None:
-    run = recorded(net())
-    for part in batch(8).chunk(4):
-        before(run.model, part)
-        (loss_of(run.model(part)) / 4).backward()
-        before(run.model, part)
-    assert run.capture.micro_batches == 4
-    assert_same(run.taken(), expected_of(net(), batch(8)))
+    assert_same(run.taken(), expected_of(net(2), batch()))
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -153,26 +141,14 @@ def test_clipping_between_micro_batches_drops_nothing() -> None:
 
 def test_the_inner_gradient_of_a_penalty_is_not_counted() -> None:
     """The outer backward is: its G is that of the whole loss, the penalty's curvature included."""
-    run = recorded(net())
-    x = batch().requires_grad_()
-    output = run.model(x)
-    (inner,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
-    (loss_of(output) + inner.square().sum()).backward()
+    run, x = recorded(net()), batch().requires_grad_()
 
-    twin = recorded(net())
-    outputs: list[Tensor] = []
-    for module in (twin.model.conv, twin.model.token, twin.model.head):
-        module.register_forward_hook(lambda m, i, o: outputs.append(o) or o.clone())
-    y = batch().requires_grad_()
-    output = twin.model(y)
-    (inner,) = torch.autograd.grad(loss_of(output), y, create_graph=True)
-    wanted = torch.autograd.grad(loss_of(output) + inner.square().sum(), outputs)
-    for name, captured, gradient in zip(("conv", "token", "head"), run.taken().values(), wanted, strict=True):
-        assert captured is not None
-        rows = gradient.flatten(2).mT if name == "conv" else gradient
-        rows = rows.reshape(-1, rows.shape[-1])
-        torch.testing.assert_close(captured.g[0], len(x) * rows.T @ rows, msg=name)
-        torch.testing.assert_close(captured.a, expected_of(net(), batch())[name].a, msg=name)
+    def penalised(output: Tensor) -> Tensor:
+        (inner,) = torch.autograd.grad(loss_of(output), x, create_graph=True)
+        return loss_of(output) + inner.square().sum()
+
+    penalised(run.model(x)).backward()
+    assert_same(run.taken(), expected_of(net(), x, loss=penalised))
 
 
 def test_a_penalty_before_the_first_loss_is_the_same_micro_batch() -> None:
@@ -186,13 +162,6 @@ def test_a_penalty_before_the_first_loss_is_the_same_micro_batch() -> None:
     for name, captured in taken.items():
         assert captured is not None
         torch.testing.assert_close(captured.g, expected[name].g, msg=name)
-
-
-def test_an_attack_on_a_checkpointed_model_leaves_no_trace() -> None:
-    run = recorded(net(2, reentrant=False))
-    attack(run.model, batch(seed=1))
-    loss_of(run.model(batch())).backward()
-    assert_same(run.taken(), expected_of(net(2), batch()))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -257,23 +226,12 @@ def test_waiting_calls_keep_no_more_than_their_inputs() -> None:
     """A layer unrolled over many steps of time does not hold a factor for each of them until backward."""
     cell = nn.Linear(64, 64).double()
     run = recorded(cell)
-    x = hidden = torch.randn(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    inputs = []
+    hidden = torch.randn(2, 64, dtype=torch.float64)
     for _ in range(5):
-        inputs.append(hidden)
         hidden = cell(hidden).tanh()
-    kept = [call.make_a() for call in run.capture._sums[0].open]  # type: ignore[misc]
-    assert len(kept) == 5
-    held = [
-        call.make_a.__self__.source for call in run.capture._sums[0].open if hasattr(call.make_a, "__self__")
-    ]  # type: ignore[union-attr]
-    assert len(held) == 4
-    assert all(columns.numel() == x.numel() for columns in held)
-    hidden.sum().backward()
-    captured = take(run.capture, 0)
-    assert captured is not None
-    rows = torch.cat([torch.cat([i, i.new_ones(2, 1)], 1) for i in inputs]).detach()
-    torch.testing.assert_close(captured.a[0], rows.T @ rows / len(rows))
+    calls = [call.make_a for call in run.capture._sums[0].open]
+    held = [make_a.__self__.source for make_a in calls if hasattr(make_a, "__self__")]
+    assert [columns.numel() for columns in held] == [2 * 64] * 4
 
 
 def test_an_abandoned_forward_is_gone_with_its_graph() -> None:
@@ -285,71 +243,43 @@ def test_an_abandoned_forward_is_gone_with_its_graph() -> None:
     assert [len(sums.open) for sums in run.capture._sums.values()] == [0, 0, 0]
 
 
-def test_input_factors_sent_ahead_of_a_backward_that_never_comes_drop_the_layer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = recorded(net())
-    attack(run.model, batch(seed=1))
-    kept_forward(run.model, batch(seed=1))
-    for index in range(3):
-        assert run.capture.take_input_ahead(index) is not None
-    loss_of(run.model(batch())).backward()
-    with caplog.at_level(logging.WARNING):
-        outputs = [run.capture.take_output(index) for index in range(3)]
-    assert all(g is not None and bool(g.isnan().all()) for g in outputs)
-    assert sum("plan_factors(early=False)" in record.message for record in caplog.records) == 1
-    run.capture.begin_step()
-    loss_of(run.model(batch())).backward()
-    assert_same(run.taken(), expected_of(net(), batch()))
-
-
-def test_input_factors_sent_ahead_are_the_steps_when_their_backward_comes() -> None:
-    run = recorded(net())
-    parts = batch(8).chunk(2)
-    given_up(run.model, batch(seed=1))
-    (loss_of(run.model(parts[0])) / 2).backward()
-    loss = loss_of(run.model(parts[1])) / 2
-    early = [run.capture.take_input_ahead(index) for index in range(3)]
-    loss.backward()
-    expected = expected_of(net(), batch(8))
-    for index, name in enumerate(expected):
-        g = run.capture.take_output(index)
-        assert early[index] is not None and g is not None
-        torch.testing.assert_close(early[index], expected[name].a)
-        torch.testing.assert_close(g, expected[name].g)
-
-
 # --- with the hook ---------------------------------------------------------------------------------------------
+
+
+class Disturbed(Training):
+    """Does something with the model before each forward."""
+
+    def __init__(
+        self, before: Callable[[nn.Module, Tensor], None] | None, *, uses: int = 2, **options: Any
+    ) -> None:
+        super().__init__(0, net(uses), ddp={"bucket_cap_mb": 25}, inv_update_steps=1, kl_clip=None, **options)
+        self.before = before
+
+    def loss(self, part: int = 0, parts: int = 1) -> Tensor:
+        x = batch(8, seed=self.steps).chunk(parts)[part]
+        if self.before is not None:
+            with self.model.no_sync():
+                self.before(self.model, x)
+        return loss_of(self.model(x)) / parts
 
 
 def trained(
     before: Callable[[nn.Module, Tensor], None] | None, *, parts: int = 1, early: bool = False, **options: Any
-) -> tuple[list[Tensor], dict[str, Any]]:
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     """Train three steps with something before each forward; return the gradients of all steps, and the state."""
-    model = DistributedDataParallel(net(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = KFACState(model, optimizer, inv_update_steps=1, kl_clip=None, **options)
-    model.register_comm_hook(state, kfac_hook)
-    gradients = []
+    training, gradients = Disturbed(before, **options), []
     for step in range(3):
         if early and step == 1:
-            state._preconditioner.traffic.early = ((0,), (1,), (2,))
-        optimizer.zero_grad()
-        inputs = batch(8, seed=step).chunk(parts)
-        for number, part in enumerate(inputs):
-            with model.no_sync() if number < parts - 1 else contextlib.nullcontext():
-                if before is not None:
-                    with model.no_sync():
-                        before(model, part)
-                (loss_of(model(part)) / parts).backward()
-        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-    state.close()
-    return gradients, state.state_dict()
+            training.kfac._preconditioner.traffic.early = ((0,), (1,), (2,))
+        training.backward(parts)
+        gradients.append(training.gradients())
+        training.update()
+    training.close()
+    return gradients, training.kfac.state_dict()
 
 
 @functools.cache
-def undisturbed(factors: str) -> tuple[list[Tensor], dict[str, Any]]:
+def undisturbed(factors: str) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
     return trained(None, factors=factors)
 
 
@@ -360,19 +290,29 @@ def test_the_directions_are_those_of_a_loop_without_it(before: Callable[..., Non
     expected, plain = undisturbed(factors)
     got, state = trained(before, factors=factors)
     assert state["layers"]["token"]["dropped"] == plain["layers"]["token"]["dropped"] == 0
-    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert same(got, expected)
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("before", [attack, kept_forward])
+@pytest.mark.parametrize("before", [attack, attack_on_weights, forward_alone, kept_forward])
 def test_so_they_are_with_accumulation(before: Callable[..., None]) -> None:
     expected, _ = trained(None, parts=2)
     got, _ = trained(before, parts=2)
-    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert same(got, expected)
 
 
 @pytest.mark.usefixtures("process_group")
-def test_early_factors_of_an_abandoned_forward_are_dropped_and_counted() -> None:
+def test_early_factors_of_an_accumulation_leave_once() -> None:
+    (*_, expected), _ = trained(None, uses=1, early=True)
+    (*_, got), state = trained(None, uses=1, parts=2, early=True)
+    assert not any(layer["dropped"] for layer in state["layers"].values())
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_early_factors_of_an_abandoned_forward_are_dropped_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def synchronised(model: nn.Module, x: Tensor) -> None:
         model.require_backward_grad_sync = True  # as without no_sync()
         attack(model, x)
@@ -381,6 +321,7 @@ def test_early_factors_of_an_abandoned_forward_are_dropped_and_counted() -> None
     assert [layer["dropped"] for layer in usual["layers"].values()] == [0, 0, 0]
     _, state = trained(synchronised, early=True)
     assert [layer["dropped"] for layer in state["layers"].values()] == [2, 2, 2]
+    assert sum("plan_factors(early=False)" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -421,4 +362,4 @@ def test_a_layer_that_only_the_given_up_part_used_has_no_factors(process_group: 
     loss_of(model(x, 1)).backward()
     taken = run.taken()
     assert taken["first"] is None
-    assert_same({"second": taken["second"]}, {"second": by_sample(model.module.second, x, "expand")[""]})
+    assert_same({"second": taken["second"]}, {"second": defined(model.module.second, x)[""]})

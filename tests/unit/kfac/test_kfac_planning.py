@@ -7,34 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._kfac.placement import (
-    LayerCost,
-    expected_buckets,
-    loads_s,
-    most_columns,
-    place,
-    spreads,
-)
+from crossover_ddp._kfac.placement import LayerCost, expected_buckets, loads_s, most_columns, place, spreads
 
 
 def layer(name: str, dim: int, gradient_bytes: int = 0) -> LayerCost:
     return LayerCost(name, 1, dim, 1, gradient_bytes)
 
 
-@pytest.mark.parametrize("dim", range(1, 20))
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@given(dim=st.integers(1, 500), world_size=st.integers(2, 9))
 def test_columns_travel_where_those_of_all_ranks_are_fewer_numbers(dim: int, world_size: int) -> None:
     most = most_columns(dim, world_size)
     assert world_size * most * dim < dim * (dim + 1) / 2 <= world_size * (most + 1) * dim
     assert most_columns(dim, 1) == 0
-
-
-# Costs.
-
-
-def test_a_layer_is_all_its_factors() -> None:
-    one, four = LayerCost("l", 1, 3, 2, 0), LayerCost("grouped", 4, 3, 2, 0)
-    assert four.inverse_s == 4 * one.inverse_s == pytest.approx(4 * (2 * 5e-5 + (27 + 8) * 2.5e-11))
 
 
 # Placement.
@@ -54,20 +38,14 @@ def least_maximum(weights: Sequence[float], world_size: int) -> float:
 @given(dims=dims, world_size=st.integers(1, 3))
 def test_no_rank_has_more_than_four_thirds_of_the_best(dims: list[int], world_size: int) -> None:
     layers = [layer(f"l{number}", dim) for number, dim in enumerate(dims)]
-    found = loads_s(layers, place(layers, world_size, 1), world_size, 1)
+    owners = place(layers, world_size, 1)
+    found = loads_s(layers, owners, world_size, 1)
+    owned = [0.0] * world_size
+    for each, owner in zip(layers, owners, strict=True):
+        owned[owner] += each.step_s(1)
+    assert found == pytest.approx(owned)
     best = least_maximum([each.step_s(1) for each in layers], world_size)
     assert max(found) <= (4 / 3 - 1 / (3 * world_size)) * best * (1 + 1e-12)
-
-
-@given(dims=st.lists(st.integers(0, 4), min_size=1, max_size=20), world_size=st.integers(1, 8))
-def test_loads_are_those_of_the_owners(dims: list[int], world_size: int) -> None:
-    layers = [layer(f"l{number}", dim) for number, dim in enumerate(dims)]
-    owners = place(layers, world_size, 1)
-    for rank, load_s in enumerate(loads_s(layers, owners, world_size, 1)):
-        owned = [each for each, owner in zip(layers, owners, strict=True) if owner == rank]
-        assert load_s == pytest.approx(
-            sum(each.step_s(1) for each in owned)
-        )  # sum() rounds once from Python 3.12 on
 
 
 @given(data=st.data(), dims=st.lists(st.integers(1, 3), min_size=1, max_size=12))
@@ -91,12 +69,6 @@ def test_what_every_step_costs_counts_the_more_the_rarer_inversions_are() -> Non
     assert place(layers, 2, 100) == (1, 1, 0)
 
 
-def test_a_step_costs_the_products_the_wire_and_a_share_of_the_inversion() -> None:
-    one = LayerCost("l", 2, 300, 400, 1000)
-    products = 2 * 300 * 400 * 700 * 2.5e-11
-    assert one.step_s(10) == pytest.approx(one.inverse_s / 10 + products + 2 * 8e-6)
-
-
 def test_each_bucket_is_shared_out() -> None:
     sizes = [("a", 0, 4), ("b", 0, 1), ("c", 1, 4), ("d", 1, 1)]
     layers = [layer(name, size)._replace(bucket=bucket) for name, bucket, size in sizes]
@@ -113,16 +85,10 @@ def test_buckets_are_expected_to_be_filled_from_the_back(sizes: list[int], cap: 
     buckets = expected_buckets(sizes, cap, first)
     assert buckets[-1] == 0
     assert buckets == sorted(buckets, reverse=True)
-    for number in range(
-        buckets[0]
-    ):  # all but the last one are full, and were not before their last parameter
+    # All but the last one are full, and were not before their last parameter.
+    for number in range(buckets[0]):
         inside = [size for size, bucket in zip(sizes, buckets, strict=True) if bucket == number]
         assert sum(inside) >= (cap if number else first) > sum(inside[1:])
-
-
-def test_the_owner_of_a_spread_layer_has_only_its_inversion() -> None:
-    one = LayerCost("l", 1, 30, 40, 10**6)
-    assert one._replace(spread=True).step_s(10) == one.inverse_s / 10 < one.step_s(10)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +108,4 @@ def test_a_layer_is_spread_where_the_wire_and_the_owner_cost_more(
     cost = LayerCost("l", 1, a_dim, g_dim, 4 * a_dim * g_dim)
     assert spreads(cost, world_size, inverse_steps) == spread
     assert not spreads(cost._replace(groups=2), world_size, inverse_steps)
+    assert cost._replace(spread=True).step_s(10) == cost.inverse_s / 10 < cost.step_s(10)
