@@ -26,7 +26,7 @@ from tests.harness.children import end, wait_any
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 120.0  # then the nursery hangs
 _END_S = 5.0
-_UNSHARE = {
+UNSHARE = {
     "users": ["--user", "--map-root-user", "--pid", "--fork", "--mount", "--mount-proc"],
     "memory": ["--mount", "--pid", "--fork", "--mount-proc", "--time", "--monotonic", "10"],
 }
@@ -35,7 +35,7 @@ _UNSHARE = {
 def why_no_container(kind: str) -> str:
     """Return why this machine lends no container of a kind, see `nursery`; empty if it does."""
     try:
-        tried = subprocess.run(["unshare", *_UNSHARE[kind], "true"], capture_output=True, text=True)
+        tried = subprocess.run(["unshare", *UNSHARE[kind], "true"], capture_output=True, text=True)
     except FileNotFoundError:
         return "unshare is not installed"
     return f"unshare is not permitted: {tried.stderr.strip()}" if tried.returncode else ""

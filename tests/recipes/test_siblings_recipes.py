@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from crossover_ddp import cli
-from tests.faults.test_containers import ENTER, WHY_NOT
+from tests.faults.lanes import UNSHARE, why_no_container
 from tests.harness.campaign import only_in_campaign
 from tests.harness.children import Child, end
 from tests.harness.groups import free_port
@@ -25,6 +25,7 @@ from tests.recipes import RECIPES
 
 ROOT = RECIPES.parent
 OPTUNA, SLURM, POD = (RECIPES / f"siblings_{name}" for name in ("optuna.py", "slurm.sh", "pod.yaml"))
+WHY_NOT = why_no_container("users")
 STAND_INS = {
     # Notes how it was started, and that it came to its end; the loss is the learning rate.
     "torchrun": f"""#!{sys.executable}
@@ -223,7 +224,8 @@ def test_a_pods_jobs_are_one_group(container: dict[str, Any], tmp_path: Path) ->
 def test_a_pod_that_is_deleted_ends_its_jobs(container: dict[str, Any], tmp_path: Path) -> None:
     place = Place(tmp_path, "torchrun")
     variables = {**place.environment, "WAITING": "0.1 0.05"}
-    process = Child([*ENTER, *entry(container, tmp_path / "logs")], variables, cwd=tmp_path)
+    enter = ["unshare", "--kill-child", *UNSHARE["users"]]
+    process = Child([*enter, *entry(container, tmp_path / "logs")], variables, cwd=tmp_path)
     try:
         assert eventually(lambda: len(list((tmp_path / "notes").iterdir())) == 2)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
