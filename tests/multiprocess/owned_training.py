@@ -59,17 +59,19 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 class Soap(Optimizer):
     """Adam in the eigenbases of both sides' second moments: what SOAP (arXiv 2409.11321) does, without its options.
 
+    It keeps lists and tuples, and a count of steps in the parameter group, on which the learning rate hangs.
     ``in_place``: products are made of the gradient where it lies, so that their bits depend on where that is.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float = 0.01, every: int = 2, in_place: bool = False
     ) -> None:
-        super().__init__(params, {"lr": lr, "every": every, "in_place": in_place})
+        super().__init__(params, {"lr": lr, "every": every, "in_place": in_place, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group["steps"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
@@ -87,46 +89,16 @@ class Soap(Optimizer):
             side.lerp_(term, 0.1)
         if (int(state["step"]) - 1) % group["every"] == 0:
             eye = [torch.eye(len(side), dtype=side.dtype) for side in state["sides"]]
-            state["bases"] = [
+            state["bases"] = tuple(
                 torch.linalg.eigh(side + 1e-4 * one)[1] for side, one in zip(state["sides"], eye, strict=True)
-            ]
+            )
         left, right = state["bases"]
         turned = left.T @ gradient @ right
         state["first"].lerp_(gradient, 0.1)
         state["second"].lerp_(turned.square(), 0.05)
         direction = (left.T @ state["first"] @ right) / (state["second"].sqrt() + 1e-3)
-        parameter.sub_(group["lr"] * (left @ direction @ right.T))
-
-
-class Shampoo(Optimizer):
-    """Both sides to the power of -1/4 (arXiv 1802.09568), and a count of steps in the parameter group."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        gradient = gradient.clone()  # else bits depend on where it lies
-        state = self.state[parameter]
-        if not state:
-            state["sides"] = tuple(torch.eye(size, dtype=gradient.dtype) for size in gradient.shape)
-        left, right = state["sides"]
-        left.add_(gradient @ gradient.T)
-        right.add_(gradient.T @ gradient)
         lr = group["lr"] / (1 + 0.01 * group["steps"])
-        parameter.sub_(lr * (_root(left) @ gradient @ _root(right)))
-
-
-def _root(side: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(side)
-    return vectors @ torch.diag(values.clamp_min(1e-6) ** -0.25) @ vectors.T
+        parameter.sub_(lr * (left @ direction @ right.T))
 
 
 def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -145,11 +117,11 @@ def with_adamw(
     return made
 
 
-def shampoo_and_two_groups(module: nn.Module) -> list[Optimizer]:
+def soap_in_groups(module: nn.Module) -> list[Optimizer]:
     """The second group has one matrix: most ranks own nothing of it."""
     matrices, others = halves(module)
     groups = [{"params": matrices[:-1]}, {"params": matrices[-1:], "lr": 0.02}]
-    return [Shampoo(groups), SGD(others, lr=0.02, momentum=0.9)]
+    return [Soap(groups), SGD(others, lr=0.02, momentum=0.9)]
 
 
 def muon_in_groups(module: Mixture, **settings: Any) -> list[Optimizer]:
@@ -183,7 +155,7 @@ class DerivedMuon(Muon):
 MAKE: dict[str, Callable[[Any], list[Optimizer]]] = {
     "soap": with_adamw(Soap),
     "soap in place": with_adamw(functools.partial(Soap, in_place=True)),
-    "shampoo": shampoo_and_two_groups,
+    "soap in groups": soap_in_groups,
     "muon": with_adamw(lambda matrices: Muon(matrices, lr=0.02)),
     "muon in groups": muon_in_groups,
     "muon without nesterov": functools.partial(muon_in_groups, nesterov=False, ns_steps=3),

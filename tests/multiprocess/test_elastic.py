@@ -129,53 +129,8 @@ def test_rounds_can_be_replayed_from_their_log(world_size: int, optimizer: str) 
         assert torch.equal(values, replayed)
 
 
-def stand_still(
-    rank: int, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Nobody learns, but each rank begins elsewhere: what one loses the other gains, at whatever pace.
-
-    Returns parameters at the start, before the mean and after it, which has their sum; the centre; and pulls.
-    """
-    trainer = trainer_of(rank, "sgd", "async", rate=0.3)
-    trainer.optimizer.param_groups[0]["lr"] = 0.0
-    trainer.step()
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank)))
-    start, until_s = parameters_of(trainer), time.monotonic() + 60
-    for count in itertools.count(1):
-        trainer.step()
-        time.sleep(0.012 if rank == 1 else 0.003)
-        enough = count >= 30 and trainer.state.stats()["pulls"] > 5  # a busy machine takes more steps
-        if enough or time.monotonic() > until_s:
-            break
-    trainer.state.state_dict()  # what is due now is done
-    apart = parameters_of(trainer)
-    trainer.state.average()  # every pull is collected now
-    centre = trainer.state.state_dict()["kept"]["centre"]
-    names = [name for name, _ in trainer.model.module.named_parameters()]
-    end = parameters_of(trainer)
-    trainer.state.close()
-    flat = torch.cat([centre[name].flatten() for name in names])
-    return start, apart, end, flat, trainer.state.stats()["pulls"]
-
-
 def parameters_of(trainer: Trainer) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).double()
-
-
-def test_pulls_are_conserved_although_one_rank_is_slow() -> None:
-    found = run_ranks(stand_still, 3)
-    starts, apart, ends = (torch.stack([each[place] for each in found]) for place in (0, 1, 2))
-    first = run_ranks(first_parameters, 1)[0]
-    centre = found[0][3].double()
-    assert all(pulls > 3 for *_, pulls in found)
-    torch.testing.assert_close(ends.sum(0) + centre, starts.sum(0) + first, rtol=0, atol=2e-5)
-    assert (apart - centre).norm() < 0.3 * (starts - first).norm(), "ranks have not come closer"
-
-
-def first_parameters(rank: int, world_size: int) -> torch.Tensor:
-    return parameters_of(trainer_of(rank, "sgd", "async"))
 
 
 def average_at_the_end(

@@ -36,7 +36,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_owners/optimizer.py",
         "        self._count(groups, plan.attributes)\n",
         "",
-        (_OWNERS, "-k", "unused-shampoo"),
+        (_OWNERS, "-k", "unused-soap"),
     ),
     Fault(
         "gradients that only owners have look like gradients of zero",
@@ -127,7 +127,7 @@ OWNERS: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_owners/kept.py",
         "group=group, group_src=owner)",
         "group=group, group_src=0)",
-        (_OWNERS, "-k", "lists_and_tuples and soap"),
+        (_OWNERS, "-k", "lists_and_tuples"),
     ),
     Fault(
         "an owner's state comes to the device of the rank that has sent it",

@@ -108,23 +108,19 @@ def test_what_reads_no_parameter_waits_for_none(way: str, watched: Watched) -> N
     assert watched.updated == []
 
 
-def test_weights_read_by_another_module_are_seen() -> None:
-    watched = Watched(Tied())
-    watched.network(torch.tensor([1, 2]))
-    assert sorted(watched.updated) == sorted(["embedding.weight", "scale", "extra.0"])
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]] = {
+    "weights read by another module": (Tied, lambda m: m(torch.tensor([1, 2]))),
+    "references of its own": (lambda: nn.LSTM(3, 4), lambda m: m(torch.ones(2, 1, 3))),
+    "a parametrized weight": (lambda: parametrizations.weight_norm(nn.Linear(3, 2, bias=False)), lambda m: m.weight),
+}  # fmt: skip
 
 
-def test_a_module_with_references_of_its_own_is_seen() -> None:
-    watched = Watched(nn.LSTM(3, 4))
-    watched.network(torch.ones(2, 1, 3))
-    assert len(watched.updated) == 4
-
-
-def test_a_parametrized_weight_is_seen() -> None:
-    network = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
-    watched = Watched(network)
-    network[0].weight  # noqa: B018  # reading is what is tested
-    assert len(watched.updated) == 2
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_parameters_of_other_networks_are_seen(name: str) -> None:
+    make, read = OTHERS[name]
+    watched = Watched(make())
+    read(watched.network)
+    assert sorted(watched.updated) == sorted(watched.names.values())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

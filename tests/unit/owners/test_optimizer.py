@@ -98,24 +98,19 @@ def assert_equal_states(one: Optimizer, other: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_in_parts_are_the_steps(name: str) -> None:
+def test_an_optimizer_is_accepted_left_as_it_was_and_its_steps_in_parts_are_the_steps(name: str) -> None:
+    tried = OPTIMIZERS[name](parameters_of())
+    before, random = copy.deepcopy(tried.state_dict()), torch.random.get_rng_state()
+    check_separable(tried)
+    assert str(tried.state_dict()) == str(before)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(p.grad is None for group in tried.param_groups for p in group["params"])
     expected, plain = whole_steps(OPTIMIZERS[name])
     got, partial = steps_in_parts(OPTIMIZERS[name])
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
         assert a.grad is None
     assert_equal_states(partial, plain)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_of_that_kind_is_accepted_and_left_as_it_was(name: str) -> None:
-    optimizer = OPTIMIZERS[name](parameters_of())
-    before = copy.deepcopy(optimizer.state_dict())
-    random = torch.random.get_rng_state()
-    check_separable(optimizer)
-    assert str(optimizer.state_dict()) == str(before)
-    assert torch.equal(torch.random.get_rng_state(), random)
-    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
 
 
 @given(
