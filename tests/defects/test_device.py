@@ -1,5 +1,6 @@
 """Known defects on a CUDA device, shown on the fake one; strangers-15 stands in `tests/gpu/test_collectives_gpu.py`."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import LocalSGDState, local_sgd_hook
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
-from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 from crossover_ddp.errors import CrossoverError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.fake_cuda import late
@@ -21,83 +20,70 @@ from tests.fake_cuda.gate import held
 from tests.gpu.kernels import busy_kernel
 from tests.gpu.races import LEASE_S, Plan, hear, new_plan, tell
 from tests.harness import Job, run_jobs, run_ranks
+from tests.harness.networks import mlp
+from tests.harness.oracles import error_of
+from tests.harness.training import WIDTH, Training, batch, decoupled
 from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.fake_cuda
 STEPS = 5
-SIZE = 64
+SIZE = 64  # half a layer's bytes are a multiple of 128, where NCCL cuts
 
 
-class Layers(nn.Module):
-    """Layers one behind the other; the first one's part is multiplied, by 0 in a step that does not need it."""
+class Gated(nn.Module):
+    """Multiplies its first layer's part, by 0 in a step that does not need it."""
 
-    def __init__(self, device: torch.device, count: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(count))
-        self.to(device)
+        self.enter, self.first = mlp(WIDTH, SIZE, seed=0, bias=False), mlp(SIZE, SIZE, seed=1, bias=False)
+        self.rest = mlp(SIZE, SIZE, SIZE, seed=2, bias=False)
+        self.factor = 1.0
 
-    def forward(self, inputs: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        outputs = inputs + factor * self.layers[0](inputs)
-        for layer in list(self.layers)[1:]:
-            outputs = layer(outputs)
-        return outputs.square().mean()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        return self.rest(x + self.factor * self.first(x))  # type: ignore[no-any-return]
 
 
-def wrapped(device: torch.device, count: int = 4) -> DistributedDataParallel:
-    """Return a model with a bucket for each layer."""
-    return DistributedDataParallel(Layers(device, count), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
-
-
-def batch(rank: int, step: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
-
-
-def own_device(rank: int) -> torch.device:
+def own_device(rank: int) -> str:
     torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    return f"cuda:{rank}"
 
 
-def parameters_of(model: nn.Module) -> list[list[float]]:
-    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
-
-
-def planned(rank: int, world_size: int) -> str:
+def on_device(rank: int, state: Any, hook: Any) -> Training:
+    """Train on batches that are on the device before: copies of them would make the host wait."""
     device = own_device(rank)
-    model = wrapped(device)
-    state = CompressedState(None)
-    model.register_comm_hook(state, compressed_hook)
-    for step in range(STEPS):
-        model(batch(rank, step, device)).backward()
-    try:
-        told = str(state.plan_codec())
-    except CrossoverError as error:
-        told = str(error)
-    try:
-        model(batch(rank, STEPS, device)).backward()
-    except CrossoverError as error:
-        return f"cannot go on: {error}"
-    return told
+    batches = [batch(rank, step).to(device) for step in range(3 * STEPS)]
+    return Training(
+        lambda *_: (state, hook),
+        rank,
+        device=device,
+        loss=lambda model, _, step: model(batches[step]).square().mean(),
+    )
+
+
+def planned(rank: int, world_size: int) -> None:
+    training = on_device(rank, CompressedState(None), compressed_hook).run(STEPS)
+    with contextlib.suppress(CrossoverError):
+        training.state.plan_codec()
+    training.step()
 
 
 @pytest.mark.defect("codecs-S4")
 def test_a_plan_on_nccl_is_made_or_refused_and_training_goes_on() -> None:
     """Where it measures CPU tensors, which the group has no backend for, the job is over."""
-    for told in run_ranks(planned, 2, backend="nccl"):
-        assert not told.startswith("cannot go on"), told
+    run_ranks(planned, 2, backend="nccl")
 
 
 def coded(rank: int, world_size: int, kind: str, factor: float) -> list[list[float]]:
     """Train with a layer that is multiplied in one step."""
-    device = own_device(rank) if kind == "cuda" else torch.device(kind)
-    model = wrapped(device)
-    model.register_comm_hook(CompressedState(Int8()), compressed_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    device = own_device(rank) if kind == "cuda" else kind
+    training = Training(
+        lambda *_: (CompressedState(Int8()), compressed_hook), rank, module=Gated(), device=device
+    )
     for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(rank, step, device), factor if step == 3 else 1.0).backward()
-        optimizer.step()
-    return parameters_of(model)
+        training.model.module.factor = factor if step == 3 else 1.0
+        training.step()
+    return [parameter.detach().flatten().tolist() for parameter in training.model.parameters()]
 
 
 @pytest.mark.defect("codecs-S10")
@@ -123,16 +109,14 @@ def waits(act: Callable[[], Any]) -> str:
 
 
 def scaled(rank: int, world_size: int, is_told: bool) -> str:
-    device = own_device(rank)
-    model, scaler = wrapped(device), torch.amp.GradScaler("cuda")
+    scaler = torch.amp.GradScaler("cuda")
     state = CompressedState(Int8(), loss_scale=scaler.get_scale if is_told else 1.0)
-    model.register_comm_hook(state, compressed_hook)
-    batches = [batch(rank, step, device) for step in range(STEPS)]
-    losses = [scaler.scale(model(batches[0]))]
-    for each in batches[1:]:
-        losses[-1].backward()
-        losses.append(scaler.scale(model(each)))
-    return waits(losses[-1].backward)
+    training = on_device(rank, state, compressed_hook)
+    loss = scaler.scale(training.loss())
+    for step in range(1, STEPS):
+        loss.backward()
+        loss = scaler.scale(training.loss(step))
+    return waits(loss.backward)
 
 
 @pytest.mark.defect("codecs-S14")
@@ -143,23 +127,17 @@ def test_a_scalers_scale_is_followed_without_a_wait_of_the_host(is_told: bool) -
 
 def spoiled(rank: int, world_size: int) -> tuple[list[str], bool]:
     """Return what each step says when rank 1's parameters are no longer finite, and whether this rank's are."""
-    device = own_device(rank)
-    model = wrapped(device)
-    state = LocalSGDState(2, delay=1)
-    model.register_comm_hook(state, local_sgd_hook)
-    told = []
+    training, told = on_device(rank, LocalSGDState(2, delay=1), local_sgd_hook), []
+    weight = training.model.module[0].weight
     for step in range(10):
-        try:
-            model(batch(rank, step, device)).backward()
-        except CrossoverError as error:
-            told.append(str(error))
+        told.append(error_of(training.step))
+        if told[-1] != "no error":
             break
-        told.append("")
         if rank == 1 and step == 2:
             with torch.no_grad():
-                model.module.layers[0].weight.fill_(float("nan"))
+                weight.fill_(float("nan"))
     dist.barrier()
-    return told, bool(model.module.layers[0].weight.isfinite().all())
+    return told, bool(weight.isfinite().all())
 
 
 @pytest.mark.defect("codecs-S15")
@@ -174,23 +152,27 @@ def test_a_mean_that_is_not_finite_is_refused_on_all_ranks_and_taken_by_none() -
 def clipped_by_a_codec(rank: int, world_size: int) -> list[tuple[float, float]]:
     """Return of each step the norm that clipping has found, and that of the mean gradients."""
     device = own_device(rank)
-    torch.manual_seed(0)
-    network = nn.Linear(25, 40, bias=False).to(device)  # NCCL's parts begin at multiples of 32 elements
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = DecoupledState(optimizer, codec=Int8(), defer="always")
-    model.register_comm_hook(state, decoupled_hook)
+    network = mlp(25, 40, seed=0, bias=False)  # NCCL's parts begin at multiples of 32 elements
+    inputs = torch.randn(7, 8, 25, generator=torch.Generator().manual_seed(rank)).to(device)
+    training = Training(
+        decoupled(codec=Int8()),
+        rank,
+        module=network,
+        device=device,
+        loss=lambda model, _, step: model(inputs[step]).square().sum(),
+    )
     norms = []
-    for step in range(7):  # the first one travels exact
+    for _ in range(7):  # the first one travels exact
         with late(nccl_us=40_000):
-            model(batch(rank, step, device)[:, :25]).square().sum().backward()
-            norm = float(state.clip_grad_norm_(float("inf")))
-        optimizer.step()
-        state.flush()
-        gradient = network.weight.grad
+            training.backward()
+            norm = float(training.state.clip_grad_norm_(float("inf")))
+        training.optimizer.step()
+        training.state.flush()
+        gradient = network[0].weight.grad
         assert gradient is not None
         norms.append((norm, float(gradient.norm())))
-        optimizer.zero_grad()
+        training.drop()
+        training.steps += 1
     return norms
 
 
@@ -201,21 +183,14 @@ def test_clipping_sees_the_mean_that_a_codec_brings() -> None:
 
 
 def averaged(rank: int, world_size: int, sync_every: int) -> str:
-    device = own_device(rank)
-    model = wrapped(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = LocalSGDState(sync_every, delay=1)
-    model.register_comm_hook(state, local_sgd_hook)
-    batches = [batch(rank, step, device) for step in range(3 * STEPS)]
+    training = on_device(rank, LocalSGDState(sync_every, delay=1), local_sgd_hook).run(STEPS)
 
-    def train(some: list[torch.Tensor]) -> None:
-        for each in some:
-            optimizer.zero_grad()
-            model(each).backward()
-            optimizer.step()
+    def train() -> None:
+        for _ in range(2 * STEPS):
+            training.loss().backward()
+            training.update()
 
-    train(batches[:STEPS])
-    told = waits(lambda: train(batches[STEPS:]))
+    told = waits(train)
     dist.barrier()
     return told
 

@@ -26,6 +26,7 @@ from crossover_ddp import (
     decoupled_hook,
     reduce_scatter_all_gather_hook,
 )
+from tests import fake_cuda
 from tests.gpu.test_collectives_gpu import forced_native
 from tests.harness import Job, run_jobs
 from tests.harness.groups import new_group
@@ -36,6 +37,7 @@ TIMEOUT_S = 150.0
 # cuBLAS is deterministic only with a workspace of fixed size, which it reads from here once per process.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 BUCKET_CAP_MB = 1.0
+BATCH = 4 if fake_cuda.is_here() else 16
 MEET_TIMEOUT_S = 90.0
 
 
@@ -167,8 +169,8 @@ def step(
     """Train one step; the loss stays on the device, so that the host runs ahead."""
     total = torch.zeros((), device="cuda")
     for part in range(plan.accumulate):
-        inputs = torch.randn(16, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
-        targets = torch.randint(0, 10, (16,), generator=generator).cuda()
+        inputs = torch.randn(BATCH, 3, 32, 32, generator=generator).pin_memory().cuda(non_blocking=True)
+        targets = torch.randint(0, 10, (BATCH,), generator=generator).cuda()
         dtype = torch.float16 if plan.amp == "float16" else torch.bfloat16
         last = part == plan.accumulate - 1
         with contextlib.nullcontext() if last else model.no_sync():
@@ -278,7 +280,7 @@ def clipped(rank: int, world_size: int, decoupled: bool) -> list[float]:
     generator = torch.Generator().manual_seed(rank)
     norms = []
     for _ in range(6):
-        model(torch.randn(16, 3, 32, 32, generator=generator).cuda()).square().mean().backward()
+        model(torch.randn(BATCH, 3, 32, 32, generator=generator).cuda()).square().mean().backward()
         clip = torch.nn.utils.clip_grad_norm_ if state is None else None
         norm = clip(model.parameters(), 0.1) if clip else state.clip_grad_norm_(0.1)  # type: ignore[union-attr]
         norms.append(float(norm))

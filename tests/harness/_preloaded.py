@@ -21,11 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tests.fake_cuda import is_here
+
 from .children import Child
 
 PRELOADED: Final = (
-    *("torch", "torch.distributed", "torch._dynamo", "torchvision", "timm"),
-    *("sklearn.datasets", "pytest", "crossover_ddp.pipeline"),
+    *("torch", "torch.distributed", "torch._dynamo", "pytest", "crossover_ddp.pipeline"),
+    *(() if is_here() else ("torchvision", "timm", "sklearn.datasets")),  # for recipes, which need no device
     *(f"crossover_ddp.{each}_hooks" for each in ("averaging", "comm", "kfac", "muon")),
     *(f"{__package__}._worker", f"{__package__}._server"),
 )
