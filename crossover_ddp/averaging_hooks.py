@@ -33,7 +33,6 @@ from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, check_outer
 from crossover_ddp._averaging.replica import FlatBlock, Replica, Rule, blocks_of
 from crossover_ddp._averaging.schedule import Schedule
 from crossover_ddp._ddp.checks import (
-    OWN_BUFFERS,
     OnlyModel,
     check_forward,
     check_group,
@@ -236,6 +235,9 @@ class AveragingState(Pausable):
         if self._rule.is_local(self._steps):
             if not self._began:
                 self._began, self._acted = True, self._steps
+                model = self._model()
+                if model is not None and wants_buffers_broadcast(model):
+                    self._hooks.callback(_keep_own_buffers(model))
                 with torch.no_grad():
                     self._rule.begin(self._replica)
             future = exchange.network(gradients.device).place.future()
@@ -366,11 +368,12 @@ class LocalSGDState(AveragingState):
         mutex: with ``delay=0``: give the turn to a sibling while parameters, or gradients in warm-up, travel.
 
     Parameters of half precision travel in it; the outer optimizer works in float32. Floating-point buffers
-    (BatchNorm's statistics) are averaged, too, and never stepped.
+    (BatchNorm's statistics) are averaged, too, and never stepped; DDP broadcasts none from the first
+    local step until `close`.
 
     On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first ``backward()`` for models
-    that would wait in every step (``broadcast_buffers=True`` with buffers, ``find_unused_parameters``, SyncBatchNorm),
-    and on all ranks before a step if parameters are not finite. ``ExchangeError`` before a step when a peer has died,
+    that would wait in every step (``find_unused_parameters``, SyncBatchNorm), and on all ranks before a step if
+    parameters are not finite. ``ExchangeError`` before a step when a peer has died,
     in bounded time: restart the job.
 
     **Collective**: every rank registers the hook, with the same arguments, and makes as many steps.
@@ -378,8 +381,7 @@ class LocalSGDState(AveragingState):
 
     Example::
 
-        # before torch 2.14: broadcast_buffers=False
-        model = DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         model.register_comm_hook(LocalSGDState(sync_every=8, delay=1, fragments=8), local_sgd_hook)
     """
 
@@ -469,8 +471,7 @@ class ElasticState(AveragingState):
 
     Example::
 
-        # before torch 2.14: broadcast_buffers=False
-        model = DistributedDataParallel(network, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         model.register_comm_hook(ElasticState(sync_every=10), elastic_hook)
     """
 
@@ -572,11 +573,6 @@ def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
             "expected find_unused_parameters=False, got True: DDP would exchange a map of used parameters in every "
             "step; build DistributedDataParallel(..., find_unused_parameters=False) and let every parameter take part"
         )
-    if wants_buffers_broadcast(model) and any(True for _ in model.module.buffers()):
-        raise UnsupportedConfigurationError(
-            f"expected {OWN_BUFFERS}=False, got True: DDP would broadcast rank 0's buffers in every step; build "
-            f"DistributedDataParallel(..., {OWN_BUFFERS}=False), buffers are averaged with the parameters"
-        )
     for name, module in model.module.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedConfigurationError(
@@ -589,6 +585,18 @@ def _check_waits_for_nobody(model: DistributedDataParallel) -> None:
                 f"expected a model without K-FAC, got a KFACState that watches module '{name}': it preconditions the "
                 "mean gradient, which a local step does not have; register kfac_hook instead, or make no KFACState"
             )
+
+
+def _keep_own_buffers(model: DistributedDataParallel) -> Callable[[], None]:
+    """Have DDP broadcast no buffers, which are averaged with the parameters; return what undoes it."""
+    known = weakref.ref(model)
+    model.broadcast_buffers = False  # torch 2.14 has this as a property
+
+    def undo() -> None:
+        if (model := known()) is not None:
+            model.broadcast_buffers = True
+
+    return undo
 
 
 def _digest_of(blocks: Sequence[FlatBlock]) -> str:

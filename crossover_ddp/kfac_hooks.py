@@ -367,6 +367,7 @@ class KFACState(Pausable):
                 owned.solvers[index] = solver
         if self._compression is not None:
             self._compression.load({}, None)
+        owned.registered().agreement.forget()  # type: ignore[union-attr]  # it is in use
 
     def close(self) -> None:
         """Take the hooks off the model's modules; later steps precondition with what is known.

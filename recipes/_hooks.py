@@ -61,4 +61,3 @@ HOOKS: dict[str, MakeState] = {
     "muon": lambda model, optimizer, args: (MuonState(optimizer.muon), muon_hook),
 }
 KEEPING = (ElasticState, KFACState, LocalSGDState)
-AVERAGING = ("local_sgd", "elastic")

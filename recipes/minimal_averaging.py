@@ -48,7 +48,7 @@ def main() -> None:
         nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
     )  # fmt: skip
     network.to(device)
-    model = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state: ElasticState | LocalSGDState  # the added lines
     if args.elastic:

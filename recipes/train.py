@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _data
 import _models
-from _hooks import AVERAGING, HOOKS, KEEPING
+from _hooks import HOOKS, KEEPING
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
 from _options import parse_arguments
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
@@ -38,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     network = _models.make(args, data.classes).to(device)
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": args.bucket_cap_mb}
-    if args.hook in AVERAGING:
-        options["broadcast_buffers"] = False
     if args.hook == "decoupled" and args.bucket_cap_mb is None:
         options = DecoupledState.ddp_options(network)
     model = DistributedDataParallel(network, **options)

@@ -51,6 +51,12 @@ class Packed(Protocol):
         """List what of it may be rounded, in its order."""
 
 
+class Agreed(Protocol):
+    """A state whose ranks compare what they must have in common."""
+
+    agreement: Agreement
+
+
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
@@ -65,7 +71,7 @@ class Compression:
         self,
         codec: CodecChoice,
         loss_scale: float | Callable[[], float],
-        state: object,
+        state: Agreed,
         *,
         has_work: bool = False,
     ) -> None:
@@ -215,6 +221,7 @@ class Compression:
     def drain(self) -> None:
         """Let the next step travel exact, residuals included."""
         self._is_draining = True
+        self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
 
     @property
     def is_drained(self) -> bool:
@@ -237,6 +244,7 @@ class Compression:
         self._forget()
         self._loaded = {name: residual.detach().float().clone() for name, residual in residuals.items()}
         self._scale = scale
+        self._state.agreement.forget()  # as in `drain`
 
     @property
     def scale(self) -> float | None:

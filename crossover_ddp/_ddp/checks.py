@@ -12,7 +12,6 @@ even that is dropped before any other thread runs: asking and sorting out are on
 
 import functools
 import gc
-import inspect
 import itertools
 import logging
 import weakref
@@ -35,10 +34,6 @@ PYTHON_REDUCER: Final = (
     "expected a bucket of DDP's C++ reducer, got a (gradient, parameter) tuple; "
     "set torch._dynamo.config.optimize_ddp to another value than 'python_reducer'"
 )
-# Torch 2.14 has given the argument another name, and 2.15 warns of the old one.
-_ARGUMENTS: Final = inspect.signature(DistributedDataParallel).parameters
-OWN_BUFFERS: Final = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
-"""The argument of DDP that, False, leaves each rank its own buffers."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

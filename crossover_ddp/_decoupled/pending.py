@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -252,6 +252,8 @@ class Pending:
         self._last_index = -1
         self._withheld = withheld
         self._always_checked = environment.is_set(environment.CHECK)
+        # Told of parameters that are new, see `DecoupledState.on_update`.
+        self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
         self._warned_of_unseen = False
         self._early_reads = _Often(
@@ -374,9 +376,10 @@ class Pending:
                 "give them an optimizer of their own"
             )
 
-    def parameters(self) -> list[torch.Tensor]:
-        """Return all parameters of the optimizers, past the guards of their groups."""
-        groups = [group for each in self.optimizers for group in each.param_groups]
+    def parameters(self, number: int | None = None) -> list[torch.Tensor]:
+        """Return all parameters of one optimizer, or of all of them, past the guards of their groups."""
+        chosen = self.optimizers if number is None else self.optimizers[number : number + 1]
+        groups = [group for each in chosen for group in each.param_groups]
         return [p for group in groups for p in list.__iter__(group["params"])]
 
     def defer(self, step: Callable[[Share], None]) -> None:
@@ -455,6 +458,13 @@ class Pending:
             self._unseen.remove(share)
         self.times.updated(share.place, begin_s, waited_s)
         self.lower_guards()
+        self.tell(share.parameters)
+
+    def tell(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Say that a step has updated ``parameters``."""
+        with torch.no_grad():
+            for listener in [*self.listeners.values()]:
+                listener(parameters)
 
     # --- guards ----------------------------------------------------------------------------------------------
 

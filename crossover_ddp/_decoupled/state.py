@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from crossover_ddp._compression.compression import Compression, around, state_of
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
@@ -293,6 +294,31 @@ class DecoupledState(Pausable):
         """
         self._pending.update_all()
         self._pending.make_whole()
+
+    def on_update(self, listener: Callable[[Sequence[torch.Tensor]], object]) -> RemovableHandle:
+        """Have ``listener`` called when a step has updated parameters, with those that are new.
+
+        For what follows the parameters, such as a moving average, without waiting for the network: a step's updates
+        take effect in parts, and each trained parameter is in one call per step, before anything else reads it. It
+        runs without gradients, on the thread that has updated, and must read no other parameters.
+
+        Args:
+            listener: takes parameters of the model; what it returns is ignored, what it raises is raised where the
+                parameters were to be read.
+
+        Returns:
+            A handle; its ``remove()`` ends the calls. `close` ends them, too.
+
+        Not collective.
+
+        Example::
+
+            average = {p: p.detach().clone() for p in model.parameters()}
+            state.on_update(lambda new: torch._foreach_lerp_([average[p] for p in new], new, 0.001))
+        """
+        handle = RemovableHandle(self._pending.listeners)
+        self._pending.listeners[handle.id] = listener
+        return handle
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -653,9 +679,15 @@ class DecoupledState(Pausable):
             self._pending.update_all()
             for each in self._optimizers:
                 guard_groups(each, self._look)
+
+            def whole() -> Any:
+                result = original()
+                self._pending.tell(self._pending.parameters(number))
+                return result
+
             if self._owners is not None:
-                return self._owners.step(number, original)
-            return self._step(self._optimizers[number], original)
+                return self._owners.step(number, whole)
+            return self._step(self._optimizers[number], whole)
 
     def _step(self, optimizer: Optimizer, original: Callable[[], Any]) -> Any:
         pending = self._pending

@@ -310,7 +310,7 @@ class Pausable:
 
 
 class Agreement:
-    """A comparison of what the ranks of a process group say, at the first bucket and after each load; then it is made.
+    """A comparison of what the ranks of a process group say, at the first bucket and after each load or drain.
 
     torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
     """
@@ -365,6 +365,7 @@ def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
         dist.all_gather_object(everyone, said, group=group)
     except RuntimeError as error:
         raise ExchangeError(
-            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; restart the job"
+            f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
+            "gone, or load_state_dict() or drain() was not called on all of them: restart the job"
         ) from error
     return everyone

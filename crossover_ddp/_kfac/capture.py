@@ -74,12 +74,14 @@ class Call:
         number: the order of calls.
         step, micro_batch: in which it was made.
         make_a: returns A, or its columns. None: A is counted already.
+        samples: how many the model was called with; None: that is not known.
     """
 
     number: int
     step: int
     micro_batch: int
     make_a: Callable[[], BatchFactor] | None
+    samples: int | None
 
 
 @dataclass
@@ -257,6 +259,7 @@ class FactorCapture:
         self._looked_beside = False
         self._seen: set[bool] = set()  # whether layers were, of those whose gradients came in this step
         self._micro_batch = 0
+        self._samples: int | None = None
         self._gradients_came = False
         self._began_before_backward = False
         self._handles = list(self._hooked(model))
@@ -270,7 +273,7 @@ class FactorCapture:
         for index, layer in enumerate(self._layers):
             yield layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_on_accumulated", index))
         if model is not None:
-            yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"))
+            yield unwrapped(model).register_forward_pre_hook(WeakHook(self, "_on_root"), with_kwargs=True)
             yield unwrapped(model).register_forward_hook(WeakHook(self, "_on_output"))
 
     @property
@@ -355,8 +358,9 @@ class FactorCapture:
 
     # --- forward ---------------------------------------------------------------------------------------------
 
-    def _on_root(self, module: nn.Module, args: object) -> None:
+    def _on_root(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._captures(module):
+            self._samples = _samples_of((*args, *kwargs.values()))
             self.begin_micro_batch()
 
     def _on_forward(
@@ -372,7 +376,8 @@ class FactorCapture:
         # Activation checkpointing calls a layer again, and with the kind that is not reentrant for nothing: then the
         # first output has the hook that will fire.
         make = self._made if in_forward else self._made_later
-        call = Call(next(self._numbers), self._step, self._micro_batch, make(index, module, input))
+        made = make(index, module, input)
+        call = Call(next(self._numbers), self._step, self._micro_batch, made, self._samples)
         sums.open.add(call)
         _hook_output(output, lambda gradient: self._on_gradient(index, module, call, gradient))
         if in_forward:
@@ -429,7 +434,8 @@ class FactorCapture:
             self._scale = self._loss_scale()
         trial, shape = self._sums[index].trial(_task()), self._layers[index].shape
         trial.calls.append(call)
-        part = _in_small(output_columns(module, shape, gradient, self._sharing), trial.g.room)
+        columns = output_columns(module, shape, gradient, self._sharing, call.samples)
+        part = _in_small(columns, trial.g.room)
         if isinstance(part, Columns):
             part.source.div_(self._scale)
         else:
@@ -498,6 +504,19 @@ class FactorCapture:
 def _in_small(columns: Columns, room: int) -> BatchFactor:
     """Return columns if there is room for them, else the factor."""
     return columns.scaled() if 0 < columns.width <= room else columns.factor()
+
+
+def _samples_of(inputs: Iterable[object]) -> int | None:
+    """Return how many samples a model is called with: the first dimension of the first tensor that has two or more.
+
+    A list of tensors may be samples or parts of them: it tells nothing.
+    """
+    for each in inputs:
+        if isinstance(each, Tensor) and each.dim() > 1:
+            return max(1, each.shape[0])
+        if isinstance(each, Mapping) and (found := _samples_of(each.values())):
+            return found
+    return None
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

@@ -4,8 +4,10 @@
 gradients g, K-FAC takes the Fisher matrix to be a Kronecker product of A = E[a aᵀ] and G = E[g gᵀ], g being the
 gradient of one sample's own loss (Martens and Grosse, arXiv 1503.05671; convolutions: Grosse and Martens, arXiv
 1602.01407). What autograd hands us is the gradient of a *mean* over the N samples of this rank, so a sample's own is
-N times that. A layer that is applied at S positions of a sample (pixels, tokens) leaves a choice, named by
-`WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv 2311.00636):
+N times that. N is of what the model was called with: in a layer samples may lie elsewhere, where sequences come first,
+in windows of a picture, in an expert that sees some of them. A layer that is applied at S positions of a sample
+(pixels, tokens) leaves a choice, named by `WeightSharing` ("expand" and "reduce": Eschenhagen et al., arXiv
+2311.00636):
 
 ============== ====================================== ========================================
                A                                      G
@@ -133,14 +135,21 @@ def input_columns(module: nn.Module, shape: LayerShape, input: Tensor, sharing: 
 
 
 def output_columns(
-    module: nn.Module, shape: LayerShape, grad_output: Tensor, sharing: WeightSharing
+    module: nn.Module,
+    shape: LayerShape,
+    grad_output: Tensor,
+    sharing: WeightSharing,
+    model_samples: int | None = None,
 ) -> Columns:
     """Return what G of one call of ``module`` is made of.
 
-    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to what the module returned.
+    ``grad_output`` is the gradient of the loss, a mean over samples, with respect to what the module returned. There
+    are ``model_samples`` of them, if it has a dimension of samples; None: as many as the first dimension says.
     """
     with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
         g = at_least_float32(grad_output)
+        if g.dim() < (4 if isinstance(module, nn.Conv2d) else 2):
+            model_samples = None
         if isinstance(module, nn.Conv2d):
             # Channels last, as a Linear layer has its features.
             g = (g if g.dim() == 4 else g.unsqueeze(0)).permute(0, 2, 3, 1)
@@ -149,7 +158,7 @@ def output_columns(
             g = g.flatten(1, -2).sum(1)
         columns = g.reshape(-1, g.shape[-1]).T.reshape(shape.groups, shape.g_dim, -1)
         if sharing != "kfac-pytorch":
-            return Columns(columns, samples)
+            return Columns(columns, model_samples or samples)
         divisor = samples * positions * (positions**2 if isinstance(module, nn.Conv2d) else 1)
         return Columns(columns, 1 / divisor)
 

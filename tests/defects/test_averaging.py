@@ -52,7 +52,6 @@ class Loop(Training):
             module=network or nn.Linear(4, 4),
             optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr)],
             loss=loss_of,
-            broadcast_buffers=False,
             **options,
         )
 

@@ -7,7 +7,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -320,28 +321,63 @@ def test_clipping_does_not_hang_on_whether_a_step_is_deferred(norm_type: float) 
     assert_same(*runs)
 
 
+class Average:
+    """A moving average over a list of parameters, taken once."""
+
+    def __init__(self, run: Training) -> None:
+        self.values = {parameter: parameter.detach().clone() for parameter in run.held}
+        self.calls = Counter[Tensor]()
+
+    def update(self, new: Sequence[Any]) -> None:
+        torch._foreach_lerp_([self.values[p] for p in new], [p.detach() for p in new], 0.5)
+        self.calls.update(new)
+
+
 @pytest.mark.defect("strangers-11")
-@pytest.mark.parametrize(
-    "flushed",
-    [
-        True,
-        pytest.param(
-            False, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="strangers-11")
-        ),
-    ],
-)
-def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(flushed: bool) -> None:
-    """An average that goes through parameters taken once (torch_ema) sees updated ones, at least behind ``flush()``."""
-    averages = []
-    for run in both():
-        average = [parameter.detach().clone() for parameter in run.held]
-        for _ in range(6):
-            run.step()
-            if flushed and run.state is not None:
-                run.state.flush()
-            torch._foreach_lerp_(average, [parameter.detach() for parameter in run.held], 0.5)
-        averages.append(average)
-    assert all(torch.equal(a, b) for a, b in zip(*averages, strict=True))
+@pytest.mark.parametrize("way", ["flush", "on_update"])
+@pytest.mark.parametrize("options", [*OWNERS, {"defer": "auto"}], ids=str)
+def test_a_moving_average_over_a_list_of_parameters_is_that_of_plain_ddp(
+    way: str, options: dict[str, Any]
+) -> None:
+    """An average that goes through parameters taken once sees updated ones, behind ``flush()`` or when they are new."""
+    plain, ours = (Training(decoupled=decoupled, **options) for decoupled in (False, True))
+    averages = [Average(run) for run in (plain, ours)]
+    assert ours.state is not None
+    if way == "on_update":
+        ours.state.on_update(averages[1].update)
+    for _ in range(6):
+        plain.step()
+        averages[0].update(plain.held)
+        ours.step()
+        if way == "flush":
+            ours.state.flush()
+            averages[1].update(ours.held)
+    if way == "on_update" and options != {"defer": "auto"}:
+        assert ours.state.stats()["deferred"]
+    ours.state.flush()
+    assert all(torch.equal(*pair) for pair in zip(*(each.values.values() for each in averages), strict=True))
+    assert {*averages[1].calls.values()} == {6}
+
+
+def test_who_listens_is_told_of_steps_alone_and_until_the_handle_is_removed() -> None:
+    """Accumulated gradients and a step that a scaler leaves out update nothing; a removed listener hears nothing."""
+    training = Training(decoupled=True)
+    heard: list[Any] = []
+    assert training.state is not None
+    handle = training.state.on_update(heard.extend)
+    with training.model.no_sync():
+        training.backward()
+    training.backward()
+    training.optimizer.zero_grad()
+    training.backward()
+    assert not heard
+    training.optimizer.step()
+    training.state.flush()
+    assert {*map(id, heard)} == {*map(id, training.held)} and len(heard) == len(training.held)
+    handle.remove()
+    training.step()
+    training.state.flush()
+    assert len(heard) == len(training.held)
 
 
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {

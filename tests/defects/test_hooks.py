@@ -14,15 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import (
     CrossoverState,
+    KFACState,
     crossover_hook,
     crossover_wrapper,
+    kfac_hook,
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
-from crossover_ddp.errors import CrossoverError, UnsupportedConfigurationError
+from crossover_ddp.errors import CrossoverError, ExchangeError, UnsupportedConfigurationError
 from tests.harness import run_ranks
+from tests.harness.groups import impatient_group
 from tests.harness.networks import mlp
-from tests.harness.training import WAYS, WIDTH, Training, batch, optimizers_of
+from tests.harness.training import WAYS, WIDTH, Training, Way, batch, decoupled, optimizers_of
 
 
 def error_of(training: Training, steps: int) -> str:
@@ -207,3 +210,58 @@ def test_replicas_that_differ_are_found(way: str) -> None:
     """A user whose replicas differ gets an error within ten steps that names the parameter, on all ranks."""
     for message in run_ranks(apart, 2, args=(way,)):
         assert "2.weight" in message
+
+
+PATIENCE_S = 1.5
+CHANGED: dict[str, Way] = {
+    "compressed": lambda model, _, mutex: (
+        CompressedState(Int8(), process_group=model.process_group),
+        compressed_hook,
+    ),
+    "crossover": lambda model, _, mutex: (
+        CrossoverState(process_group=model.process_group, codec=Int8()),
+        crossover_hook,
+    ),
+    "decoupled": decoupled(codec=Int8(), defer="auto"),
+    "kfac": lambda model, optimizers, mutex: (
+        KFACState(model, optimizers[0], process_group=model.process_group),
+        kfac_hook,
+    ),
+    "kfac with a codec": lambda model, optimizers, mutex: (
+        KFACState(model, optimizers[0], process_group=model.process_group, codec=Int8()),
+        kfac_hook,
+    ),
+}
+
+
+def changed_on_rank_0(rank: int, world_size: int, name: str, call: str) -> str:
+    """Return what is told when rank 0 alone loads, or drains, in mid-training."""
+    training = Training(CHANGED[name], rank, process_group=impatient_group(PATIENCE_S))
+    try:
+        training.run(5)
+        saved = training.state.state_dict() if call == "load_state_dict" else None
+        if rank == 0:
+            training.state.drain() if saved is None else training.state.load_state_dict(saved)
+        training.run(5)
+    except ExchangeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("compressed", "load_state_dict"),
+        ("crossover", "drain"),
+        ("decoupled", "drain"),
+        ("kfac", "load_state_dict"),
+        ("kfac with a codec", "load_state_dict"),
+    ],
+)
+def test_who_loads_or_drains_alone_in_mid_training_is_told(name: str, call: str) -> None:
+    """All ranks get an error in bounded time, and the one that did so hears what is to be called on all."""
+    told, other = run_ranks(changed_on_rank_0, 2, args=(name, call))
+    assert f"{call}()" in told
+    assert "restart the job" in other

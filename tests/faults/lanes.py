@@ -4,6 +4,7 @@ A lane is a nursery, which forks ranks as it is told, with what they have logged
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -57,6 +58,7 @@ class Lane:
     def __init__(self, worker: str, container: str = "", start: Callable[..., Any] = _fork) -> None:
         words = [sys.executable, str(ROOT / "tests" / "faults" / "nursery.py"), worker, container]
         pipe, own = subprocess.PIPE, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._is_container = bool(container)
         self._process = start(words, own, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=2)
         self._hear()
 
@@ -85,7 +87,12 @@ class Lane:
         return Rank(Path(order["log"]), self, self.tell("born", order=order))
 
     def kill(self) -> None:
-        """End the nursery; in a container the kernel ends all that is in it, too."""
+        """End the nursery; of a container its first process, since who waits for that has waited for all in it."""
+        pid = self._process.pid
+        if self._is_container:
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text()), signal.SIGKILL)
+                wait_any([self._process], _END_S)
         end([self._process], grace_s=0.0)
 
     def __enter__(self) -> "Lane":

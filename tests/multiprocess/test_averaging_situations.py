@@ -18,8 +18,8 @@ STEPS = 9
 INTERVALS = {"blocking": (4,), "delayed": (4, 3), "streamed": (4, 2, 3), "warm": (3, 1, 1, 2)}
 
 
-def walk(rank: int, state: Any, hook: Any = None) -> torch.Tensor:
-    return Trainer(rank, state, hook=hook).run(STEPS).end()
+def walk(rank: int, state: Any, hook: Any = None, **options: Any) -> torch.Tensor:
+    return Trainer(rank, state, hook=hook, **options).run(STEPS).end()
 
 
 def identities(rank: int, world_size: int) -> dict[str, bool]:
@@ -32,6 +32,9 @@ def identities(rank: int, world_size: int) -> dict[str, bool]:
         "every step is the split hook": same(every_step, split),
         "warm-up is the split hook": same(walk(rank, LocalSGDState(8, 3, 2, warmup_steps=100)), split),
         "every step is DDP": same(every_step, plain) or world_size > 2,
+        "DDP broadcasts no buffers": same(
+            walk(rank, LocalSGDState(4), broadcast_buffers=True), local["blocking"]
+        ),
         "a local step is not DDP": world_size == 1 or not same(local["blocking"], plain),
     }
     for name, given in INTERVALS.items():

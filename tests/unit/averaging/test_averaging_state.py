@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 
 from crossover_ddp import CrossoverState, KFACState, UnsupportedConfigurationError, crossover_wrapper
+from crossover_ddp._ddp.checks import wants_buffers_broadcast
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState, elastic_hook, local_sgd_hook
 from crossover_ddp.errors import CrossoverError
 from tests.harness.training import hooked
@@ -28,7 +29,7 @@ def small() -> nn.Sequential:
 
 def model_of(state: Any, network: nn.Module | None = None, *, hook: Any = None, **options: Any) -> Any:
     own_hook = elastic_hook if isinstance(state, ElasticState) else local_sgd_hook
-    return hooked(network or small(), hook or own_hook, state, **{"broadcast_buffers": False, **options})
+    return hooked(network or small(), hook or own_hook, state, **options)
 
 
 def backward(model: nn.Module) -> None:
@@ -42,10 +43,6 @@ def with_gaps() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "buffers": (
-        lambda: model_of(LocalSGDState(4), broadcast_buffers=True),
-        r"expected (forward_sync|broadcast)_buffers=False, got True.*every step",
-    ),
     "unused": (
         lambda: model_of(LocalSGDState(4), find_unused_parameters=True),
         "expected find_unused_parameters=False, got True",
@@ -88,11 +85,18 @@ def test_synchronised_statistics_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         backward(model)
 
 
-def test_a_model_that_is_averaged_in_every_step_may_wait_and_one_without_buffers_broadcast() -> None:
-    backward(model_of(LocalSGDState(1), broadcast_buffers=True, find_unused_parameters=True))
-    model = model_of(LocalSGDState(2), nn.Linear(4, 2), broadcast_buffers=True)
+def test_a_model_that_is_averaged_in_every_step_may_wait() -> None:
+    backward(model_of(LocalSGDState(1), find_unused_parameters=True))
+
+
+def test_buffers_are_broadcast_by_nobody_until_the_state_is_closed() -> None:
+    state = LocalSGDState(2)
+    model = model_of(state)
+    assert wants_buffers_broadcast(model)
     backward(model)
-    backward(model)
+    assert not wants_buffers_broadcast(model)
+    state.close()
+    assert wants_buffers_broadcast(model)
 
 
 @pytest.mark.parametrize(
