@@ -90,7 +90,7 @@ class Lane:
         """End the nursery; of a container its first process, since who waits for that has waited for all in it."""
         pid = self._process.pid
         if self._is_container:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # it has ended
                 os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text()), signal.SIGKILL)
                 wait_any([self._process], _END_S)
         end([self._process], grace_s=0.0)
