@@ -175,7 +175,11 @@ class Model:
         self._twins = [
             max((i for i in range(j) if kinds[i] == kind), default=None) for j, kind in enumerate(kinds)
         ]
-        self._decide = cache(self._decide_uncached)
+        self._decide, self._grant = cache(self._decide_uncached), cache(self._grant_uncached)
+        ranks = [(j, r) for j, devices in enumerate(rules.jobs) for r in range(len(devices))]
+        self._ranks_on: dict[int | None, list[tuple[int, int]]] = {None: ranks}
+        for j, r in ranks:
+            self._ranks_on.setdefault(rules.jobs[j][r], []).append((j, r))
 
     def first_state(self) -> State:
         state = State(tuple(Job(tuple(Rank(ABSENT) for _ in devices)) for devices in self.rules.jobs))
@@ -190,13 +194,16 @@ class Model:
         """Return who is seen on a device; None: on all devices."""
         return tuple(
             Member(rank.slot, j, 8 * j + r + 1, rank.joined_at, rank.started, rank.returned, LEASE_S)
-            for j, job in enumerate(state.jobs)
-            for r, rank in enumerate(job.ranks)
-            if device in (None, self.rules.jobs[j][r]) and 0 <= rank.place != self._ends[j]
+            for j, r in self._ranks_on[device]
+            for rank in (state.jobs[j].ranks[r],)
+            if 0 <= rank.place != self._ends[j]
         )
 
     def _is_alone(self, state: State, j: int, r: int) -> bool:
-        return all(member.job == j for member in self._members(state, self.rules.jobs[j][r]))
+        for k, q in self._ranks_on[self.rules.jobs[j][r]]:
+            if k != j and 0 <= state.jobs[k].ranks[q].place != self._ends[k]:
+                return False
+        return True
 
     def _decision(self, state: State, j: int, r: int) -> tuple[bool, frozenset[Loss]]:
         """Whether a queueing rank may start; else what it may lose patience with."""
@@ -234,14 +241,15 @@ class Model:
         draw = draw._replace(steps=draw.steps + 1)
         if draw.steps < len(steps):
             return with_job(state, j, job._replace(draw=draw))
-        trial = Trial(j)
-        trial.look(
-            {each.slot: Place(each.job, 0, each.joined_at, True, 0, 0, 0.0, 0.0) for each in draw.seen}
-        )
-        log = self.rules.turn_log(trial)
-        log.read(state.log[: draw.records])
-        grant = log.grant(draw.turn, j, draw.seen)
+        grant = self._grant(draw.turn, j, draw.seen, state.log[: draw.records])
         return with_job(state, j, job._replace(draw=Draw(), grants=(*job.grants, grant)))
+
+    def _grant_uncached(self, turn: int, j: int, seen: tuple[Member, ...], records: bytes) -> Grant:
+        trial = Trial(j)
+        trial.look({each.slot: Place(each.job, 0, each.joined_at, True, 0, 0, 0.0, 0.0) for each in seen})
+        log = self.rules.turn_log(trial)
+        log.read(records)
+        return log.grant(turn, j, seen)
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
