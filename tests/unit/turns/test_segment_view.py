@@ -120,11 +120,6 @@ def test_looking_never_makes_a_slot_seem_taken_or_keeps_files(tmp_path: Path) ->
 # --- what others have put there ------------------------------------------------------------------------------------
 
 
-def _link(path: Path) -> None:
-    path.rename(path.with_suffix(".kept"))
-    path.symlink_to(path.with_suffix(".kept"))
-
-
 def _fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path, 0o600)
@@ -133,12 +128,9 @@ def _fifo(path: Path) -> None:
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
-        (_link, "symbolic links"),
         (_fifo, "seek"),
-        (lambda path: (path.unlink(), path.mkdir()), "directory"),
         (lambda path: os.truncate(path, FILE_BYTES - 1), "expected slots of .* bytes"),
         (lambda path: os.truncate(path, 1 << 40), "expected slots of .* bytes"),
-        (lambda path: path.write_bytes(b"\1" * FILE_BYTES), "another version"),
         (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns"),
     ],
 )

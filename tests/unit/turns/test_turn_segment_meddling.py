@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.view import look
 from crossover_ddp.errors import SegmentError
 from tests.unit.turns.joined_segments import DEVICE, Join, files, home, jobs, join_at
 
@@ -56,23 +57,34 @@ def _directory(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meddle", "message"),
+    ("meddle", "message", "problem"),
     [
-        (lambda path: os.truncate(path, 100), r"expected slots of \d+ bytes.*; remove it"),
-        (lambda path: os.truncate(path, 1 << 20), r"expected slots of \d+ bytes.*; remove it"),
-        (_garbage, "another version of crossover_ddp.*; remove it"),
-        (_symbolic_link, "got a symbolic link; remove it"),
-        (_directory, "got Is a directory; remove it"),
+        (
+            lambda path: os.truncate(path, 100),
+            r"expected slots of \d+ bytes.*; remove it",
+            "expected slots of",
+        ),
+        (
+            lambda path: os.truncate(path, 1 << 20),
+            r"expected slots of \d+ bytes.*; remove it",
+            "expected slots of",
+        ),
+        (_garbage, "another version of crossover_ddp.*; remove it", "another version"),
+        (_symbolic_link, "got a symbolic link; remove it", "symbolic links"),
+        (_directory, "got Is a directory; remove it", "directory"),
     ],
 )
-def test_a_segment_that_is_not_ours_is_refused_and_stays_as_it_is(
-    meddle: Callable[[Path], None], message: str, leftover: Path, tmp_path: Path
+def test_a_segment_that_is_not_ours_is_refused_seen_and_stays_as_it_is(
+    meddle: Callable[[Path], None], message: str, problem: str, leftover: Path, tmp_path: Path
 ) -> None:
     meddle(leftover)
     before = state(tmp_path)
     with pytest.raises(SegmentError, match=message) as caught:
         TurnSegment("jobs", DEVICE, base=str(tmp_path))
     assert str(leftover) in str(caught.value)
+    seen = look(str(tmp_path))
+    assert seen.segments == ()
+    assert any(problem in each.what for each in seen.problems)
     assert state(tmp_path) == before
 
 
