@@ -118,19 +118,3 @@ def test_a_state_of_another_group_is_refused_and_nobody_waits_for_ever() -> None
     assert "of ranks [0, 1], got a process_group of ranks [1]" in second
     assert first.startswith("ExchangeError: rank 0 of 2: comparing with the other ranks failed: ")
     assert max(first_s, second_s) < PATIENCE_S + LIMIT_S
-
-
-def model_of_rank_0_alone(rank: int, world_size: int) -> float:
-    alone = dist.new_group([0])
-    loss = 0.0
-    if rank == 0:
-        training = Training(rank, ddp={"process_group": alone})
-        assert training.kfac.process_group is alone
-        loss = training.step()
-    dist.barrier()
-    return loss
-
-
-def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
-    loss, _ = run_ranks(model_of_rank_0_alone, 2)
-    assert loss > 0.0

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from crossover_ddp._kfac.factor_traffic import FactorTraffic
+from crossover_ddp._kfac.factor_traffic import FactorTraffic, in_equal_groups
 from tests.harness import run_ranks, training
 from tests.multiprocess.kfac_training import Training, same
 
@@ -73,3 +75,16 @@ def train_beside_others(rank: int, world_size: int) -> None:
 
 def test_models_of_one_process_train_as_each_alone() -> None:
     run_ranks(train_beside_others, 2)
+
+
+@given(sizes=st.lists(st.integers(1, 1000), max_size=30), count=st.integers(1, 20))
+@example(sizes=[5] * 12, count=4)
+def test_groups_hold_everything_in_order_and_not_much_more_than_their_share(
+    sizes: list[int], count: int
+) -> None:
+    groups = list(in_equal_groups(sizes, count))
+    assert [place for group in groups for place in group] == list(range(len(sizes)))
+    assert all(groups)
+    assert len(groups) <= count or not sizes
+    for group in groups:
+        assert sum(sizes[place] for place in group) <= sum(sizes) / count + max(sizes)

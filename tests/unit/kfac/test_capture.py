@@ -233,17 +233,6 @@ def test_evaluation_captures_nothing() -> None:
     assert set(run.taken().values()) == {None}
 
 
-def test_only_chosen_layers_are_captured() -> None:
-    model = net()
-    layers, _ = find_layers(model)
-    capture = FactorCapture(layers, sharing="expand", model=model, only={1})
-    assert [len(module._forward_hooks) for module in (model.conv, model.token, model.head)] == [0, 1, 0]
-    loss_of(model(batch())).backward()
-    captured = take(capture, 1)
-    assert captured is not None
-    assert_same({"token": captured}, {"token": expected_of(net(), batch())["token"]})
-
-
 def test_what_another_hook_makes_of_the_output_is_not_the_layers() -> None:
     model = net()
     model.head.register_forward_hook(lambda module, args, output: output * 3)

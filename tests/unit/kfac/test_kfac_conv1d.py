@@ -1,7 +1,6 @@
 """GPT-2's ``Conv1D``: a Linear layer whose weight is transposed."""
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -42,11 +41,6 @@ def test_the_transposed_layer_of_gpt_2_is_found() -> None:
     }
 
 
-def directions(network: nn.Module, **options: Any) -> Sequence[dict[str, Tensor]]:
-    training = Training(network, **options)
-    return [training.step(seed) for seed in range(3)]
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"weight_sharing": "reduce"}, {"solver": "eigen"}, {"factors": "local"}]
 )
@@ -59,7 +53,9 @@ def test_its_direction_is_that_of_the_linear_layer(options: dict[str, Any]) -> N
         twin[index] = Conv1D(linear.out_features, linear.in_features)
         twin[index].load_state_dict({"weight": linear.weight.mT, "bias": linear.bias})
     options = {"kl_clip": 1e-3, "damping": 0.1} | options
-    for expected, got in zip(directions(plain, **options), directions(twin, **options), strict=True):
+    of_linear, of_conv1d = Training(plain, **options), Training(twin, **options)
+    for seed in range(3):
+        expected, got = of_linear.step(seed), of_conv1d.step(seed)
         for name, gradient in expected.items():
             other = got[name].mT if name.endswith("weight") else got[name]
             # Another layout in memory may be multiplied in another order.

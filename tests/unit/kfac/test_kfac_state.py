@@ -7,13 +7,16 @@ import pickle
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp._kfac.curvature import Curvature
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import FactorPlan, KFACState, kfac_hook
 from tests.harness import networks
 from tests.harness.campaign import IN_CAMPAIGN
@@ -29,8 +32,8 @@ class Training(kfac_training.Training):
     """Of one rank, on a batch by its seed and with a loss of the test's own."""
 
     def __init__(self, network: nn.Module | None = None, **options: Any) -> None:
-        ddp = {"bucket_cap_mb": 25}
-        super().__init__(0, network or mlp(6, 8, 4), ddp=ddp, **{"inv_update_steps": 1} | options)
+        options = {"inv_update_steps": 1, "ddp": {"bucket_cap_mb": 25}} | options
+        super().__init__(0, network or mlp(6, 8, 4), **options)
 
     def backward(self, seed: int = 0, loss: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
         self.optimizer.zero_grad()
@@ -212,3 +215,20 @@ def test_rough_steps_leave_no_number_that_is_none(solver: str) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert state.stats()["dropped"] == 0
     state.close()
+
+
+def test_factors_that_were_lost_some_steps_ago_are_an_error_all_the_same() -> None:
+    traffic = KFACState(nn.Linear(2, 2), kl_clip=None)._preconditioner.traffic
+    traffic.hold([[traffic._factor(0, "g"), traffic._factor(0, "a")]], groups=1, decay=0.9)
+    with mock.patch.object(Curvature, "add", side_effect=RuntimeError("a peer has gone")):
+        traffic.leave()
+    traffic.leave()  # as in each later step
+    with pytest.raises(ExchangeError, match="factors of K-FAC failed: a peer has gone"):
+        traffic.settle()
+
+
+def test_the_group_is_that_of_the_model_where_none_is_named() -> None:
+    alone = dist.new_group([0])
+    training = Training(ddp={"process_group": alone})
+    assert training.kfac.process_group is alone
+    training.step()
