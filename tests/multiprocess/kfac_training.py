@@ -33,7 +33,6 @@ class Training(training.Training):
         network: of WIDTH inputs and OUTPUTS outputs; default an MLP of four layers.
         data: inputs and targets by rank and step.
         ddp: options of DDP.
-        mutex: of all states.
         optimizers: of the model; default SGD with momentum.
         decoupled: whether directions are applied in the next forward.
         device: of the model.
@@ -50,24 +49,21 @@ class Training(training.Training):
         *,
         data: Callable[[int, int], tuple[Tensor, Tensor]] = batch,
         ddp: dict[str, Any] | None = None,
-        mutex: Any = None,
         optimizers: Callable[[nn.Module], list[Optimizer]] | None = None,
         decoupled: bool = False,
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        def way(model: Any, optimizers: Sequence[Any], mutex: Any) -> tuple[Any, Any]:
+        def way(model: Any, optimizers: Sequence[Any], _: Any) -> tuple[Any, Any]:
             several = optimizers if len(optimizers) > 1 else optimizers[0]
-            self.kfac = KFACState(model, several, mutex=mutex, **options)
+            self.kfac = KFACState(model, several, **options)
             if not decoupled:
                 return self.kfac, kfac_hook
-            group = self.kfac.process_group
-            return DecoupledState(*optimizers, group, mutex=mutex, kfac=self.kfac), decoupled_hook
+            return DecoupledState(*optimizers, self.kfac.process_group, kfac=self.kfac), decoupled_hook
 
         super().__init__(
             way,
             rank,
-            mutex=mutex,
             module=network or mlp(WIDTH, 8, 8, 8, OUTPUTS),
             device=device,
             optimizers=optimizers,

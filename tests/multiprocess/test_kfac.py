@@ -100,7 +100,9 @@ class Case:
         settings: of K-FAC.
         network: makes the model.
         data: of a rank and a step.
+        cap_mb: of DDP's buckets.
         ddp: options of DDP.
+        worlds: numbers of ranks, if not in the campaign.
         wrap: makes of the DDP model what is called.
         codec: of gradients and directions.
         rates: of weights and of biases; two optimizers, if they differ.
@@ -115,7 +117,9 @@ class Case:
     settings: Settings = field(default_factory=Settings)
     network: Callable[[], nn.Module] = Everything
     data: Callable[[int, int], tuple[Tensor, Tensor]] = batch
+    cap_mb: float = TINY_MB
     ddp: Mapping[str, Any] = field(default_factory=dict)
+    worlds: tuple[int, ...] = (2,)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     codec: Any = None
     rates: tuple[float, float] = (LR, LR)
@@ -127,69 +131,54 @@ class Case:
     tolerance: float = EXACT
 
 
-def dominated(*hidden: int, rates: tuple[float, float] = (LR, LR), **settings: Any) -> Case:
+def dominated(*hidden: int, settings: Mapping[str, Any] | None = None, **options: Any) -> Case:
     """Return a case of a layer that costs more than all others."""
-    settings = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-4} | settings
-    widths = (WIDTH, *hidden, OUTPUTS)
-    network = lambda: mlp(*widths)  # noqa: E731
-    return Case(Settings(**settings), network, kfac_training.batch, rates=rates, is_spread=True)
+    seldom = {"factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 1e-4, **(settings or {})}
+    options = {"data": kfac_training.batch, "cap_mb": 0.1, "is_spread": True, **options}
+    return Case(Settings(**seldom), lambda: mlp(WIDTH, *hidden, OUTPUTS), **options)
 
 
 SEVERAL = (1, 2, 4)
-# Each case with the numbers of ranks that run all arrangements of buckets, if not in the campaign.
-CASES: dict[str, tuple[Case, tuple[int, ...]]] = {
-    "inverse": (Case(), SEVERAL),
-    "eigen": (Case(Settings(solver="eigen")), (1, 2)),
-    "no clip": (Case(Settings(kl_clip=None)), (2,)),
-    "seldom": (Case(Settings(factor_update_steps=2, inv_update_steps=3)), (1, 2)),
-    "local": (Case(Settings(factors="local")), (2, 4)),
-    "reduce": (Case(Settings(weight_sharing="reduce")), (2,)),
-    "early": (Case(is_early=True), (2, 4)),
+CASES: dict[str, Case] = {
+    "inverse": Case(worlds=SEVERAL),
+    "inverse, one bucket": Case(cap_mb=ONE_MB),
+    "eigen": Case(Settings(solver="eigen"), worlds=(1, 2)),
+    "no clip": Case(Settings(kl_clip=None)),
+    "seldom": Case(Settings(factor_update_steps=2, inv_update_steps=3), worlds=(1, 2)),
+    "local": Case(Settings(factors="local"), worlds=(2, 4)),
+    "reduce": Case(Settings(weight_sharing="reduce")),
+    "early": Case(is_early=True, worlds=(2, 4)),
+    "early, one bucket": Case(cap_mb=ONE_MB, is_early=True),
     # The first two steps travel exact.
-    "identity codec": (Case(codec=Identity()), (2, 3)),
-    "rates": (Case(rates=(LR, 30 * LR)), (2,)),
-    "uneven": (
-        Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}, is_early=True),
-        (2,),
-    ),
-    "wide and spread": (dominated(230, 300), (2,)),
-    "tall and spread": (dominated(300, 230), (3,)),
-    "spread without a clip": (dominated(230, 300, kl_clip=None), (2,)),
-    "spread of local factors": (dominated(230, 300, factors="local"), (2,)),
-    "spread of rates": (dominated(230, 300, rates=(LR, 30 * LR)), (2,)),
-    "channels last": (Case(memory_format=torch.channels_last), (2,)),
-    "autocast": (Case(network=plain, autocast=True, tolerance=COARSE), (2,)),
-    "bfloat16 parameters": (Case(network=plain, dtype=torch.bfloat16, tolerance=COARSE), (2,)),
-    "compiled inside": (Case(network=lambda: compiled(plain())), (2,)),
-    "compiled outside": (Case(network=plain, wrap=compiled), (2,)),
+    "identity codec": Case(codec=Identity(), worlds=(2, 3)),
+    "rates": Case(rates=(LR, 30 * LR)),
+    "uneven": Case(network=Branches, data=uneven, ddp={"find_unused_parameters": True}, is_early=True),
+    "wide and spread": dominated(230, 300),
+    "tall and spread": dominated(300, 230, worlds=(3,)),
+    "spread without a clip": dominated(230, 300, settings={"kl_clip": None}),
+    "spread of local factors": dominated(230, 300, settings={"factors": "local"}),
+    "spread of rates": dominated(230, 300, rates=(LR, 30 * LR)),
+    "channels last": Case(memory_format=torch.channels_last),
+    "autocast": Case(network=plain, autocast=True, tolerance=COARSE),
+    "bfloat16 parameters": Case(network=plain, dtype=torch.bfloat16, tolerance=COARSE),
+    "compiled inside": Case(network=lambda: compiled(plain()), cap_mb=ONE_MB),
+    "compiled outside": Case(network=plain, wrap=compiled, cap_mb=ONE_MB),
 }
-
-
-def caps_of(name: str, world_size: int) -> tuple[float, ...]:
-    """Return the caps of buckets; of two ranks some have two arrangements, alone none tells them apart."""
-    if name.startswith("compiled") or world_size == 1:
-        return (ONE_MB,)
-    if "spread" in name:
-        return (0.1,)
-    return (TINY_MB, ONE_MB) if IN_CAMPAIGN or name in ("inverse", "early") else (TINY_MB,)
-
-
 CELLS = [
-    (name, cap_mb, world_size)
-    for name, (case, worlds) in CASES.items()
-    for world_size in (SEVERAL if IN_CAMPAIGN and case.data is batch else worlds)
-    for cap_mb in caps_of(name, world_size)
+    (name, world_size)
+    for name, case in CASES.items()
+    for world_size in (SEVERAL if IN_CAMPAIGN and case.data is batch else case.worlds)
 ]
 
 
 class Called(Training):
     """Calls the model as a case says."""
 
-    def __init__(self, rank: int, case: Case, cap_mb: float) -> None:
+    def __init__(self, rank: int, case: Case) -> None:
         network = case.network().to(case.dtype)
         if case.memory_format is torch.channels_last:
             network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        ddp = {**case.ddp, "bucket_cap_mb": cap_mb}
+        ddp = {**case.ddp, "bucket_cap_mb": case.cap_mb}
         self.case = case
         optimizers = self.two_optimizers if case.rates != (LR, LR) else None
         options = {**asdict(case.settings), "codec": case.codec}
@@ -213,10 +202,9 @@ class Called(Training):
             return F.cross_entropy(self.called(inputs), targets)
 
 
-def errors(name: str, cap_mb: float, rank: int, world_size: int) -> tuple[list[float], str]:
+def errors(case: Case, rank: int, world_size: int) -> tuple[list[float], str]:
     """Return the greatest relative error of each step, and a digest of what came out."""
-    case, _ = CASES[name]
-    training = Called(rank, case, cap_mb)
+    training = Called(rank, case)
     oracle = Oracle(case.settings, training.rate_of, training.kfac.owners)
     found = list(errors_beside(oracle, training, PLANNED_AFTER, world_size))
     if case.is_early:
@@ -228,25 +216,21 @@ def errors(name: str, cap_mb: float, rank: int, world_size: int) -> tuple[list[f
     return found, digest([training.parameters().float()])
 
 
-def errors_of_rank(rank: int, world_size: int) -> dict[tuple[str, float], tuple[list[float], str]]:
-    return {
-        (name, cap_mb): errors(name, cap_mb, rank, world_size)
-        for name, cap_mb, of_size in CELLS
-        if of_size == world_size
-    }
+def errors_of_rank(rank: int, world_size: int) -> dict[str, tuple[list[float], str]]:
+    return {name: errors(CASES[name], rank, world_size) for name, of_size in CELLS if of_size == world_size}
 
 
 @cache
-def findings(world_size: int) -> list[dict[tuple[str, float], tuple[list[float], str]]]:
+def findings(world_size: int) -> list[dict[str, tuple[list[float], str]]]:
     return run_ranks(errors_of_rank, world_size, timeout_s=240)
 
 
 @pytest.mark.defect("kfac-S6")
-@pytest.mark.parametrize(("name", "cap_mb", "world_size"), CELLS)
-def test_gradients_are_those_of_an_independent_computation(name: str, cap_mb: float, world_size: int) -> None:
-    of_ranks = [each[name, cap_mb] for each in findings(world_size)]
+@pytest.mark.parametrize(("name", "world_size"), CELLS)
+def test_gradients_are_those_of_an_independent_computation(name: str, world_size: int) -> None:
+    of_ranks = [each[name] for each in findings(world_size)]
     for rank, (of_steps, _) in enumerate(of_ranks):
-        assert max(of_steps) < CASES[name][0].tolerance, (rank, of_steps)
+        assert max(of_steps) < CASES[name].tolerance, (rank, of_steps)
     assert len({bits for _, bits in of_ranks}) == 1, "the ranks differ from each other"
 
 

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import KFACState, kfac_hook
-from tests.multiprocess.kfac_training import LR
-from tests.unit.kfac.test_kfac_state import Training, mlp
+from tests.multiprocess.kfac_training import LR, mlp
+from tests.unit.kfac.test_kfac_state import Training
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

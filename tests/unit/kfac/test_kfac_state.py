@@ -1,7 +1,6 @@
 """K-FAC's state with one rank: arguments, bad input, hyper-parameters of the step, checkpoints, odd layers."""
 
 import copy
-import functools
 import math
 import pickle
 import random
@@ -18,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._kfac.curvature import Curvature
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.kfac_hooks import FactorPlan, KFACState, kfac_hook
-from tests.harness import networks
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.multiprocess import kfac_training
-from tests.multiprocess.kfac_training import LR
+from tests.multiprocess.kfac_training import LR, mlp
 
 pytestmark = pytest.mark.usefixtures("process_group")
-mlp = functools.partial(networks.mlp, seed=1)
 ROUGH_STEPS = 1000 if IN_CAMPAIGN else 80
 
 
@@ -127,9 +124,6 @@ def sharded() -> nn.Module:
 def test_parameters_that_it_cannot_treat_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UnsupportedConfigurationError, match=message):
         KFACState(make(), kl_clip=None)
-
-
-def test_half_precision_may_be_skipped() -> None:
     half = nn.Sequential(nn.Linear(6, 5).half(), nn.Linear(5, 4))
     KFACState(half, kl_clip=None, skip=["0"]).close()
 
