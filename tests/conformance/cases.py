@@ -551,11 +551,12 @@ def messages_of_the_users(wrap: Wrap, rank: int, world_size: int) -> Results:
 
     def talk(gradient: torch.Tensor) -> None:
         total = gradient.abs().sum()
-        sent, received = total.clone(), torch.zeros_like(total)
+        sent = total.clone()
         pending.append((dist.all_reduce(total, async_op=True), total))
-        if world_size > 1:
-            pending.append((dist.isend(sent, (rank + 1) % world_size, tag=7), sent))
-            pending.append((dist.irecv(received, (rank - 1) % world_size, tag=7), received))
+        for tag in range(3) if world_size > 1 else ():
+            received = torch.zeros_like(sent)
+            pending.append((dist.isend(sent, (rank + 1) % world_size, tag=tag), sent))
+            pending.append((dist.irecv(received, (rank - 1) % world_size, tag=tag), received))
 
     middle = recorder.model.module[3]  # type: ignore[index]
     middle.register_forward_hook(lambda module, args, output: output.register_hook(talk) and None)  # type: ignore[union-attr]

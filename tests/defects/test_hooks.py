@@ -123,7 +123,8 @@ def test_hooks_go_with_tensor_parallelism() -> None:
 
 def wrong_group(rank: int, world_size: int, way: str) -> str:
     alone = dist.new_group([rank], use_local_synchronization=True)
-    return error_of(Training(way, rank), 3) or error_of(Training(way, rank, process_group=alone), 3)
+    first, second = Training(way, rank), Training(way, rank, process_group=alone)
+    return error_of(first, 3) or error_of(second, 3)
 
 
 @pytest.mark.defect("strangers-8")

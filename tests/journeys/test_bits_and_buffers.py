@@ -245,7 +245,7 @@ def planned_beside_a_slow_peer(rank: int, world_size: int) -> float:
     training = Training("decoupled", rank, module=module)
     if rank:
         training.model.module[1].weight.register_hook(lambda _: time.sleep(0.2))
-    training.run(8)  # in the first ones nobody waits in forward
+    training.run(10)  # in the first ones nobody waits in forward
     step_s: float = training.state.plan_buckets().step_s
     training.close()
     return step_s

@@ -24,7 +24,7 @@ from demo_figures import (
     verdict,
 )
 
-SMALL = ("--image-size", "32", "--batch-size", "32")
+SMALL = ("--image-size", "16", "--batch-size", "32")
 
 
 def log(*, begin_s: float = 10.0, losses: tuple[float, ...] = (2.0, 1.0), digest: str = "d") -> list[Any]:

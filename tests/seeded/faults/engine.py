@@ -161,7 +161,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
         _GLOO,
         "return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)",
         "return number % 8",
-        (_TABLE, "-k", "gloo-split-messages_of_the_users-2"),
+        (_TABLE, "-k", "messages_of_the_users and (decoupled or 3)"),
     ),
     Fault(
         "tags leave gloo's range when numbers are used up",

@@ -34,7 +34,7 @@ RISKS: Final[tuple[Fault, ...]] = (
         _WORKER,
         "        del job\n",
         "",
-        (_ENDS, "-k", "idle_threads"),
+        ("tests/unit/engine/test_journeys.py", "-k", "idle_station"),
     ),
     Fault(
         "risk 10: a gather waits for reduce-scatters of later steps, too",

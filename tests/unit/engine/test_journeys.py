@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
 
 from crossover_ddp._engine.journeys import Journey, Station
+from tests.harness.waiting import eventually
 
 Ends = list[BaseException | None]
 
@@ -45,6 +47,16 @@ def test_a_station_is_a_thread_in_order_of_arrival() -> None:
     assert station.join(60)
     assert seen == [(0, "here"), (1, "here"), (2, "here")]
     assert adopted == ["here"]
+
+
+def test_an_idle_station_keeps_nothing_alive() -> None:
+    station, done, kept = Station("here"), threading.Event(), Parked()
+    seen = weakref.ref(kept)
+    station.put(lambda kept=kept: done.set())
+    assert done.wait(60)
+    del kept
+    assert eventually(lambda: seen() is None)
+    station.stop()
 
 
 def test_a_station_that_has_ended_is_an_error_in_the_journey() -> None:
