@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp import CrossoverState, DecoupledState, crossover_hook, decoupled_hook
+from crossover_ddp import CrossoverState, crossover_hook
 from crossover_ddp.codecs import CompressedState, Half, Int8, SIDCo, compressed_hook
 from tests.harness import run_ranks
 from tests.harness.oracles import error_of
+from tests.multiprocess.compressed_training import Coded
 
 STEPS = 6
 
@@ -99,15 +100,7 @@ def test_a_plan_looks_at_the_users_steps_alone(capfd: pytest.CaptureFixture[str]
 
 
 def train_with(rank: int, world_size: int, name: str, choices: list[Any]) -> str:
-    model = DistributedDataParallel(Weights(), gradient_as_bucket_view=True)
-    if name == "compressed":
-        model.register_comm_hook(CompressedState(choices[rank]), compressed_hook)
-    elif name == "crossover":
-        model.register_comm_hook(CrossoverState(codec=choices[rank]), crossover_hook)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model.register_comm_hook(DecoupledState(optimizer, codec=choices[rank]), decoupled_hook)
-    return error_of(lambda: [walk(model, rank, step) for step in range(3)])
+    return error_of(lambda: Coded(name, rank, choices[rank]).run(3))
 
 
 @pytest.mark.defect("codecs-S5")

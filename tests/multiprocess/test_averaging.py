@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[dict[str, int], tuple[float, float] | None]] = {
     "streamed": ({"sync_every": 4, "delay": 1, "fragments": 4}, None),
     "many_fragments": ({"sync_every": 3, "delay": 2, "fragments": 5, "warmup_steps": 2}, None),
     "diloco": ({"sync_every": 4}, (0.7, 0.9)),
+    "diloco_of_rate_1": ({"sync_every": 4}, (1.0, 0.0)),  # which is local SGD
     "streaming_diloco": ({"sync_every": 4, "delay": 2, "fragments": 3, "warmup_steps": 1}, (0.7, 0.9)),
 }
 
@@ -73,7 +74,7 @@ def skips_of(cell: Cell) -> Collection[tuple[int, int]]:
 def by_hook(rank: int, cell: Cell) -> tuple[torch.Tensor, int, float]:
     """Return this rank's values, steps, and the scale of the loss."""
     settings, outer = SETTINGS[cell.name]
-    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=True)
+    make = outer and functools.partial(torch.optim.SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
     trainer = Trainer(rank, LocalSGDState(**settings, outer_optimizer=make), cell.optimizer)
     scaler = new_scaler()
     for _ in range(STEPS):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp.averaging_hooks import ElasticState, elastic_hook
 from tests.harness import inside, run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.training import Training
 from tests.harness.waiting import eventually
 from tests.multiprocess.averaging_oracle import MAKERS, OVERFLOWS, Trainer, new_scaler
 from tests.multiprocess.elastic_oracle import Replay, together_oracle
@@ -68,23 +68,22 @@ def test_ranks_that_pull_together_walk_the_path_of_copies(
 
 def pull_on(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Begin apart, learn nothing and pull together; return the parameters and the centre."""
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    device = "cpu"
     if kind == "cuda":
-        torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(37, 3).to(device))
-    state = ElasticState(1, "sync", 0.3)
-    model.register_comm_hook(state, elastic_hook)
-    inputs = torch.ones(2, 37, device=device)
-    model(inputs).sum().backward()
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device = f"cuda:{torch.cuda.current_device()}"
+    training = Training(
+        lambda *_: (ElasticState(1, "sync", 0.3), elastic_hook),
+        device=device,
+        optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.0)],
+    ).run(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in training.held:
             parameter.add_(float(rank))
-    for _ in range(4):
-        model(inputs).sum().backward()
-    centre = state.state_dict()["kept"]["centre"]["weight"]
-    state.close()
-    return model.module.weight.detach().cpu(), centre
+    training.run(4)
+    centre = training.state.state_dict()["kept"]["centre"]["0.weight"]
+    training.close()
+    return training.held[0].detach().cpu(), centre
 
 
 @pytest.mark.fake_cuda

@@ -24,7 +24,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
         "crossover_ddp/_averaging/late.py",
         "torch.add(values, self._distance.data, out=self.anchor)",
         "torch.add(self.anchor, self._distance.data - gradient, out=self.anchor)",
-        ("tests/multiprocess/test_averaging_situations.py", "-k", "identities and 2"),
+        ("tests/multiprocess/test_averaging.py", "-k", "2-diloco"),
     ),
     Fault(
         "exchanges begin in warm-up",
@@ -87,7 +87,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
         "crossover_ddp/averaging_hooks.py",
         "if self._step_s else Exchange.of(group).records.compute_s()",
         "if self._step_s else None",
-        ("tests/defects/test_averaging.py", "-k", "plan_needs"),
+        ("tests/multiprocess/test_averaging_situations.py", "-k", "plan_the_same"),
     ),
     Fault(
         "a disabled state takes no call",

@@ -95,12 +95,6 @@ def test_int8_errs_by_half_a_code_of_its_own_block(block: int, numel: int, seed:
         assert float(wrong.abs().max()) <= float(own.abs().max()) / 254 * (1 + 2**-14)
 
 
-def test_int8_errs_by_about_one_percent() -> None:
-    values = torch.distributions.Laplace(0.0, 1.0).sample((1 << 16,))
-    _, residual = round_trip(Int8(), values)
-    assert 0.005 < float(residual.norm() / values.norm()) < 0.017
-
-
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3e38])
 def test_int8_holds_numbers_of_any_size(magnitude: float) -> None:
     values = torch.linspace(-1, 1, 512) * magnitude

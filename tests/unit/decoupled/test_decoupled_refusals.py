@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp import UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.codecs import Int8
 from tests.harness import training as harness
-from tests.unit.decoupled.decoupled_training import Training, assert_same, both, inputs, network
+from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -100,29 +100,6 @@ def test_a_step_of_somebody_else_is_refused_unless_gradients_are_whole(
         NEXT[next_](training)
     training.step()  # nothing is left half done
     training.state.close()
-
-
-def test_parameters_may_be_written_before_the_own_step() -> None:
-    training, plain = both()
-    for each in (training, plain):
-        for _ in range(6):
-            each.backward()
-            with torch.no_grad():
-                for parameter in each.held:
-                    parameter.mul_(0.9)
-            each.update()
-    assert training.is_pending
-    assert_same(training, plain)
-
-
-def test_parameters_may_be_read_and_steps_left_out() -> None:
-    training, plain = both()
-    for each in (training, plain):
-        for step in range(9):
-            each.backward()
-            if step % 3 != 1:
-                each.update()
-    assert_same(training, plain)
 
 
 def test_a_codec_does_not_round_the_parameters_that_owners_send() -> None:

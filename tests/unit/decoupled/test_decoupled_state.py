@@ -269,29 +269,46 @@ def test_parameters_written_before_their_update_are_refused(training: Training) 
         training.backward()
 
 
-def test_gradients_nobody_steps_on_are_those_of_plain_ddp_in_the_next_forward(
-    training: Training, plain: Training
-) -> None:
-    """Accumulation without no_sync: each backward averages what has been summed so far."""
-    for each in (training, plain):
-        each.run()
-        for _ in range(2):
-            for _ in range(3):
-                each.backward()
-            each.update()
-    assert_same(training, plain)
+def accumulated(each: Training) -> None:
+    """Without no_sync: each backward averages what has been summed so far."""
+    for _ in range(3):
+        each.backward()
+    each.update()
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-def test_gradients_dropped_or_never_zeroed_are_those_of_plain_ddp(
-    zeroed: bool, training: Training, plain: Training
+def never_zeroed(each: Training) -> None:
+    each.backward()
+    each.optimizer.step()
+
+
+def dropped(each: Training) -> None:
+    each.backward()
+    each.model.module[2].weight.grad = None
+    each.update()
+
+
+def written(each: Training) -> None:
+    each.backward()
+    with torch.no_grad():
+        for parameter in each.held:
+            parameter.mul_(0.9)
+    each.update()
+
+
+def left_out(each: Training) -> None:
+    each.backward()
+    each.drop()
+    each.step()
+
+
+@pytest.mark.parametrize("act", [accumulated, never_zeroed, dropped, written, left_out])
+def test_what_loops_do_between_backward_and_step_is_as_with_plain_ddp(
+    act: Callable[[Training], None], training: Training, plain: Training
 ) -> None:
     for each in (training, plain):
         for _ in range(7):
-            each.backward()
-            if zeroed:
-                each.model.module[2].weight.grad = None
-            each.update() if zeroed else each.optimizer.step()
+            act(each)
+    assert training.is_pending == (act in (written, left_out))
     assert_same(training, plain)
 
 

@@ -26,23 +26,6 @@ def test_equal_ones_of_a_bucket_spread_over_the_ranks() -> None:
         assign([1], 0)
 
 
-# Twelve blocks of width 768, and two of width 96, the GPT of the recipes.
-@pytest.mark.parametrize(
-    ("shapes", "world_size", "most"),
-    [
-        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, 2, 0.5),
-        ([(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12, 8, 0.14),
-        ([(288, 96), (96, 96), (384, 96), (96, 384)] * 2, 2, 0.5),
-        ([(288, 96), (96, 96), (384, 96), (96, 384)] * 2, 4, 0.30),
-    ],
-)
-def test_matrices_of_a_transformer_are_shared_out_evenly(
-    shapes: list[tuple[int, int]], world_size: int, most: float
-) -> None:
-    made = assign([newton_schulz_flop(shape) for shape in shapes], world_size)
-    assert 1 / world_size <= made.busiest_share <= most
-
-
 def test_the_cost_is_that_of_the_products() -> None:
     assert newton_schulz_flop((3, 7)) == newton_schulz_flop((7, 3)) == 20 * 9 * 7 + 10 * 27
     assert newton_schulz_flop((3, 7), steps=1) * 5 == newton_schulz_flop((3, 7))
