@@ -5,12 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import UnsupportedConfigurationError, decoupled_hook
 from crossover_ddp.codecs import Int8
 from tests.harness import training as harness
-from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs, network
+from tests.unit.decoupled.decoupled_training import Training, assert_same, inputs
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.torch_version]
 
@@ -45,10 +44,9 @@ def test_what_cannot_be_decoupled_is_refused(name: str) -> None:
 def test_a_second_model_is_refused() -> None:
     first = Training(decoupled=True)
     first.backward()
-    second = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-    second.register_comm_hook(first.state, decoupled_hook)
+    second = harness.Training(lambda *_: (first.state, decoupled_hook))
     with pytest.raises(UnsupportedConfigurationError, match="one model for each DecoupledState"):
-        second(inputs(0)).sum().backward()
+        second.backward()
 
 
 def test_strangers_in_the_optimizer_are_refused_when_they_have_gradients() -> None:
