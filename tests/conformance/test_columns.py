@@ -30,20 +30,13 @@ OUTER = {
     "nesterov": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
     "adam": torch.optim.Adam,
 }
-OWN_BUFFERS = {"broadcast_buffers": False}
 # Replicas that differ between two averages, so that no other row walks with them.
 REPLICAS = {
-    "local_sgd": Row(
-        lambda model, optimizers, **turn: (LocalSGDState(2, **turn), local_sgd_hook), options=OWN_BUFFERS
-    ),
-    "elastic": Row(
-        lambda model, optimizers, **turn: (ElasticState(2, "sync", 0.2, **turn), elastic_hook),
-        options=OWN_BUFFERS,
-    ),
+    "local_sgd": Row(lambda model, optimizers, **turn: (LocalSGDState(2, **turn), local_sgd_hook)),
+    "elastic": Row(lambda model, optimizers, **turn: (ElasticState(2, "sync", 0.2, **turn), elastic_hook)),
     **{
         name: Row(
             lambda *_, outer=outer: (LocalSGDState(2, 1, 2, outer_optimizer=outer), local_sgd_hook),
-            options=OWN_BUFFERS,
             takes_turns=False,
         )
         for name, outer in OUTER.items()

@@ -1,9 +1,12 @@
 """Codecs between real ranks: the same parameters on all of them, by every state that takes a codec."""
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -116,12 +119,21 @@ def test_residuals_go_on_after_a_stop() -> None:
     assert max(apart[0], also_apart[0]) < min(apart[1], also_apart[1])
 
 
+@dataclass(frozen=True)
+class Late(Identity):
+    """All ranks but the first take their time for each message."""
+
+    def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        time.sleep(0.005 * (dist.get_rank() > 0))
+        super().add_decoded(message, out)
+
+
 def joined(rank: int, world_size: int) -> dict[str, str]:
     """Let rank 0 run out of inputs some steps early, twice."""
     steps, early = (4, 3) if IN_CAMPAIGN else (3, 2)  # the third step is the first that is deferred
     found = {}
-    for name in CODECS:
-        training = Coded("decoupled", rank, CODECS[name])
+    for name, codec in {**CODECS, "late": Late()}.items():
+        training = Coded("decoupled", rank, codec)
         for epoch in range(2):
             with Join([training.model]):
                 for number in range(steps + early * (rank > 0)):
@@ -135,6 +147,7 @@ def joined(rank: int, world_size: int) -> dict[str, str]:
 def test_ranks_may_run_out_of_inputs() -> None:
     first, *others = run_ranks(joined, 3)
     assert others == [first, first]
+    assert first["late"] == first["identity"]
 
 
 def scales(rank: int, world_size: int) -> float:
