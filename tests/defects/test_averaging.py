@@ -205,9 +205,10 @@ def test_one_averaging_state_serves_one_model() -> None:
 def sixteen_states(rank: int, world_size: int) -> list[float]:
     for _ in range(15):
         Loop(ElasticState(1, "async")).run(2).close()
-    loop, other = Loop(ElasticState(1, "async")), Training("split")  # whose data are the same on all ranks
-    losses = []
-    for _ in range(200):
+    loop, module = Loop(ElasticState(1, "async")), nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+    # With the same data on all ranks, and about as many messages a step as the state has.
+    other, losses = Training("split", module=module, bucket_cap_mb=25), []
+    for _ in range(400):
         loop.run(1)
         losses.append(other.step())
     loop.close()
