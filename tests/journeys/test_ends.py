@@ -80,9 +80,7 @@ def _status_of_a_fork_in(training: Training) -> int:
 
 
 # Alone the split needs neither a thread nor a peer, so that a fork may go on.
-@pytest.mark.parametrize(
-    ("way", "world_size"), [("crossover", 1), ("split", 2), ("crossover", 2), ("int8", 2)]
-)
+@pytest.mark.parametrize(("way", "world_size"), [("crossover", 1), ("split", 2), ("kfac", 2)])
 def test_a_fork_that_uses_the_hook_gets_an_error_and_harms_no_parent(way: str, world_size: int) -> None:
     close_pools()  # ranks that have run other tests may have threads of autograd's, which no fork survives
     ours, alone = (run_ranks(fork_uses_the_hook, world_size, args=(way, forks)) for forks in (True, False))

@@ -9,7 +9,6 @@ _BUCKETS = "crossover_ddp/_engine/buckets.py"
 _WORKER = "crossover_ddp/_system/worker.py"
 _TURN = "tests/journeys/test_turn_and_futures.py"
 _FAILURES = "tests/journeys/test_failures.py"
-_ENDS = "tests/journeys/test_ends.py"
 _DEVICES = "tests/journeys/test_devices.py"
 _BITS = "tests/journeys/test_bits_and_buffers.py"
 _REFUSED = (_FAILURES, "-k", "refused_bucket_is and 1-")
@@ -27,7 +26,7 @@ RISKS: Final[tuple[Fault, ...]] = (
         _WORKER,
         "if self._stopped or os.getpid() != self._pid:",
         "if self._stopped:",
-        (_ENDS, "-k", "fork_that_uses"),
+        ("tests/unit/engine/test_journeys.py", "-k", "in_a_fork"),
     ),
     Fault(
         "risk 9: an idle thread keeps its last bucket, and with it the model",

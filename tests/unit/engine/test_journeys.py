@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Generator
@@ -56,6 +57,15 @@ def test_an_idle_station_keeps_nothing_alive() -> None:
     assert done.wait(60)
     del kept
     assert eventually(lambda: seen() is None)
+    station.stop()
+
+
+def test_a_station_takes_no_work_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    station = Station("here")
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 0)
+        with pytest.raises(RuntimeError, match="this process is a fork of its owner"):
+            station.put(lambda: None)
     station.stop()
 
 
