@@ -43,11 +43,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("style", ["plain", "early"])
-def test_jobs_of_any_layout_take_turns_in_one_order(style: str, lane: Lane, tmp_path: Path) -> None:
+def test_jobs_of_any_layout_take_turns_in_one_order(lane: Lane, tmp_path: Path) -> None:
+    """Every second job asks for its next turn early."""
     plans = [(group, devices) for group, jobs in enumerate(LAYOUTS.values()) for devices in jobs]
+    styles = ["plain", "early"] * len(plans)
     jobs = [
-        JobPlan(number, group, devices, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01, style=style)
+        JobPlan(number, group, devices, lease_s=LONG_LEASE_S, hold_s=0.01, pause_s=0.01, style=styles[number])
         for number, (group, devices) in enumerate(plans)
     ]
     story = lived(lane, tmp_path, *jobs, ends_at_s=1.5, slack_s=AT_ONCE_S)
@@ -101,16 +102,14 @@ def test_a_job_joins_and_leaves_again_and_again(lane: Lane, tmp_path: Path) -> N
 # --- deaths and stops ---------------------------------------------------------------------------------------------
 
 
-def with_fates(
-    lane: Lane, directory: Path, lease_s: float, *fates: Deed, ends_at_s: float
-) -> list[list[Rank]]:
-    """Let jobs meet these fates, each beside a survivor; return the survivors' ranks for each."""
+def with_fates(lane: Lane, directory: Path, *fates: tuple[Deed, float], ends_at_s: float) -> list[list[Rank]]:
+    """Let jobs with these leases meet these fates, each beside a survivor; return the survivors' ranks for each."""
     pairs = [
         (
             JobPlan(2 * group, group, BOTH, lease_s=LONG_LEASE_S, hold_s=0.005, pause_s=0.005),
             JobPlan(2 * group + 1, group, BOTH, lease_s=lease_s, hold_s=0.005, pause_s=0.005, deeds=(fate,)),
         )
-        for group, fate in enumerate(fates)
+        for group, (fate, lease_s) in enumerate(fates)
     ]
     story = lived(lane, directory, *itertools.chain(*pairs), ends_at_s=ends_at_s, slack_s=AT_ONCE_S)
     assert violations(story) == []
@@ -124,7 +123,7 @@ def with_fates(
 
 def test_a_death_holds_the_sibling_up_for_no_time(lane: Lane, tmp_path: Path) -> None:
     fates = [
-        Deed(0.3, "die", ranks, place=place)
+        (Deed(0.3, "die", ranks, place=place), LONG_LEASE_S)
         for ranks, place in [
             ((0,), "inside"),
             ((0,), "drawn"),
@@ -134,23 +133,20 @@ def test_a_death_holds_the_sibling_up_for_no_time(lane: Lane, tmp_path: Path) ->
             (BOTH, "between"),
         ]
     ]
-    for survivors in with_fates(lane, tmp_path, LONG_LEASE_S, *fates, ends_at_s=1.5):
+    for survivors in with_fates(lane, tmp_path, *fates, ends_at_s=1.5):
         assert not any(rank.forgave for rank in survivors)
 
 
 def test_a_stop_holds_the_sibling_up_for_one_lease(lane: Lane, tmp_path: Path) -> None:
-    """Once, not each time; the one that was stopped goes on as if nothing had been."""
+    """Once, not each time, and not at all between turns; who was stopped goes on as if nothing had been."""
     places = [((0,), "inside"), ((1,), "inside"), (BOTH, "inside"), ((0,), "drawn")]
-    fates = [Deed(0.3, "halt", ranks, STOP_S, place=place) for ranks, place in places]
-    for survivors in with_fates(lane, tmp_path, LEASE_S, *fates, ends_at_s=STOP_S + 2.0):
+    fates = [(Deed(0.3, "halt", ranks, STOP_S, place=place), LEASE_S) for ranks, place in places]
+    between = Deed(0.3, "halt", BOTH, AT_ONCE_S + 1.0, place="between"), LONG_LEASE_S
+    *held_up, free = with_fates(lane, tmp_path, *fates, between, ends_at_s=AT_ONCE_S + 2.0)
+    assert not any(rank.forgave for rank in free)
+    for survivors in held_up:
         assert any(rank.forgave for rank in survivors)
         assert all(len(rank.forgave) <= 1 for rank in survivors)
-
-
-def test_a_stop_between_turns_holds_nobody_up(lane: Lane, tmp_path: Path) -> None:
-    fate = Deed(0.3, "halt", BOTH, AT_ONCE_S + 1.0, place="between")
-    (survivors,) = with_fates(lane, tmp_path, LONG_LEASE_S, fate, ends_at_s=AT_ONCE_S + 2.0)
-    assert not any(rank.forgave for rank in survivors)
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------
