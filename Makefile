@@ -42,6 +42,7 @@ campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and th
 	@$(BIN)/python -m tests.faults.campaign --events 200
 	@$(BIN)/python -m tests.faults.averaging_campaign --events 1000
 	@$(BIN)/python -m tests.seeded
+	@$(BIN)/python -m tests.conformance.torch_ddp
 	@CROSSOVER_CAMPAIGN=1 $(BIN)/python -m pytest
 	@$(MAKE) --no-print-directory bench
 	@$(BIN)/python recipes/studies/run.py --claim siblings decoupled muon codecs averaging advice --out runs/campaign

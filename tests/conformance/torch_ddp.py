@@ -7,21 +7,29 @@ fails a test that passes with torch's. Half an hour of two cores; ``make campaig
 
 import argparse
 import importlib
+import io
+import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import unittest
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import CrossoverState, crossover_hook, reduce_scatter_all_gather_hook
 from crossover_ddp.codecs import CompressedState, compressed_hook
 from tests import fake_cuda
+from tests.harness.children import Child, end
 from tests.harness.scripts import ROOT
 
 HOOKS: Final[dict[str, Any]] = {
@@ -35,6 +43,8 @@ BACKENDS: Final[dict[str, dict[str, str]]] = {
     "gloo on CUDA": {"BACKEND": "gloo", **fake_cuda.environment()},
     "nccl": {"BACKEND": "nccl", **fake_cuda.environment()},
 }
+# What a hook does not have to pass: each counts the all-reduces of a step, of which ours make none.
+COUNTING: Final = ("test_ddp_profiling_torch_profiler", "test_ddp_profiling_autograd_profiler")
 TIMEOUT_S: Final = 120.0
 
 
@@ -48,6 +58,9 @@ def torch_tests(hook: str) -> type[unittest.TestCase]:
         stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal.distributed import distributed_test
+
+    # The parent has counted the fake devices and made no context, so that its children may.
+    torch.cuda._is_in_bad_fork = lambda: False
 
     class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
@@ -69,51 +82,75 @@ def names() -> list[str]:
     return [name for name in found if "ddp" in name.lower() or "DistributedDataParallel" in name]
 
 
-def run_one(hook: str, name: str) -> int:
-    """Run one test in this process; 0: passed, 1: failed, 2: skipped."""
-    result = unittest.TextTestRunner(verbosity=0).run(torch_tests(hook)(name))
-    return 2 if result.skipped else int(not result.wasSuccessful())
+def run(hook: str, wanted: list[str]) -> None:
+    """Run tests in this process, one after the other, and say in a line of JSON how each ends."""
+    tests = torch_tests(hook)
+    for name in wanted:
+        said = io.StringIO()
+        result = unittest.TextTestRunner(said, verbosity=0).run(tests(name))
+        how = "is skipped" if result.skipped else "passes" if result.wasSuccessful() else "fails"
+        print(json.dumps([name, how, said.getvalue()[-3000:]]), flush=True)
 
 
-def outcome(hook: str, backend: str, name: str) -> tuple[str, str]:
-    """Return how a test ends in a process of its own, and the last that it writes."""
-    environment = {**os.environ, **BACKENDS[backend], "CROSSOVER_GROUP": f"torch-{os.getpid()}"}
-    command = [sys.executable, "-m", __spec__.name, "--run", hook, name]
-    try:
-        ran = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+def outcomes(hook: str, backend: str, wanted: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield each test, how it ends in a process that runs them all, and what unittest has said of it."""
+    left = list(wanted)
+    while left:
+        environment = {**os.environ, **BACKENDS[backend], "CROSSOVER_GROUP": f"torch-{os.getpid()}"}
+        process = Child(
+            [sys.executable, "-m", "tests.conformance.torch_ddp", "--run", hook, *left],
+            environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
-    except subprocess.TimeoutExpired:
-        return "hangs", ""
-    return {0: "passes", 2: "is skipped"}.get(ran.returncode, "fails"), ran.stderr[-3000:]
+        try:
+            while left and (said := line_of(process)):
+                left.remove(said[0])
+                yield said[0], said[1], said[2]
+        finally:
+            end([process], grace_s=0.0)
+        if left:
+            yield left.pop(0), "hangs or ends the process", ""
+
+
+def line_of(process: Any) -> Any:
+    """Return what a process says next in a line of JSON; None if it ends, or says nothing for too long."""
+    watchdog = threading.Timer(TIMEOUT_S, process.signal_session, [signal.SIGKILL])
+    watchdog.start()
+    try:
+        return next((json.loads(line) for line in process.stdout if line.startswith("[")), None)
+    finally:
+        watchdog.cancel()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", nargs=2, metavar=("HOOK", "TEST"), help="one test, in this process")
+    parser.add_argument("--run", nargs="+", metavar=("HOOK", "TEST"), help="these tests, in this process")
     parser.add_argument("--hooks", nargs="+", default=["split", "crossover"], choices=[*HOOKS])
     parser.add_argument("--backends", nargs="+", default=[*BACKENDS], choices=[*BACKENDS])
     parser.add_argument("--only", default="", help="part of a test's name")
     given = parser.parse_args()
     if given.run:
-        return run_one(*given.run)
+        run(given.run[0], given.run[1:])
+        return 0
     os.environ.setdefault("BACKEND", "gloo")
+    every = [each for each in names() if given.only in each]
     worse = 0
     for backend in given.backends:
         if backend != "gloo" and (reason := fake_cuda.why_not()):
             print(f"{backend}: not run, {reason}")
             continue
-        counts = dict.fromkeys(("passes", "fails", "hangs", "is skipped"), 0)
-        for name in [each for each in names() if given.only in each]:
-            theirs, _ = outcome("torch", backend, name)
-            counts[theirs] += 1
-            print(f"{backend:12} {name}: {theirs}", flush=True)
-            for hook in given.hooks if theirs == "passes" else []:
-                ours, written = outcome(hook, backend, name)
-                if ours != "passes":
+        theirs = {name: how for name, how, _ in outcomes("torch", backend, every)}
+        print(f"{backend}, torch's own hook: {dict(Counter(theirs.values()))}", flush=True)
+        passing = [name for name in every if theirs[name] == "passes" and name not in COUNTING]
+        for hook in given.hooks:
+            for name, how, said in outcomes(hook, backend, passing):
+                if how != "passes":
                     worse += 1
-                    print(f"  with {hook} it {ours}:\n{written}", flush=True)
-        print(f"{backend}: with torch's own hook {counts}; worse with ours so far: {worse}", flush=True)
+                    print(f"{backend}, {hook}: {name} {how}\n{said}", flush=True)
+            print(f"{backend}, {hook}: {len(passing)} tests run, worse so far: {worse}", flush=True)
     return int(bool(worse))
 
 
