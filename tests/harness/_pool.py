@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ._preloaded import START_TIMEOUT_S, context
+from ._preloaded import START_TIMEOUT_S, context, forked
 from ._worker import CleanUp, Report, Task, serve
 
 # From SIGABRT until the stack of every thread is written, even on a busy machine.
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, directory: Path) -> None:
         self.output = directory / f"output-{time.monotonic_ns()}"
         self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, str(self.output)))
+        self.process = forked(serve, (theirs, str(self.output)))
         self.process.start()
         theirs.close()
 

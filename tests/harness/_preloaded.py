@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -35,8 +35,21 @@ PRELOADED: Final = (
 context: Final = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
 START_TIMEOUT_S = 120.0
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG: Final = 1
 _CLONE_NEWNET: Final = 0x40000000
+
+
+def forked(target: Any, args: tuple[Any, ...]) -> multiprocessing.context.ForkServerProcess:
+    """Return a process of `context` to start. Its server begins at the root, from where it imports."""
+    if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+        former = Path.cwd()
+        os.chdir(_ROOT)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.chdir(former)
+    return context.Process(target=target, args=args)
 
 
 class _Order(NamedTuple):
@@ -118,7 +131,7 @@ class ForkedScript(Child):
 
     def _begin(self, order: _Order) -> None:
         begun, tell = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(order, tell))
+        self._process = forked(_run, (order, tell))
         self._process.start()
         tell.close()
         with begun, contextlib.suppress(EOFError):
