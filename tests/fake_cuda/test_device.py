@@ -4,12 +4,13 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import run_ranks, spawn_script
 from tests.harness.waiting import eventually, gone
 
 from . import late
@@ -74,6 +75,16 @@ def test_a_stream_waits_for_what_the_event_held_when_it_was_told(side: torch.cud
             event.record(side)
             gate.open()
             assert eventually(here().query, 20)
+
+
+def test_elapsed_time_is_that_between_two_events(side: torch.cuda.Stream) -> None:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(side):
+        begin.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+    side.synchronize()
+    assert begin.elapsed_time(end) >= 20.0
 
 
 # --- memory
@@ -182,6 +193,21 @@ def test_lateness_is_that_of_its_seed() -> None:
     assert len(set(first)) > 1
 
 
+def test_random_numbers_are_those_of_the_devices_seed() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+
+    def draw() -> torch.Tensor:
+        torch.cuda.manual_seed(0)
+        ones = torch.ones(100, device="cuda")
+        return torch.cat([torch.rand(100, device="cuda"), torch.nn.functional.dropout(ones), ones.normal_()])
+
+    torch.manual_seed(3)
+    first = draw()
+    assert torch.equal(torch.rand(4), wanted)  # the CPU's generator is left alone
+    assert torch.equal(draw(), first)
+
+
 # --- between processes
 
 
@@ -219,6 +245,34 @@ def test_an_event_tells_another_process() -> None:
 def test_what_a_dead_process_had_recorded_never_happens() -> None:
     deaths = {0: signal.SIGKILL}
     assert run_ranks(share_an_event, 2, args=(True,), deaths=deaths)[1] == [False, False]
+
+
+# --- devices
+
+SCRIPT = """
+import torch
+from tests.fake_cuda import contexts
+names = [str(torch.cuda.get_device_properties(i).uuid)[:2] for i in range(torch.cuda.device_count())]
+before = contexts()
+if names:
+    torch.ones(1, device=f"cuda:{len(names) - 1}").add_(1)
+print(names, before, contexts())
+"""
+
+
+def test_a_process_sees_the_devices_it_is_given_and_has_contexts_where_it_computes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    given = {
+        "0,1,2": "['42', '43', '44'] [] [2]",
+        "2,0": "['44', '42'] [] [1]",
+        "1,7,0": "['43'] [] [0]",
+        "GPU-43434343": "['43'] [] [0]",
+        "": "[] [] []",
+    }
+    environments = [{"FAKE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": devices} for devices in given]
+    with spawn_script(script, len(given), environment=environments, forked=True) as ranks:
+        assert [output.splitlines()[-1] for output in ranks.wait(60.0)] == list(given.values())
 
 
 # --- graphs

@@ -1,5 +1,8 @@
 """Optimizers on owners, by `DecoupledState` and by `MuonState`: the replicated ones' bits at a part of their state."""
 
+import signal
+import time
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,10 +14,11 @@ from torch import Tensor
 from torch.optim import Muon
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
-from crossover_ddp.errors import UnsupportedConfigurationError
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 from tests.harness import run_ranks
 from tests.harness.campaign import IN_CAMPAIGN
+from tests.harness.groups import impatient_group
 from tests.harness.training import Training, same
 from tests.multiprocess.owned_training import MAKE, DerivedMuon, by_owners, training_of
 
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.torch_version
 # Within five steps all is decided, buckets too, and every optimizer has used what it keeps.
 STEPS = 24 if IN_CAMPAIGN else 7
 LOOKED_AT = (1, STEPS - 1)  # not in between, so that steps are deferred
+PATIENCE_S, LIMIT_S = 10.0, 60.0  # the latter of a busy machine
 NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 # Kinds whose Muon has these, in two groups.
 IN_GROUPS, MATRICES = ("muon in groups", "muon without nesterov", "adamw and muon"), 5
@@ -261,3 +266,28 @@ def built_differently(rank: int, world_size: int) -> str:
 def test_ranks_of_which_only_one_would_send_directions_are_told() -> None:
     for message in run_ranks(built_differently, 2):
         assert "the same parameters in the optimizers on all ranks" in message and "DerivedMuon" in message
+
+
+def die(*_: Any, **__: Any) -> None:
+    signal.raise_signal(signal.SIGKILL)
+
+
+def lose_a_peer(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 1 dies in an owner's work; return what the other hears of it, and when."""
+    group = impatient_group(PATIENCE_S)
+    training = Training("owned", rank, process_group=group).run(3)
+    dist.barrier()
+    outcome, begin_s = "went on", time.monotonic()
+    with mock.patch("torch.optim.sgd.sgd", die) if rank else nullcontext():
+        try:
+            training.run(3)
+        except ExchangeError as error:
+            outcome = str(error)
+    return outcome, time.monotonic() - begin_s
+
+
+def test_the_loss_of_a_peer_in_its_step_is_an_error_in_bounded_time() -> None:
+    """In backward a peer dies in tests/conformance."""
+    (message, took_s), _ = run_ranks(lose_a_peer, 2, deaths={1: signal.SIGKILL}, timeout_s=90)
+    assert message.startswith("rank 0 of 2: the "), message
+    assert took_s < PATIENCE_S + LIMIT_S
