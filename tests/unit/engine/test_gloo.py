@@ -1,5 +1,6 @@
 """The link of gloo by itself: means in the order of a tree or a ring, whatever ranks do when, in bounded memory."""
 
+import functools
 import os
 import random
 import signal
@@ -79,6 +80,32 @@ def test_sums_have_the_bits_of_the_tree_or_the_ring_in_bounded_memory(size: int)
         assert wrong == 0
         assert (around > 2) == (size > 2)
         assert 0 < most <= gloo._AHEAD_BYTES + (size - 1) * gloo._MAX_PIECE_BYTES
+
+
+def crossed(rank: int, size: int) -> list[list[float]]:
+    """Gather a table by each of two exchanges of one group, which rank 0 and the others begin in another order."""
+    exchanges = [Exchange.of(dist.group.WORLD), Exchange(dist.group.WORLD)]  # type: ignore[arg-type]
+    tables = [torch.full((size,), -1.0), torch.full((size,), -1.0)]
+    for exchange, table in zip(exchanges, tables, strict=True):
+        exchange.network(table.device)  # all ranks make them in one order
+
+    async def gather(link: Any, table: torch.Tensor) -> None:
+        await link.all_gather(table, [1] * size)
+
+    trips = []
+    for number in (1, 0) if rank else (0, 1):
+        table = tables[number]
+        table[rank] = 10.0 * number + rank
+        way = functools.partial(gather, table=table)
+        trips.append(exchanges[number].begin(way, table.device, "a table"))
+        time.sleep(0.2)
+    for trip in trips:
+        trip.wait()
+    return [table.tolist() for table in tables]
+
+
+def test_exchanges_of_one_group_keep_their_messages_apart() -> None:
+    assert run_ranks(crossed, 2) == [[[0.0, 1.0], [10.0, 11.0]]] * 2
 
 
 @pytest.mark.parametrize("size", range(2, 10))
