@@ -368,8 +368,8 @@ class LocalSGDState(AveragingState):
         mutex: with ``delay=0``: give the turn to a sibling while parameters, or gradients in warm-up, travel.
 
     Parameters of half precision travel in it; the outer optimizer works in float32. Floating-point buffers
-    (BatchNorm's statistics) are averaged, too, and never stepped; DDP broadcasts none from the first
-    local step until `close`.
+    (BatchNorm's statistics) are averaged, too, and never stepped; DDP broadcasts none from the first local step until
+    `close`.
 
     On failure: ``ValueError`` for arguments. ``UnsupportedConfigurationError`` from the first ``backward()`` for models
     that would wait in every step (``find_unused_parameters``, SyncBatchNorm), and on all ranks before a step if

@@ -462,9 +462,10 @@ class Pending:
 
     def tell(self, parameters: Sequence[torch.Tensor]) -> None:
         """Say that a step has updated ``parameters``."""
-        with torch.no_grad():
-            for listener in [*self.listeners.values()]:
-                listener(parameters)
+        if self.listeners:
+            with torch.no_grad():
+                for listener in [*self.listeners.values()]:
+                    listener(parameters)
 
     # --- guards ----------------------------------------------------------------------------------------------
 
