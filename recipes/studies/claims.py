@@ -102,6 +102,7 @@ CLAIMS: Mapping[str, Claim] = {
     "trial": Claim(
         "two siblings that have tried whether turns pay are never slower than side by side",
         {
+            "one after the other": PLAIN,
             "side by side": Way("--hook none", jobs=2),
             "turns": Way("--hook crossover", jobs=2, variables=TURNS_ALWAYS),
             # After 16 steps at most 8 blocks of each kind of 5 steps are tried.
@@ -109,6 +110,7 @@ CLAIMS: Mapping[str, Claim] = {
         },
         presets=("convnet", "vit", "gpt"),
         ratios=(0.25, 0.5, 1.0, 1.5, 2.0),
+        against=("side by side",),
         exact=("turns", "tried"),
         steps=24,
         repeats=3,
