@@ -29,9 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
 from crossover_ddp._averaging.elastic import OwnPaceElastic, TogetherElastic, WildElastic
-from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, check_outer
+from crossover_ddp._averaging.late import LateMeans, OuterOptimizer, Schedule
 from crossover_ddp._averaging.replica import FlatBlock, Replica, Rule, blocks_of
-from crossover_ddp._averaging.schedule import Schedule
 from crossover_ddp._ddp.checks import (
     OnlyModel,
     check_forward,
@@ -68,7 +67,7 @@ _KFAC: Final = "crossover_ddp._kfac"
 class AveragingState(Pausable):
     """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
 
-    See [Note: the clock] in ``_averaging/schedule.py``.
+    See [Note: the clock] in ``_averaging/late.py``.
     """
 
     def __init__(self, rule: Rule, process_group: dist.ProcessGroup | None, mutex: GPUMutex | None) -> None:
@@ -220,18 +219,20 @@ class AveragingState(Pausable):
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _answer(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> GradientFuture:
+    def _answer(self, bucket: dist.GradBucket) -> GradientFuture:
         """Answer ``bucket``; raises what makes local steps impossible."""
+        exchange = Exchange.of(self.process_group)
         if self._is_closed:
-            return Exchange.of(group).carry(bucket, split, state=self).future
+            return exchange.carry(bucket, split, state=self).future
         self._raise_failure()
-        gradients = flat_gradients(bucket)
-        self._only.enter(bucket, self)
+        gradients = bucket.buffer()
+        if bucket.parameters()[0] not in self._only.names:  # once for each bucket
+            flat_gradients(bucket)
+            self._only.enter(bucket, self)
         if self._replica is None:
-            self._replica = self._adopt(bucket, group)
+            self._replica = self._adopt(bucket, resolve_group(self.process_group))
         if not self.agreement.made:
-            self.agreement.make(group, self._said)
-        exchange = self._replica.exchange
+            self.agreement.make(self._replica.group, self._said)
         if self._rule.is_local(self._steps):
             if not self._began:
                 self._began, self._acted = True, self._steps
@@ -363,7 +364,7 @@ class LocalSGDState(AveragingState):
         warmup_steps: steps at the beginning whose gradients are averaged as by DDP.
         outer_optimizer: makes an optimizer of a list of tensors, such as ``functools.partial(torch.optim.SGD,
             lr=0.7, momentum=0.9, nesterov=True)``. It steps the common parameters by their distance to the mean, each
-            owner its part. It must treat elements by themselves, without looking at their values (no weight decay).
+            owner its part. It must treat elements by themselves.
         process_group: the ranks of the job; must be the group of the DDP model. Default: the default group.
         mutex: with ``delay=0``: give the turn to a sibling while parameters, or gradients in warm-up, travel.
 
@@ -402,13 +403,11 @@ class LocalSGDState(AveragingState):
                 f"expected delay=0 with a mutex, got delay={delay}: no step waits for an exchange then, so there is no "
                 "time to give away; leave mutex out, or pass delay=0"
             )
-        if outer_optimizer is not None:
-            check_outer(outer_optimizer)
-            if sync_every == 1:
-                raise ValueError(
-                    "expected sync_every >= 2 with an outer optimizer, got sync_every=1: every step averages the "
-                    "gradients then, and replicas never differ; leave outer_optimizer out"
-                )
+        if outer_optimizer is not None and sync_every == 1:
+            raise ValueError(
+                "expected sync_every >= 2 with an outer optimizer, got sync_every=1: every step averages the gradients "
+                "then, and replicas never differ; leave outer_optimizer out"
+            )
         super().__init__(LateMeans(schedule, outer_optimizer), process_group, mutex)
 
 
@@ -538,14 +537,15 @@ def answer_bucket(
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, kind, "register the hook of that state, or make another one")
-        group = resolve_group(state.process_group)
         if not state.agreement.made:
             state._is_disabled = environment.is_set(environment.DISABLE)
         if state._is_disabled:
+            group = resolve_group(state.process_group)
             state.agreement.make(group, dict)
             return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
-        return state._answer(group, bucket)
+        if bucket.buffer().is_cuda:
+            check_not_capturing(bucket)
+        return state._answer(bucket)
 
     return guarded(bucket, answer)
 

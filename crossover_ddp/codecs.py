@@ -10,19 +10,20 @@ the same parameter ("error feedback"). Parameters of one dimension travel exact.
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._compression.choice import CodecChoice, Encoded, PerPair
+from crossover_ddp._compression.choice import CodecChoice, PerPair
 from crossover_ddp._compression.codec import Codec, Half, Int8
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.buckets import check_state, guarded
+from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._system import environment
 
 from .gpu_mutex import GPUMutex
@@ -31,7 +32,6 @@ __all__ = [
     "Codec",
     "CodecPlan",
     "CompressedState",
-    "Encoded",
     "Half",
     "Int8",
     "PerPair",
@@ -127,13 +127,14 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
-        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
+        exchange = Exchange.of(state.process_group)
         if not state.agreement.made:
-            state.agreement.make(group, lambda: {"codec": state.codec})
+            state.agreement.make(resolve_group(state.process_group), lambda: {"codec": state.codec})
             state._is_disabled = environment.is_set(environment.DISABLE)
         if state._is_disabled:
-            return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
-        return state._carry(bucket, group, state.mutex)
+            return allreduce_hook(resolve_group(state.process_group), bucket)
+        if bucket.buffer().is_cuda:
+            check_not_capturing(bucket)
+        return state._carry(bucket, exchange, state.mutex)
 
     return guarded(bucket, answer)

@@ -211,7 +211,7 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         if turns_disabled():
             return allreduce_hook(group, bucket)
         check_not_capturing(bucket)
-        return state._carry(bucket, group, _turn_of(state, bucket))
+        return state._carry(bucket, Exchange.of(group), _turn_of(state, bucket))
 
     return guarded(bucket, answer)
 

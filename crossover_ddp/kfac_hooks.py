@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
-from crossover_ddp._compression.compression import Compression, around
+from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.buckets import Agreement, Bucket, Pausable, check_state, guarded, told_by_all
 from crossover_ddp._engine.exchange import Exchange
@@ -445,11 +445,10 @@ class KFACState(Pausable):
             return self._preconditioner.way(pack(), taken, link)
 
         self.enter(bucket)
-        coded = None if self._compression is None else around(self._compression, bucket, group, pack)
+        exchange = Exchange.of(group)
+        coded = None if self._compression is None else self._compression.around(bucket, exchange, pack)
         try:
-            taken = Exchange.of(group).carry(
-                bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back
-            )
+            taken = exchange.carry(bucket, way, turn=turn, state=state, around=coded, hands_back=hands_back)
         except Exception:
             self.refuse(bucket)
             raise

@@ -15,10 +15,11 @@ nothing is lost. Our design.
 go on, so that a rank that has ended its steps early serves the slower ones.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -149,7 +150,7 @@ class ElasticRound(NamedTuple):
 
 
 class Rounds:
-    """See [Note: rounds]. All methods are called on the training thread and none waits, but `hold` and `close`.
+    """See [Note: rounds]. All methods are called on the training thread and none waits, but `held` and `close`.
 
     They have an `Exchange` of their own: their thread begins journeys at moments that differ from rank to rank, and
     links must be drawn in one order. If it fails, the group's connections are closed all the same.
@@ -178,9 +179,9 @@ class Rounds:
         self._changed = threading.Condition()
         self._offer: int | None = None
         self._is_taken = self._is_back = False  # what was offered is in a round; its pull is there
-        self._wants_hold = self._is_held = self._has_ended = False
-        self._resumed = self._number = 0
-        self._failure: Exception | None = None
+        self._wants_hold = self._is_held = False
+        self._number = self._pulled = 0  # of rounds; the one whose pull is there
+        self._failure: Exception | None = None  # or what says that the group was destroyed
         self._pace_s, self._interval_s = _FIRST_PACE_S, _FIRST_INTERVAL_S
         self._offered_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="crossover-rounds", daemon=True)
@@ -221,11 +222,9 @@ class Rounds:
         if is_back and not leave:
             with self._changed:
                 self._is_back = False
-                rank = self._exchange.rank
-                for place in reversed(range(len(self.log))):
-                    if self.log[place].offered[rank] is not None:
-                        self.log[place] = self.log[place]._replace(collected=steps)
-                        break
+                place = self._pulled - self.log[0].number
+                if place >= 0:
+                    self.log[place] = self.log[place]._replace(collected=steps)
         return is_back
 
     def check(self) -> None:
@@ -233,36 +232,32 @@ class Rounds:
         if self._failure is not None:
             raise self._failure
 
-    def hold(self) -> None:
-        """Wait until the rounds of all ranks stand still; what was offered and in no round yet is taken back.
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the rounds of all ranks stand still during the block; what is in no round yet is taken back.
 
-        **Collective**: it lasts until all ranks hold, or the exchange fails.
+        **Collective**: it begins when all ranks hold, or raises what has ended the rounds.
         """
+        self._hold()
+        self.check()
         with self._changed:
-            self._wait_for_hold()
-            self.check()
-            if not self._is_held:
-                raise ExchangeError(
-                    "expected rounds that run, got ended ones: the process group was destroyed; call it before"
-                )
             self._offer = None
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._wants_hold = self._is_held = False
+                self._changed.notify_all()
 
-    def _wait_for_hold(self) -> None:
-        self._wants_hold = True
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: self._is_held or self._failure is not None or self._has_ended)
-
-    def resume(self) -> None:
-        """Go on after `hold`."""
+    def _hold(self) -> None:
         with self._changed:
-            self._wants_hold = self._is_held = False
-            self._resumed += 1
+            self._wants_hold = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_held or self._failure is not None)
 
     def close(self) -> None:
         """End the thread when all ranks close, see [Note: holding]. Raises nothing."""
-        with self._changed:
-            self._wait_for_hold()
+        self._hold()
         self._tell()
         self._exchange.close()
         self._join()
@@ -272,7 +267,9 @@ class Rounds:
     def _tell(self) -> None:
         """Begin no round any more."""
         with self._changed:
-            self._has_ended = True
+            self._failure = self._failure or ExchangeError(
+                "expected rounds that run, got ended ones: the process group was destroyed; call it before"
+            )
             self._changed.notify_all()
 
     def _join(self) -> None:
@@ -289,16 +286,17 @@ class Rounds:
                     self._go_round()
         except Exception as error:  # whatever it is, the training thread raises it
             with self._changed:
-                self._failure = error
+                self._failure = self._failure or error
                 self._changed.notify_all()
 
     def _await_next(self) -> bool:
         """Wait for an offer or for the pace; return False when the rounds are over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._has_ended or self._offer is not None or self._wants_hold, timeout=self._pace_s
+                lambda: self._failure is not None or self._offer is not None or self._wants_hold,
+                timeout=self._pace_s,
             )
-            return not self._has_ended
+            return self._failure is None
 
     def _go_round(self) -> None:
         with self._changed:
@@ -315,9 +313,9 @@ class Rounds:
                 self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls).wait()
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))
-                self._number += 1
                 if steps is not None:
-                    self._is_back, self._is_taken = True, False
+                    self._is_back, self._is_taken, self._pulled = True, False, self._number
+                self._number += 1
             self._pace_s = min(max(min(numbers[2] for numbers in table), 1e-3), _LONGEST_PACE_S)
         else:
             self._pace_s = min(2 * self._pace_s, _LONGEST_PACE_S)
@@ -326,6 +324,6 @@ class Rounds:
 
     def _stand_still(self) -> None:
         with self._changed:
-            self._is_held, resumed = True, self._resumed
+            self._is_held = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_ended or self._resumed != resumed)
+            self._changed.wait_for(lambda: self._failure is not None or not self._is_held)

@@ -13,7 +13,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import Centre, ElasticRound, Rounds, moving_rate_for
 from .replica import Replica, Rule, all_finite, from_first_rank, wide
-from .shared_centre import Hosts, SharedCentre, share
+from .shared_centre import Hosts, pull_shared, share
 
 logger = logging.getLogger(__name__)
 
@@ -171,13 +171,10 @@ class OwnPaceElastic(TogetherElastic):
     def at_rest(self, *, leave: bool) -> Iterator[None]:
         """See `Rule`."""
         rounds = self._running()
-        rounds.hold()
-        try:
+        with rounds.held():
             pulled = rounds.collect(self._steps, self._apply, leave=leave)
             self._counts["pulls"] += pulled and not leave
             yield
-        finally:
-            rounds.resume()
 
     def _running(self) -> Rounds:
         assert self._rounds is not None
@@ -193,11 +190,8 @@ class OwnPaceElastic(TogetherElastic):
     def kept(self) -> dict[str, Any]:
         """See `Rule`."""
         rounds = self._running()
-        rounds.hold()
-        try:
+        with rounds.held():
             return self._named(rounds.centre.gathered())
-        finally:
-            rounds.resume()
 
     def stats(self) -> dict[str, Any]:
         """See `Rule`."""
@@ -223,7 +217,7 @@ class WildElastic(OwnPaceElastic):
     """
 
     mode = "wild"
-    _shared: SharedCentre
+    _shared: list[torch.Tensor]
     _hosts = Hosts([], [])
     _watch: Rounds | None = None
 
@@ -240,7 +234,7 @@ class WildElastic(OwnPaceElastic):
         exchange = Exchange.of(group)
         self._rate = moving_rate_for(group.size(), self._given_rate)
         start = self._start(exchange, _HOST_MEMORY)
-        self._shared, self._hosts = share(exchange, start)
+        self._shared, self._hosts = share(group, start)
         self._first = self._hosts.mates.index(group.rank()) / len(self._hosts.mates)
         if len(self._hosts.leaders) > 1 and group.rank() in self._hosts.leaders:
             self._rounds = Rounds(self._host_group(self._hosts.leaders), start, None)
@@ -256,19 +250,19 @@ class WildElastic(OwnPaceElastic):
             super().act(steps)
         pieces = [block.pieces(block.whole) for block in self.replica.blocks]
         if steps % self._every == 0 and self._is_fit([piece for each in pieces for piece in each]):
-            for place, each in enumerate(pieces):
-                self._shared.pull(place, each, self._rate, self._first)
+            for centre, each in zip(self._shared, pieces, strict=True):
+                pull_shared(centre, each, self._rate, self._first)
             self._counts["own_pulls"] += 1
 
     # What travels between hosts is the centre.
 
     def _fill(self, vectors: Sequence[torch.Tensor]) -> bool:
-        for vector, centre in zip(vectors, self._shared.vectors, strict=True):
+        for vector, centre in zip(vectors, self._shared, strict=True):
             vector.copy_(centre)
         return True
 
     def _apply(self, pulls: Sequence[torch.Tensor]) -> None:
-        for centre, values in zip(self._shared.vectors, pulls, strict=True):
+        for centre, values in zip(self._shared, pulls, strict=True):
             centre.add_(values)
 
     @contextlib.contextmanager
@@ -282,7 +276,7 @@ class WildElastic(OwnPaceElastic):
         exchange.gather_numbers([0.0], self.replica.blocks[0].device)
         copies = [
             vector.to(block.device, copy=True)
-            for vector, block in zip(self._shared.vectors, self.replica.blocks, strict=True)
+            for vector, block in zip(self._shared, self.replica.blocks, strict=True)
         ]
         return self._named([from_first_rank(exchange, copy) for copy in copies])
 
@@ -294,5 +288,5 @@ class WildElastic(OwnPaceElastic):
         """See `Rule`."""
         if self._watch is not None:
             self._watch.close()
-            self._shared.vectors.clear()
+            self._shared.clear()
         super().close()

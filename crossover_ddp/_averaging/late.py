@@ -3,16 +3,18 @@
 [Note: delta rule] A rank sends s, its parameters after step k, and adds mean(s) - s to what it has after step k + d.
 With d = 0 that is the mean itself. After CoCoD-SGD and DaSGD (arXiv 2006.00441); fragments after streaming DiLoCo.
 
-[Note: outer steps around the mean] After DiLoCo (arXiv 2311.08105, and the code of its followers) the outer gradient is
-Δ = z - mean(x), where z are the parameters after the last outer step. The optimizer does not step z itself but the
-distance p = z - mean, and z becomes mean + p. That is the same step for every optimizer that does not look at the
-parameters' values, and with rate 1 and without momentum p is exactly 0: then the step is the mean, to the last bit.
+[Note: the clock] What counts is the number of backward passes that reached the hook, which is the same on all ranks.
+``optimizer.step()`` does not count: a GradScaler skips it on one rank alone. What is due after n of them happens before
+the next training forward: then the update of the n-th is in the parameters.
+
+[Note: outer steps] After DiLoCo (arXiv 2311.08105, and the code of its followers): z are the parameters after the last
+outer step, and the outer optimizer steps them by the gradient z - mean(x), each owner its part.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any, Final, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -22,11 +24,97 @@ from crossover_ddp._engine.journeys import Trip
 from crossover_ddp._engine.links import Layout
 
 from .replica import FlatBlock, Replica, Rule, all_finite, gather, wide
-from .schedule import Schedule, fragment_span
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
-_DECAY: Final = "weight_decay"
+
+# --- when: pure ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which fragments leave, and which come back, after how many backward passes.
+
+    Args:
+        sync_every: steps from one exchange of an element to the next.
+        delay: steps from its leaving to its coming back.
+        fragments: number of equal slices of the flat parameters; they leave evenly spread over the interval.
+        warmup_steps: steps before the first local one.
+    """
+
+    sync_every: int
+    delay: int = 0
+    fragments: int = 1
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("sync_every", self.sync_every, 1, "pass the steps between two exchanges")
+        _check_count("delay", self.delay, 0, "pass the steps that an exchange may take")
+        _check_count("fragments", self.fragments, 1, "pass the number of slices")
+        _check_count("warmup_steps", self.warmup_steps, 0, "pass the steps that are averaged as by DDP")
+        if self.sync_every < self.delay + 1:
+            raise ValueError(
+                f"expected sync_every >= delay + 1, got sync_every={self.sync_every} and delay={self.delay}: with two "
+                "exchanges of one element in flight corrections are counted twice; "
+                f"pass sync_every={self.delay + 1} or more"
+            )
+        if self.sync_every == 1 and self.fragments > 1:
+            raise ValueError(
+                f"expected fragments=1 with sync_every=1, got fragments={self.fragments}; every step averages all "
+                "gradients then, and no parameters"
+            )
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether any step, however late, uses this rank's gradients alone."""
+        return self.sync_every > 1
+
+    def is_local(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of them uses this rank's gradients alone."""
+        return self.has_local_steps and steps >= self.warmup_steps
+
+    def leaving(self, steps: int) -> tuple[int, ...]:
+        """Return the fragments that leave after this many steps."""
+        local = steps - self.warmup_steps
+        if local <= 0 or self.sync_every == 1:
+            return ()
+        return tuple([f for f in range(self.fragments) if (local - self._offset(f)) % self.sync_every == 0])
+
+    def arriving(self, steps: int) -> tuple[int, ...]:
+        """Return the fragments that come back after this many steps."""
+        return self.leaving(steps - self.delay)
+
+    def _offset(self, fragment: int) -> int:
+        return fragment * self.sync_every // self.fragments
+
+
+def fragment_span(numel: int, fragment: int, fragments: int) -> Span:
+    """Return the slice of a flat vector; slices differ by one element at most."""
+    return Span(numel * fragment // fragments, numel * (fragment + 1) // fragments)
+
+
+def _check_count(name: str, value: int, least: int, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected an integer {name} >= {least}, got {name}={value!r}; {remedy}")
+
+
+# --- the outer optimizer ---------------------------------------------------------------------------------------------
+
+
+def described(make: OuterOptimizer) -> str:
+    """Return the optimizer's class and arguments as a text; refuse what makes none."""
+    made = None if isinstance(make, Optimizer) or not callable(make) else make(_nothing())
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; pass a function of the "
+            "parameters such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
+        )
+    given = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    return f"{type(made).__name__}({given})"
+
+
+def _nothing() -> list[torch.Tensor]:
+    return [torch.nn.Parameter(torch.zeros(1))]
 
 
 class OuterPart:
@@ -40,45 +128,49 @@ class OuterPart:
 
     def __init__(self, block: FlatBlock, span: Span, make: OuterOptimizer) -> None:
         self.span = Span(span.start, max(span.start, min(span.stop, block.parameters_numel)))
-        self.anchor = block.copy(self.span, wide(block.dtype))
+        self.anchor = torch.nn.Parameter(block.copy(self.span, wide(block.dtype)))
         """z."""
-        self._distance = torch.nn.Parameter(self.anchor.new_empty(0))
-        self._optimizer = make([self._distance])
+        self._optimizer = make([self.anchor])
 
     def step(self, mean: torch.Tensor) -> None:
-        """Replace the mean of the own part by the next z, see [Note: outer steps around the mean]."""
+        """Replace the mean of the own part by the next z, see [Note: outer steps]."""
         own = mean[: len(self.anchor)]
         if own.device.type == "cpu" and not all_finite([own]):
             return  # every rank will see it, and refuse it
-        values = own.to(self.anchor.dtype)
-        gradient = self.anchor - values
-        self._distance.data, self._distance.grad = gradient.clone(), gradient
+        self.anchor.grad = self.anchor.detach() - own
         self._optimizer.step()
-        torch.add(values, self._distance.data, out=self.anchor)
-        own.copy_(self.anchor)
-        self._distance.data, self._distance.grad = self.anchor.new_empty(0), None
+        self.anchor.grad = None
+        own.copy_(self.anchor.detach())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state for each element, by name."""
-        return {key: value for key, value in self._state().items() if self._is_elementwise(value)}
+        """Return what there is for each element, by name: z, and the optimizer's state."""
+        state = {key: value for key, value in self._state().items() if self._is_elementwise(value)}
+        return {"anchor": self.anchor.detach(), **state}
 
     def numbers(self) -> dict[str, float]:
-        """Return the rest of its state, such as a count of steps."""
+        """Return the rest of the optimizer's state, such as a count of steps."""
         return {key: float(value) for key, value in self._state().items() if _is_number(value)}
 
-    def load(self, anchor: torch.Tensor, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
-        """Take over what `tensors` and `numbers` returned, of the whole block."""
-        own = slice(*self.span)
-        self.anchor.copy_(anchor[own])
-        state = self._optimizer.state[self._distance]
-        state.update({key: value[own].clone() for key, value in tensors.items()})
+    def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
+        """Take over what `tensors`, of the whole block, and `numbers` returned."""
+        own = {key: value[slice(*self.span)] for key, value in tensors.items()}
+        self.anchor.data.copy_(own.pop("anchor"))
+        state = self._optimizer.state[self.anchor]
+        state.update({key: value.clone() for key, value in own.items()})
         state.update({key: torch.tensor(value, dtype=torch.float32) for key, value in numbers.items()})
 
     def _state(self) -> dict[str, Any]:
-        return dict(self._optimizer.state.get(self._distance, {}))
+        return dict(self._optimizer.state.get(self.anchor, {}))
 
     def _is_elementwise(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(self.anchor)
+        return isinstance(value, torch.Tensor) and value.shape == self.anchor.shape
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+# --- what travels ----------------------------------------------------------------------------------------------------
 
 
 class _Slice(NamedTuple):
@@ -200,24 +292,24 @@ class LateMeans(Rule):
                 self.replica.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
         if self._make_outer is None:
             return {}
-        firsts = [slices[0].outer for slices in self._slices]
+        outers = [slices[0].outer for slices in self._slices]
+        names = () if outers[0] is None else outers[0].tensors()
+        state = {name: self._gathered(name) for name in sorted(names)}
         return {
             "fragments": self._schedule.fragments,
-            "anchor": self._gathered(None),
-            "state": {
-                name: self._gathered(name) for name in sorted(firsts[0].tensors() if firsts[0] else ())
-            },
-            "numbers": {fragment: outer.numbers() for fragment, outer in enumerate(firsts) if outer},
+            "anchor": state.pop("anchor"),
+            "state": state,
+            "numbers": {fragment: outer.numbers() for fragment, outer in enumerate(outers) if outer},
         }
 
-    def _gathered(self, name: str | None) -> dict[str, torch.Tensor]:
-        """Gather what all owners keep of this name, or z, by the tensors' names. **Collective**."""
+    def _gathered(self, name: str) -> dict[str, torch.Tensor]:
+        """Gather what all owners keep of this name, by the tensors' names. **Collective**."""
         found: dict[str, torch.Tensor] = {}
         for place, block in enumerate(self.replica.blocks):
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
             for _, span, layout, outer in [slices[place] for slices in self._slices]:
                 assert outer is not None
-                whole[slice(*outer.span)] = outer.anchor if name is None else outer.tensors()[name]
+                whole[slice(*outer.span)] = outer.tensors()[name]
                 gather(self.replica.exchange, whole[slice(*span)], layout)
             found.update(block.named(whole))
         return found
@@ -239,13 +331,12 @@ class LateMeans(Rule):
 
     def _load_outer(self, kept: dict[str, Any]) -> None:
         for place, block in enumerate(self.replica.blocks):
-            dtype = wide(block.dtype)
-            anchor = block.unnamed(kept["anchor"], dtype)
-            tensors = {name: block.unnamed(values, dtype) for name, values in kept["state"].items()}
+            named = {"anchor": kept["anchor"], **kept["state"]}
+            tensors = {name: block.unnamed(values, wide(block.dtype)) for name, values in named.items()}
             for fragment, slices in enumerate(self._slices):
                 outer = slices[place].outer
                 assert outer is not None
-                outer.load(anchor, tensors, kept["numbers"][fragment])
+                outer.load(tensors, kept["numbers"][fragment])
 
     def stats(self) -> dict[str, Any]:
         """See `Rule`."""
@@ -255,57 +346,10 @@ class LateMeans(Rule):
             "exchanged_bytes": self._bytes,
             "in_flight": len(self._flights),
             "peak_bytes": self._peak_bytes,
-            "outer_bytes": sum(
-                t.nbytes for outer in outers for t in (outer.anchor, *outer.tensors().values())
-            ),
+            "outer_bytes": sum(each.nbytes for outer in outers for each in outer.tensors().values()),
         }
 
     def close(self) -> None:
         """See `Rule`."""
         self._flights.clear()
         self._slices.clear()
-
-
-# --- which optimizers may step the mean ----------------------------------------------------------------------------
-
-
-def check_outer(make: OuterOptimizer) -> None:
-    """Refuse what cannot make an optimizer, or one that looks at the parameters' values."""
-    remedy = (
-        "pass a function of the parameters such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)"
-    )
-    if not callable(make) or isinstance(make, Optimizer):
-        raise TypeError(
-            f"expected outer_optimizer to make an optimizer, got outer_optimizer={make!r}; {remedy}"
-        )
-    made = make([torch.nn.Parameter(torch.zeros(1))])
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"expected outer_optimizer to make an optimizer, got {type(made).__name__}; {remedy}")
-    decay = made.param_groups[0].get(_DECAY, 0)
-    if decay:
-        raise ValueError(
-            f"expected an outer optimizer without weight decay, got weight_decay={decay}; let the inner one decay"
-        )
-    if not torch.equal(_first_step(make, torch.ones(2)), _first_step(make, torch.zeros(2))):
-        raise ValueError(
-            f"expected an outer optimizer whose step depends on gradients alone, got {type(made).__name__}; use SGD "
-            "(with momentum, Nesterov or not) or Adam without weight decay"
-        )
-
-
-def described(make: OuterOptimizer) -> str:
-    """Return the optimizer's class and arguments as a text."""
-    made = make([torch.nn.Parameter(torch.zeros(1))])
-    given = {name: value for name, value in made.param_groups[0].items() if name != "params"}
-    return f"{type(made).__name__}({given})"
-
-
-def _first_step(make: OuterOptimizer, at: torch.Tensor) -> torch.Tensor:
-    probe = torch.nn.Parameter(at.clone())
-    probe.grad = torch.ones(2)
-    make([probe]).step()
-    return (probe.detach() - at).round(decimals=4)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)

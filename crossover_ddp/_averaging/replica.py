@@ -171,7 +171,8 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
             parameters.setdefault(_key(parameter), []).append(FlatEntry(name, parameter.detach))
-    for name, get in _buffers(model.module):
+    for name, _ in model.module.named_buffers():
+        get = _buffer_of(model.module, name)
         counts = get().is_floating_point() or get().is_complex()
         if name not in ignored and counts and bool(get().isfinite().all()):
             buffers.setdefault(_key(get()), []).append(FlatEntry(name, get))
@@ -183,23 +184,8 @@ def _key(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return _real(tensor.detach()).dtype, tensor.device
 
 
-def _buffers(network: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Yield names and what returns the buffers of this moment; one that several modules share comes once."""
-    seen: set[int] = set()
-    for prefix, module in network.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, _getter(module, name)
-
-
-def _getter(module: nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    def get() -> torch.Tensor:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        return buffer.detach()
-
-    return get
+def _buffer_of(network: nn.Module, name: str) -> Callable[[], torch.Tensor]:
+    return lambda: network.get_buffer(name).detach()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

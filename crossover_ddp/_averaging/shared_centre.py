@@ -10,17 +10,20 @@ a network name space on it, which the nodes of an emulated cluster do not share.
 """
 
 import contextlib
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from itertools import accumulate
+from typing import Final, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.buckets import told_by_all
 from crossover_ddp._system.machine import machine
 from crossover_ddp.errors import SegmentError
+
+Told = TypeVar("Told")
 
 _ALIGNMENT: Final = 64
 _CHUNKS: Final = 64
@@ -39,39 +42,22 @@ class Hosts(NamedTuple):
     mates: list[int]
 
 
-class SharedCentre:
-    """The vectors of the centre as this rank sees them.
+def pull_shared(
+    centre: torch.Tensor, pieces: Sequence[torch.Tensor], moving_rate: float, first: float
+) -> None:
+    """Pull parameters and centre together, see [Note: elastic pull] in ``centre.py`` and [Note: no lock].
 
     Args:
-        memory: shared by the host's ranks.
-        sizes: a vector for each block, as long as it and of the centre's dtype.
+        centre: shared by the host's ranks.
+        pieces: the parameters' own memory, in the order of the centre.
+        moving_rate: α.
+        first: where to begin, as a share of the centre; ranks of a host begin at different places.
     """
-
-    def __init__(self, memory: mmap.mmap, sizes: Sequence[torch.Tensor]) -> None:
-        self.vectors = []
-        start = 0
-        for size in sizes:
-            vector = torch.empty(0, dtype=size.dtype)
-            if size.numel():
-                vector = torch.frombuffer(memory, dtype=size.dtype, count=size.numel(), offset=start)
-            self.vectors.append(vector)
-            start += _room(size)
-
-    def pull(self, place: int, pieces: Sequence[torch.Tensor], moving_rate: float, first: float) -> None:
-        """Pull parameters and centre together, see [Note: elastic pull] in ``centre.py`` and [Note: no lock].
-
-        Args:
-            place: of the block.
-            pieces: the parameters' own memory, in the order of the vector.
-            moving_rate: α.
-            first: where to begin, as a share of the vector; ranks of a host begin at different places.
-        """
-        vector = self.vectors[place]
-        for start, values in chunks_from(first, pieces):
-            centre = vector[start : start + values.numel()]
-            delta = torch.sub(values.to(centre.device, centre.dtype), centre).mul_(moving_rate)
-            values.sub_(delta.to(values.device, values.dtype))
-            centre.add_(delta)
+    for start, values in chunks_from(first, pieces):
+        there = centre[start : start + values.numel()]
+        delta = torch.sub(values.to(there.device, there.dtype), there).mul_(moving_rate)
+        values.sub_(delta.to(values.device, values.dtype))
+        there.add_(delta)
 
 
 def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
@@ -91,56 +77,65 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
     return [*chunks[begin:], *chunks[:begin]]
 
 
-def share(exchange: Exchange, start: Sequence[torch.Tensor]) -> tuple[SharedCentre, Hosts]:
+def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Hosts]:
     """Make one centre for each host, which begins with ``start``, and open it on all its ranks. **Collective**.
 
     On failure: ``SegmentError`` on all ranks, if it fails on one of them.
     """
-    key = int.from_bytes(hashlib.sha256(_host().encode()).digest()[:6], "little")
-    hosts = [int(of_rank) for (of_rank,) in exchange.gather_numbers([key], torch.device("cpu"))]
-    leaders = [rank for rank, of_rank in enumerate(hosts) if hosts.index(of_rank) == rank]
-    leader, size_bytes = hosts.index(key), max(_ALIGNMENT, sum(map(_room, start)))
-    found: list[SharedCentre] = []
+    hosts, rank = told_by_all(group, _host()), group.rank()
+    leaders = [first for first, host in enumerate(hosts) if hosts.index(host) == first]
+    leader, size_bytes = hosts.index(hosts[rank]), max(_ALIGNMENT, sum(map(_room, start)))
     with contextlib.ExitStack() as files:
 
-        def make() -> list[float]:
+        def make() -> tuple[int, int, int]:
             fd = os.memfd_create("crossover-centre")
             files.callback(os.close, fd)
             os.posix_fallocate(fd, 0, size_bytes)  # too little memory shows here, not in a later write
-            return [os.getpid(), fd, os.fstat(fd).st_ino]
+            return os.getpid(), fd, os.fstat(fd).st_ino
 
-        def open_it() -> list[float]:
+        made = _on_all_ranks(group, make if rank == leader else lambda: (0, 0, 0))
+        process, number, inode = made[leader]
+
+        def open_it() -> list[torch.Tensor]:
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             files.callback(os.close, fd)
             if os.fstat(fd).st_ino != inode:
                 raise OSError(f"process {process} is another one in the leader's container")
-            found.append(SharedCentre(mmap.mmap(fd, size_bytes), start))
-            if exchange.rank == leader:
-                for vector, values in zip(found[0].vectors, start, strict=True):
+            vectors = _vectors(mmap.mmap(fd, size_bytes), start)
+            if rank == leader:
+                for vector, values in zip(vectors, start, strict=True):
                     vector.copy_(values)
-            return [0.0] * 3
+            return vectors
 
-        made = _on_all_ranks(exchange, make if exchange.rank == leader else lambda: [0.0] * 3)
-        process, number, inode = made[leader]
-        _on_all_ranks(exchange, open_it)
-    return found[0], Hosts(leaders, [rank for rank, of_rank in enumerate(hosts) if of_rank == key])
+        opened: list[list[torch.Tensor]] = []
+        _on_all_ranks(group, lambda: opened.append(open_it()))
+    return opened[0], Hosts(leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]])
 
 
-def _on_all_ranks(exchange: Exchange, act: Callable[[], Sequence[float]]) -> list[list[int]]:
-    """Return what ``act`` returns on each rank, three numbers; raise on all if it raises on one. **Collective**."""
-    error, numbers = None, [0.0] * 3
+def _vectors(memory: mmap.mmap, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return vectors in ``memory``, one behind the other."""
+    starts = accumulate(map(_room, like), initial=0)
+    return [
+        torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=start) if each.numel() else each
+        for start, each in zip(starts, like, strict=False)
+    ]
+
+
+def _on_all_ranks(group: dist.ProcessGroup, act: Callable[[], Told]) -> list[Told]:
+    """Return what ``act`` returns on each rank; raise on all if it raises on one. **Collective**."""
+    told, error = None, None
     try:
-        numbers = list(act())
+        told = act()
     except OSError as caught:  # all ranks learn of it
         error = caught
-    table = exchange.gather_numbers([float(error is not None), *numbers], torch.device("cpu"))
-    failed = [rank for rank, (problem, *_) in enumerate(table) if problem]
+    everyone = told_by_all(group, (told, error is not None))
+    failed = [rank for rank, (_, problem) in enumerate(everyone) if problem]
     if failed:
         raise SegmentError(
             f"expected a shared centre on every host, got none on ranks {failed}: {error or 'see there'}; use "
             "mode='async'"
         ) from error
-    return [[int(each) for each in row[1:]] for row in table]
+    return [cast(Told, each) for each, _ in everyone]
 
 
 def _host() -> str:

@@ -9,9 +9,9 @@ float32, so all ranks that decode the same bytes have the same numbers.
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import torch
 
@@ -21,13 +21,21 @@ _HOST = torch.device("cpu")
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
+PieceWriter = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[int]], None]
+"""Given a message, pieces (flat and float32) and starts: writes to each piece what the message holds from its start on.
+
+The same numbers as `Codec.add_decoded` makes of zeros.
+"""
+
+
 class Codec(Protocol):
     """How values become a message of bytes. Frozen and pure: from step to step goes nothing but the residual.
 
     Values are flat and float32. Those of each parameter begin at a multiple of ``multiple``, with zeros up to the next
     one's. A message is a flat tensor of bytes that begins at a multiple of 16 bytes.
 
-    On a device whatever a codec looks at makes the host wait.
+    On a device whatever a codec looks at makes the host wait. A codec may have a `PieceWriter`, too, under the name of
+    ``write_decoded``: it saves two passes over memory.
     """
 
     @property
@@ -45,19 +53,6 @@ class Codec(Protocol):
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add what ``message`` holds to ``out``."""
-
-
-@runtime_checkable
-class PieceWriter(Protocol):
-    """A codec that also decodes straight to where values belong, which saves two passes over memory."""
-
-    def write_decoded(
-        self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
-    ) -> None:
-        """Write to each of ``pieces``, flat and float32, what ``message`` holds from the place of ``starts`` on.
-
-        The same numbers as `Codec.add_decoded` makes of zeros.
-        """
 
 
 def all_finite(values: torch.Tensor) -> bool | torch.Tensor:
@@ -135,7 +130,7 @@ class _Rounded:
     def write_decoded(
         self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
     ) -> None:
-        """Write the values to ``pieces``; see `PieceWriter.write_decoded`."""
+        """Write the values to ``pieces``; see `PieceWriter`."""
         for piece, start in zip(pieces, starts, strict=True):
             values = message.view(self.dtype)[start : start + len(piece)]
             for out, sent in tiles(TILE_NUMEL, piece, values):
@@ -253,7 +248,7 @@ class Int8:
     def write_decoded(
         self, message: torch.Tensor, pieces: Sequence[torch.Tensor], starts: Sequence[int]
     ) -> None:
-        """Write codes times scales to ``pieces``; see `PieceWriter.write_decoded`."""
+        """Write codes times scales to ``pieces``; see `PieceWriter`."""
         scales, codes = self._views(message)
         for piece, start in zip(pieces, starts, strict=True):
             first, (whole, left) = start // self.block, divmod(piece.numel(), self.block)

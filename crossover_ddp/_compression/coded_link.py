@@ -23,9 +23,8 @@ from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.links import Layout, Link, LinkAround, parts
 
 from .choice import Codecs
-from .codec import Codec, PieceWriter, Scratch, Whole
+from .codec import Codec, PieceWriter, Scratch
 
-_WHOLE: Final = Codecs(Whole(), Whole())
 _ALIGNED: Final = 16
 # Shares of NCCL's collectives that begin elsewhere are slow.
 _ALIGNED_BY_COLLECTIVES: Final = 128
@@ -102,8 +101,7 @@ class _Message:
     def __init__(self, exact_numel: int, codec: Codec, numel: int, memory: Tensor) -> None:
         head = padded(4 * exact_numel, _ALIGNED)
         self.codec = codec
-        # Once: to look whether an object has a protocol's methods takes tens of microseconds.
-        self.writer = codec if isinstance(codec, PieceWriter) else None
+        self.write_decoded: PieceWriter | None = getattr(codec, "write_decoded", None)
         self.exact = memory[: 4 * exact_numel].view(torch.float32)
         self.coded = memory[head : head + codec.nbytes(numel)]
 
@@ -153,7 +151,7 @@ class CodedBucket:
         self._scratch = Scratch() if scratch is None else scratch
         # Zeros at first, not empty: what padding holds should not be what the process had there before.
         self._memory = [torch.zeros(0, dtype=torch.uint8, device=device)] * 3
-        self._laid_out: tuple[list[Sequence[Span]], bool] = [], False
+        self._laid_out: list[Sequence[Span]] | None = None  # exact parts
 
     @property
     def nbytes(self) -> int:
@@ -198,18 +196,22 @@ class CodedBucket:
         for kept in self._kept:
             kept.mul_(factor)
 
+    def add_own(self, flat: Tensor, part: Part) -> None:
+        """Add what this owner's messages to all have left out, where owners have work, to what it has made now."""
+        if part.coded:
+            torch._foreach_add_(_coded_places(flat, part), self._views(self._kept[self.rank], self.rank))
+
     # --- messages --------------------------------------------------------------------------------------------
 
-    def encode(self, flat: Tensor, parts: Sequence[Part], *, whole: bool = False) -> None:
+    def encode(self, flat: Tensor, parts: Sequence[Part]) -> None:
         """Write the messages to the owners. On the hook's thread, when the last step's messages are decoded.
 
         Args:
             flat: messages to owners are made of it, and owners' messages fill it.
             parts: of it, by owner.
-            whole: all messages of this step, in both halves, hold all that is kept, in float32.
         """
         self._flat, self.parts = flat, parts
-        self._lay_out(whole=whole)
+        self._lay_out()
         for owner, message in self._sent.items():
             pieces = _coded_places(flat, parts[owner])
             values = self._scratch.take(len(self._kept[owner]), flat.device)
@@ -218,31 +220,29 @@ class CodedBucket:
             _copy(_split(message.exact, parts[owner]), _places(flat, parts[owner].exact))
         self._collect_own(self._exact_addend)
 
-    def _lay_out(self, *, whole: bool) -> None:
+    def _lay_out(self) -> None:
         """Give each message its place; the same as in the last step, if exact parts are."""
-        wanted = [part.exact for part in self.parts], whole
+        wanted, rank, between = [part.exact for part in self.parts], self.rank, self._codecs.between
         if wanted == self._laid_out:
             return
         self._laid_out = wanted
-        codecs, rank = _WHOLE if whole else self._codecs, self.rank
         # Not made in each step: a device's other stream may still read the last one's.
         self._exact_addend = self._addend.new_empty(self.parts[rank].exact_numel)
-        between = {peer: codecs.between(rank, peer) for peer in range(len(self.parts)) if peer != rank}
-        self.outgoing, self._sent = self._messages(
-            0, {peer: (peer, codec) for peer, codec in between.items()}
-        )
+        ranks = range(len(self.parts))
+        others = [peer for peer in ranks if peer != rank]
+        self.outgoing, self._sent = self._messages(0, {peer: (peer, between(rank, peer)) for peer in others})
         self.incoming, self._received = self._messages(
-            1, {peer: (rank, codec) for peer, codec in between.items()}
+            1, {peer: (rank, between(rank, peer)) for peer in others}
         )
         self.gather, self._returned = self._messages(
-            2, {owner: (owner, codecs.pull) for owner in range(len(self.parts))}
+            2, {owner: (owner, self._codecs.pull) for owner in ranks}
         )
 
     def _messages(self, place: int, made: dict[int, tuple[int, Codec]]) -> tuple[Sent, dict[int, _Message]]:
         """Return memory for messages, and these by peer.
 
         Args:
-            place: of the memory that is used again; the large messages of a whole step have memory of their own.
+            place: of the memory, which is used again.
             made: by peer, whose part the message is about, and what encodes it.
         """
         aligned = _ALIGNED_BY_COLLECTIVES if self._by_collectives else _ALIGNED
@@ -252,11 +252,8 @@ class CodedBucket:
             sizes[peer] = padded(head + codec.nbytes(len(self._kept[owner])), aligned)
         if self._by_collectives and len(made) == len(sizes):  # one all-gather has equal parts
             sizes = [max(sizes)] * len(sizes)
-        _, is_whole = self._laid_out
-        if is_whole or len(memory) < sum(sizes):
-            memory = memory.new_zeros(sum(sizes))
-        if not is_whole:
-            self._memory[place] = memory
+        if len(memory) < sum(sizes):
+            memory = self._memory[place] = memory.new_zeros(sum(sizes))
         sent = Sent(memory[: sum(sizes)], sizes)
         places = parts(*sent)
         return sent, {
@@ -317,12 +314,13 @@ class CodedBucket:
         pieces, numel = _coded_places(flat, part), len(self._kept[owner])
         if not pieces:
             return
-        if message.writer is not None and numel >= _LARGE * len(pieces) and flat.dtype == torch.float32:
-            message.writer.write_decoded(message.coded, pieces, [slot.start for slot in self._slots[owner]])
+        write = message.write_decoded
+        if write is not None and numel >= _LARGE * len(pieces) and flat.dtype == torch.float32:
+            write(message.coded, pieces, [slot.start for slot in self._slots[owner]])
             return
         values = self._scratch.take(numel, flat.device)
-        if message.writer is not None:
-            message.writer.write_decoded(message.coded, [values], [0])
+        if write is not None:
+            write(message.coded, [values], [0])
         else:
             message.codec.add_decoded(message.coded, values.zero_())
         _copy(pieces, self._views(values, owner))
@@ -425,3 +423,22 @@ class CodedLink(LinkAround):
         if kind == "reduce_scatter":
             return len(coded.outgoing.tensor), exact
         return (self.size - 1) * coded.gather.layout[self.rank], exact
+
+
+class DrainedLink(LinkAround):
+    """A link for the exact step of a bucket whose owners have work: their residuals go with what they make.
+
+    Args:
+        link: does the work.
+        coded: the bucket's.
+        part: what this rank owns of it now.
+    """
+
+    def __init__(self, link: Link, coded: CodedBucket, part: Part) -> None:
+        super().__init__(link)
+        self._coded, self._part = coded, part
+
+    async def all_gather(self, flat: Tensor, layout: Layout) -> None:
+        """See `Link`."""
+        self._coded.add_own(flat, self._part)
+        await super().all_gather(flat, layout)

@@ -2,12 +2,11 @@
 
 [Note: exact steps] The first step travels exact: DDP puts all parameters into one bucket then, and rebuilds its buckets
 after it. With work of owners between the halves, as in K-FAC, so do the first two: then DDP's buckets stay as they are,
-also with ``static_graph``, and so does who owns what. In a step after `drain` messages hold all that is kept, in
-float32, so afterwards there are no residuals.
+also with ``static_graph``, and so does who owns what. So does the step after `drain`, which leaves no residuals.
 
-[Note: residuals aside] When DDP hands over a bucket of other parameters than before, each rank adds what it has kept of
-these parameters to its next gradients, those of an owner as often as there are ranks, since the exchange divides by
-that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
+[Note: residuals aside] In an exact step, and when DDP hands over a bucket of other parameters than before, each rank
+adds what it has kept of these parameters to its gradients, those of an owner as often as there are ranks, since the
+exchange divides by that. So do loaded residuals. Ranks need not exchange anything for that, and nothing is lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crossover_ddp._ddp.checks import OnlyModel, flat_gradients, resolve_group
+from crossover_ddp._ddp.checks import OnlyModel, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._engine.buckets import Agreement, Pausable, split
 from crossover_ddp._engine.exchange import Around, Exchange
@@ -25,10 +24,10 @@ from crossover_ddp._engine.links import GradientFuture, Layout, Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .choice import CodecChoice, Former, check_size, codecs_of
+from .choice import CodecChoice, PerPair, codecs_of
 from .codec import Scratch
-from .coded_link import CodedBucket, CodedLink, Part, parts_of, runs_of
-from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_of_group
+from .coded_link import CodedBucket, CodedLink, DrainedLink, Part, parts_of, runs_of
+from .planning import CANDIDATES, AnyCodec, CodecPlan, plan_from, workload_of_records
 
 _WRAPPINGS: Final = ("module", "_orig_mod")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,19 +50,13 @@ class Packed(Protocol):
         """List what of it may be rounded, in its order."""
 
 
-class Agreed(Protocol):
-    """A state whose ranks compare what they must have in common."""
-
-    agreement: Agreement
-
-
 class Compression:
     """The residuals of one model on this rank, and its buckets' messages.
 
     Args:
         codec: for both halves, or a pair: push to owners, pull from owners.
         loss_scale: what the loss is multiplied by.
-        state: that the hook is registered with; tells apart models that wrap one module.
+        state: with ``agreement``, that the hook is registered with; tells apart models that wrap one module.
         has_work: owners make something of the mean; something else travels in the place of buckets.
     """
 
@@ -71,7 +64,7 @@ class Compression:
         self,
         codec: CodecChoice,
         loss_scale: float | Callable[[], float],
-        state: Agreed,
+        state: Any,
         *,
         has_work: bool = False,
     ) -> None:
@@ -86,80 +79,87 @@ class Compression:
         self._loaded: dict[str, torch.Tensor] = {}
         self._model, self._leaves_unused = OnlyModel(), not has_work
         self._exact_left = self._first_steps = 2 if has_work else 1
-        self._is_draining, self._is_new_step = False, True
+        self._is_new_step = True
         self._sent_bytes = self._exact_bytes = self.steps = 0
 
     # --- in a hook -------------------------------------------------------------------------------------------
 
-    def messages(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, packed: Packed | None = None
-    ) -> CodedBucket | None:
-        """Encode ``bucket``, or what travels in its place; None: it travels as it is. On the hook's thread."""
-        exchange, flat = Exchange.of(group), flat_gradients(bucket) if packed is None else packed.flat
+    def around(
+        self, bucket: dist.GradBucket, exchange: Exchange, pack: Callable[[], Packed] | None = None
+    ) -> Around:
+        """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then.
+
+        Args:
+            bucket: DDP's.
+            exchange: of the ranks.
+            pack: returns what travels in the bucket's place.
+        """
+        return lambda link: self._coded(link, bucket, exchange, None if pack is None else pack())
+
+    def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
+        # With a version counter of its own: decoded values are no change that somebody has made.
+        flat = bucket.buffer().data if packed is None else packed.flat
         if (flat.dtype, flat.device) not in self._checked:
-            self._check(flat, group)
+            self._check(flat, exchange)
             self._checked.add((flat.dtype, flat.device))
-        model = None if self._has_work else self._model.enter(bucket, self._state)
-        if model is not None:
-            self._forget()
-            self._leaves_unused = model.find_unused_parameters
+        parameters = bucket.parameters()
+        cut: Sequence[Part] | None = None
+        if packed is not None:
+            runs = packed.runs()
+            parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
+            cut = parts_of(packed.layout, runs)
+        known = self._buckets.get(bucket.index())
+        if known is not None and not known.is_of(parameters, cut):
+            known = None
+        if known is None and not self._has_work:
+            model = self._model.enter(bucket, self._state)
+            if model is not None:
+                self._forget()
+                self._leaves_unused = model.find_unused_parameters
         if self._is_new_step:
             self._begin_step()
-        is_exact, is_draining = self._exact_left > 0, self._is_draining
+        is_exact = self._exact_left > 0
         self._is_new_step = bucket.is_last()
         if bucket.is_last():
             self.steps += 1
-            self._exact_left, self._is_draining = max(0, self._exact_left - 1), False
-        known = self._buckets.get(bucket.index())
-        parts: Sequence[Part] | None = None
-        if packed is None:
-            parameters = bucket.parameters()
-            # With a version counter of its own: decoded values are no change that somebody has made.
-            flat = flat.data
-        else:
-            runs = packed.runs()
-            parts = parts_of(packed.layout, runs)
-            parameters = [*{id(run.parameter): run.parameter for run in runs}.values()]
-        if known is not None and not known.is_of(parameters, parts):
-            known = None
-        if known is None:
+            self._exact_left = max(0, self._exact_left - 1)
+        if known is None or is_exact:
             self._put_aside(parameters)
-        if parts is None:
-            parts = _cut(bucket, flat, exchange.equal_layout(flat)) if known is None else known.parts
-        self._add_aside(flat, parts)
+        if cut is None:
+            cut = known.parts if known is not None else _cut(bucket, flat, exchange.equal_layout(flat))
+        self._add_aside(flat, cut)
         if is_exact:
-            return None
+            return link if known is None or packed is None else DrainedLink(link, known, cut[link.rank])
         if known is None:
             known = self._buckets[bucket.index()] = CodedBucket(
                 self.codecs,
                 parameters,
-                parts,
-                group.rank(),
+                cut,
+                link.rank,
                 flat.device,
                 has_work=self._has_work,
                 leaves_unused=self._leaves_unused,
-                by_collectives=not exchange.sends_messages(flat.device),
+                by_collectives=link.in_program_order,
                 scratch=self._scratch,
             )
-        known.encode(flat, parts, whole=is_draining)
-        if not is_draining:
-            self._sent_bytes += known.sent_bytes
-            self._exact_bytes += 2 * flat.nbytes * (group.size() - 1) // group.size()
-        return known
+        known.encode(flat, cut)
+        self._sent_bytes += known.sent_bytes
+        self._exact_bytes += 2 * flat.nbytes * (link.size - 1) // link.size
+        return CodedLink(link, known)
 
-    def _check(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _check(self, flat: torch.Tensor, exchange: Exchange) -> None:
         """Refuse what does not work."""
-        check_size(self.codecs.push, group.size())
-        on_host = flat.device.type == "cpu" and Exchange.of(group).sends_messages(flat.device)
+        push = self.codecs.push
+        if isinstance(push, PerPair) and len(push.codecs) != exchange.size:
+            raise UnsupportedConfigurationError(
+                f"expected a PerPair with a row for each of {exchange.size} ranks, got {len(push.codecs)} rows; make "
+                "it anew for this group"
+            )
+        on_host = flat.device.type == "cpu" and exchange.sends_messages(flat.device)
         if self._has_work and not (on_host and flat.dtype == torch.float32):
             raise UnsupportedConfigurationError(
                 "expected gradients on the CPU and gloo for a codec with K-FAC, of float32, got "
                 f"device={flat.device} and dtype={flat.dtype}; pass codec=None"
-            )
-        if not on_host and any(isinstance(each, Former) for each in self.codecs.all()):
-            raise UnsupportedConfigurationError(
-                f"expected codecs with nbytes(numel) for gradients on {flat.device}, got {self.codecs.push!r} and "
-                f"{self.codecs.pull!r}; codecs of former versions work on the CPU with gloo"
             )
         if flat.dtype not in _DTYPES:
             raise UnsupportedConfigurationError(
@@ -220,7 +220,7 @@ class Compression:
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included."""
-        self._is_draining = True
+        self._exact_left = max(1, self._exact_left)
         self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
 
     @property
@@ -246,10 +246,12 @@ class Compression:
         self._scale = scale
         self._state.agreement.forget()  # as in `drain`
 
-    @property
-    def scale(self) -> float | None:
-        """The loss's scale that residuals belong to; None before the first step."""
-        return None if self._scale is None else float(self._scale)
+    def state(self) -> dict[str, Any]:
+        """Return what a state dict holds: residuals, and the loss's scale that they belong to."""
+        return {
+            "residuals": self.residuals(),
+            "loss_scale": None if self._scale is None else float(self._scale),
+        }
 
     def stats(self) -> dict[str, float]:
         """Return what was sent since the beginning, and the memory of residuals."""
@@ -285,9 +287,9 @@ class CodedState(Pausable):
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
-    def _carry(self, bucket: dist.GradBucket, group: dist.ProcessGroup, turn: Turn | None) -> GradientFuture:
+    def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
-        way, exchange = around(self.compression, bucket, group), Exchange.of(group)
+        way = None if self.compression is None else self.compression.around(bucket, exchange)
         with exchange.comparing(bucket, self, self.compare_replicas):
             return exchange.carry(bucket, split, turn=turn, state=self, around=way).future
 
@@ -304,7 +306,9 @@ class CodedState(Pausable):
 
         After `drain` and a step there are none, and any number of ranks may go on without this.
         """
-        return state_of(self.compression)
+        if self.compression is None:
+            return {"residuals": {}, "loss_scale": None}
+        return self.compression.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with residuals of `state_dict`; the next step travels exact and takes them with it.
@@ -333,38 +337,9 @@ class CodedState(Pausable):
 
         **Collective**: all ranks of the job, between two steps.
         """
-        return plan_of_group(resolve_group(self.process_group), self.codec, candidates)
-
-
-def around(
-    compression: Compression | None,
-    bucket: dist.GradBucket,
-    group: dist.ProcessGroup,
-    pack: Callable[[], Packed] | None = None,
-) -> Around | None:
-    """Return what makes the link that ``bucket`` travels on, in its hook; it is encoded then. None without a codec.
-
-    Args:
-        compression: of the model.
-        bucket: DDP's.
-        group: the ranks.
-        pack: returns what travels in the bucket's place.
-    """
-    if compression is None:
-        return None
-
-    def coded(link: Link) -> Link:
-        messages = compression.messages(bucket, group, None if pack is None else pack())
-        return link if messages is None else CodedLink(link, messages)
-
-    return coded
-
-
-def state_of(compression: Compression | None) -> dict[str, Any]:
-    """Return what a state dict holds; nothing without a codec."""
-    if compression is None:
-        return {"residuals": {}, "loss_scale": None}
-    return {"residuals": compression.residuals(), "loss_scale": compression.scale}
+        group = resolve_group(self.process_group)
+        work = workload_of_records(Exchange.of(group).records.last())
+        return plan_from(work, group, present=self.codec, candidates=candidates)
 
 
 def _now(loss_scale: float | Callable[[], float]) -> Scale:

@@ -69,12 +69,6 @@ def workload_of_records(records: Sequence[StepRecord]) -> Workload | None:
     return Workload(0.0, max(bucket.ready_s for bucket in buckets), tuple(buckets))
 
 
-def plan_of_group(group: dist.ProcessGroup, present: AnyCodec, candidates: Sequence[AnyCodec]) -> CodecPlan:
-    """Return rank 0's plan for the steps that ``group`` has exchanged; see `plan_from`. **Collective**."""
-    work = workload_of_records(Exchange.of(group).records.last())
-    return plan_from(work, group, present=present, candidates=candidates)
-
-
 def plan_from(
     work: Workload | None,
     group: dist.ProcessGroup,
@@ -110,7 +104,7 @@ def plan_from(
     bare_cost, *costs = [cost_of(codec, group.size()) for codec in (present, *candidates)]
     remedy = "train some ten steps before, with buckets that stay as they are"
     works, link = recorded_by_all(group, work, remedy)
-    bare = _without(works[0], bare_cost)
+    bare = works[0].encoded(-bare_cost.hook_s)
     place, predicted = weakest_codec(bare, link, costs, predict)
     total = sum(bucket.size_bytes for bucket in bare.buckets)
     compute_s = bare.compute_s + (costs[place].hook_s + costs[place].worker_s) * total
@@ -142,12 +136,3 @@ def _half_of(codec: Codec) -> tuple[float, float, float]:
             "train some steps with it and with others, and compare them"
         )
     return codec.nbytes(_NUMEL) / (4 * _NUMEL), *seconds
-
-
-def _without(work: Workload, cost: CodecCost) -> Workload:
-    """Take away what encoding has added to the compute."""
-    filled, buckets = 0, []
-    for bucket in work.buckets:
-        filled += bucket.size_bytes
-        buckets.append(bucket._replace(ready_s=max(0.0, bucket.ready_s - cost.hook_s * filled)))
-    return Workload(work.forward_s, max(0.0, work.backward_s - cost.hook_s * filled), tuple(buckets))

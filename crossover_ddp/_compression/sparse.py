@@ -1,7 +1,6 @@
 """The largest elements, by a threshold that one look at a sample finds."""
 
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -97,22 +96,9 @@ class Threshold(Largest):
 
     Args:
         rate: part of the elements that is sent, 0 < rate < 1.
-        refresh_steps: of no effect: the threshold is found for each message. Gone in the next version.
 
     Raises ``ValueError`` for another ``rate``.
     """
-
-    refresh_steps: int | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.refresh_steps is not None:
-            warnings.warn(
-                f"refresh_steps={self.refresh_steps} has no effect: a look at a sample finds the threshold of each "
-                "message; leave it out",
-                FutureWarning,
-                stacklevel=3,
-            )
 
 
 def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

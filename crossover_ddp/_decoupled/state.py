@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from crossover_ddp._compression.compression import Compression, around, state_of
+from crossover_ddp._compression.compression import Compression
 from crossover_ddp._compression.planning import CANDIDATES, AnyCodec, CodecPlan
 from crossover_ddp._compression.planning import plan_from as plan_codec_from
 from crossover_ddp._ddp.checks import (
@@ -434,7 +434,7 @@ class DecoupledState(Pausable):
         this rank's residuals, under "codec": different on each rank; after `drain` and a step there are none.
         """
         self.flush()
-        coded = {} if self._compression is None else {"codec": state_of(self._compression)}
+        coded = {} if self._compression is None else {"codec": self._compression.state()}
         model, watch = self._model(), self._pending.watch
         return {"forward_order": [] if model is None else watch.names_in_order(model.module), **coded}
 
@@ -555,7 +555,7 @@ class DecoupledState(Pausable):
             deferred if hands_back else split,
             turn=turn,
             state=self,
-            around=None if self._compression is None else around(self._compression, bucket, group),
+            around=None if self._compression is None else self._compression.around(bucket, exchange),
             hands_back=hands_back,
             late_buffers=not self._closed,  # in all steps alike
         )

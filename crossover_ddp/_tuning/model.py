@@ -131,6 +131,14 @@ class Workload:
             ),
         )
 
+    def encoded(self, hook_s: float) -> "Workload":
+        """Add (or take away, if negative) the seconds that encoding costs for each byte, in backward."""
+        filled, buckets = 0, []
+        for bucket in self.buckets:
+            filled += bucket.size_bytes
+            buckets.append(bucket._replace(ready_s=max(0.0, bucket.ready_s + hook_s * filled)))
+        return Workload(self.forward_s, max(0.0, self.backward_s + hook_s * filled), tuple(buckets))
+
 
 def _joined(group: Sequence[BucketTimes]) -> BucketTimes:
     return BucketTimes(
@@ -345,13 +353,9 @@ def coded_step_s(work: Workload, link: Link, cost: CodecCost, predict: Predict =
         cost: of the codec.
         predict: `all_reduce_step_s` or `decoupled_step_s`.
     """
-    filled, buckets = 0, []
-    for bucket in work.buckets:
-        filled += bucket.size_bytes
-        buckets.append(bucket._replace(ready_s=bucket.ready_s + cost.hook_s * filled))
-    coded = Workload(work.forward_s, work.backward_s + cost.hook_s * filled, tuple(buckets))
+    coded, total = work.encoded(cost.hook_s), sum(bucket.size_bytes for bucket in work.buckets)
     slowed = Link(link.alpha_s, link.beta_s * cost.rate + cost.worker_s / 2, link.cpu_s)
-    return max(predict(coded, slowed), coded.compute_s + cost.worker_s * filled)
+    return max(predict(coded, slowed), coded.compute_s + cost.worker_s * total)
 
 
 def weakest_codec(

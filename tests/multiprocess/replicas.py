@@ -191,13 +191,12 @@ def outer_step(
     rate: float,
     momentum: float,
 ) -> torch.Tensor:
-    """Nesterov's step of the anchor, in the coordinates of [Note: outer steps around the mean]; buffers: the mean."""
-    result = mean.clone()
-    delta = anchor[:trainable] - mean[:trainable]
+    """Nesterov's step of the anchor, see [Note: outer steps]; buffers: the mean."""
+    own, result = anchor[:trainable], mean.clone()
+    delta = own - mean[:trainable]
     velocity[:trainable].mul_(momentum).add_(delta)
     step = delta.add(velocity[:trainable], alpha=momentum) if momentum else delta
-    result[:trainable] += delta.add(step, alpha=-rate)
-    anchor.copy_(result)
+    result[:trainable] = own.add_(step, alpha=-rate)
     return result
 
 

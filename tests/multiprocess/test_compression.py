@@ -84,7 +84,8 @@ def drained(rank: int, world_size: int, kind: str) -> tuple[float, float, float,
     training, greatest = Coded(kind, rank, CODECS["pair"]).run(4), []
     rate = training.stats_of_codec()["rate"]
     for _ in range(2):
-        greatest.append(max(float(each.abs().max()) for each in training.residuals().values()))
+        residuals = training.residuals().values()
+        greatest.append(max((float(each.abs().max()) for each in residuals), default=0.0))
         training.state.drain()
         training.run(1)
     return *greatest, rate, training.run(1).digest()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossover_ddp._averaging.shared_centre import chunks_from, share
+from crossover_ddp._averaging.shared_centre import chunks_from, pull_shared, share
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp.errors import SegmentError
 from tests.harness import run_ranks
@@ -17,24 +17,28 @@ WRITES = 25
 """Of each of four ranks: 10⁸ updates of an element in all."""
 
 
-def exchange_of_all() -> Exchange:
+def world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    return Exchange(dist.group.WORLD)
+    return dist.group.WORLD
+
+
+def exchange_of_all() -> Exchange:
+    return Exchange(world())
 
 
 def write(rank: int, world_size: int) -> tuple[float, bool, bool, float]:
     torch.set_num_threads(1)
     exchange = exchange_of_all()
     start = [torch.zeros(NUMEL)]
-    centre, hosts = share(exchange, start)
+    (centre,), hosts = share(world(), start)
     assert hosts.leaders == [0] and hosts.mates == list(range(world_size))
     exchange.gather_numbers([0.0], torch.device("cpu"))
     ones = torch.ones(NUMEL)
     for _ in range(WRITES):
         for start, chunk in chunks_from(rank / world_size, [ones]):
-            centre.vectors[0][start : start + chunk.numel()].add_(chunk)
+            centre[start : start + chunk.numel()].add_(chunk)
     exchange.gather_numbers([0.0], torch.device("cpu"))
-    values = centre.vectors[0].clone()
+    values = centre.clone()
     lost = 1 - float(values.double().sum()) / (NUMEL * WRITES * world_size)
     whole = bool((values == values.round()).all() and (values >= WRITES).all())
     exchange.close()
@@ -54,14 +58,14 @@ def pull(rank: int, world_size: int) -> tuple[float, float]:
     exchange = exchange_of_all()
     values = [torch.full((70_000,), float(rank)), torch.full((61,), float(rank), dtype=torch.bfloat16)]
     starts = [torch.zeros(70_061)]
-    centre, hosts = share(exchange, starts)
+    (centre,), hosts = share(world(), starts)
     before = sum(float(each.double().sum()) for each in values)
     for _ in range(40):
-        centre.pull(0, values, 0.1, hosts.mates.index(rank) / len(hosts.mates))
+        pull_shared(centre, values, 0.1, hosts.mates.index(rank) / len(hosts.mates))
         exchange.gather_numbers([0.0], torch.device("cpu"))
     gone = before - sum(float(each.double().sum()) for each in values)
     table = exchange.gather_numbers([gone], torch.device("cpu"))
-    gained = float(centre.vectors[0].double().sum())
+    gained = float(centre.double().sum())
     exchange.close()
     return sum(numbers[0] for numbers in table), gained
 
@@ -76,7 +80,7 @@ def no_room(rank: int, world_size: int) -> str:
     exchange = exchange_of_all()
     failing = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
     with failing, pytest.raises(SegmentError) as caught:
-        share(exchange, [torch.zeros(10)])
+        share(world(), [torch.zeros(10)])
     exchange.gather_numbers([0.0], torch.device("cpu"))
     exchange.close()
     return str(caught.value)

@@ -47,7 +47,6 @@ EXCEPTIONS = {
 }
 # Decisions, tested without processes: no clock, no file, no socket, no tensor.
 PURE = {
-    "_averaging.schedule",
     "_ddp.layout",
     "_kfac.placement",
     "_owners.assignment",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossover_ddp._averaging.schedule import Schedule, fragment_span
+from crossover_ddp._averaging.late import Schedule, fragment_span
 from crossover_ddp._tuning.model import AveragingPlan, Link, plan_averaging
 
 

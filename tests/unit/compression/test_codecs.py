@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossover_ddp._compression.choice import codecs_of
-from crossover_ddp.codecs import Codec, Encoded, Half, Int8, SIDCo, Threshold
+from crossover_ddp.codecs import Codec, Half, Int8, SIDCo, Threshold
 
 CODECS: list[Codec] = [
     Int8(),
@@ -169,46 +169,21 @@ def test_about_the_rate_is_sent(name: str, rate: float) -> None:
 
 
 class OfFormerVersions:
-    """A codec that says its room, encodes with a memory, and decodes with lengths."""
+    """A codec that says its room, and encodes lengths."""
 
     def room(self, lengths: list[int], wanted: int | None = None) -> int:
         return 4 * sum(lengths)
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        lengths: list[int],
-        message: torch.Tensor,
-        residual: torch.Tensor,
-        memory: object = None,
-    ) -> Encoded:
-        if not bool(values.isfinite().all()):
-            return Encoded(False, sum(lengths), memory)
-        message[: 4 * sum(lengths)].view(torch.float32).copy_(values)
-        residual.zero_()
-        return Encoded(True, sum(lengths), memory)
+    def encode(self, values: torch.Tensor, lengths: list[int], message: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def add_decoded(self, message: torch.Tensor, lengths: list[int], out: torch.Tensor) -> None:
-        out.add_(message[: 4 * sum(lengths)].view(torch.float32))
+        raise NotImplementedError
 
 
-def test_a_codec_of_former_versions_is_served_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match=r"OfFormerVersions has room\(lengths, wanted\)"):
-        codec, _ = codecs_of(OfFormerVersions())  # type: ignore[arg-type]
-    assert isinstance(codec, type(codecs_of((codec, Int8())).push))
-    values = torch.randn(100)
-    decoded, residual = round_trip(codec, values)  # type: ignore[arg-type]
-    assert torch.equal(decoded, values)
-    assert not residual.any()
-    values[3] = math.inf
-    decoded, residual = round_trip(codec, values)  # type: ignore[arg-type]
-    assert bool(decoded.isnan().all())
-    assert bool(residual.isnan().all()), "as it was"
-
-
-def test_how_often_a_threshold_is_refreshed_is_told_to_have_no_effect() -> None:
-    with pytest.warns(FutureWarning, match="refresh_steps=3 has no effect"):
-        assert Threshold(0.1, refresh_steps=3) == Threshold(0.1)
+def test_a_codec_of_former_versions_is_told_what_it_needs() -> None:
+    with pytest.raises(TypeError, match=r"OfFormerVersions.* without nbytes, encode, add_decoded"):
+        codecs_of(OfFormerVersions())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ class Ranks:
             for rank in range(world_size)
         ]
 
-    def step(self, gradients: Sequence[torch.Tensor], *, whole: bool = False) -> None:
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
         """Replace each rank's gradient by the mean."""
         for bucket, flat in zip(self.buckets, gradients, strict=True):
-            bucket.encode(flat, self.parts, whole=whole)
+            bucket.encode(flat, self.parts)
         for rank, bucket in enumerate(self.buckets):
             for source, other in enumerate(self.buckets):
                 parts(*bucket.incoming)[source].copy_(parts(*other.outgoing)[rank])
@@ -109,17 +109,14 @@ def test_what_is_applied_and_what_is_kept_are_all_gradients(codec: CodecChoice, 
     assert float(missing.abs().max()) < 1e-4
 
 
-def test_messages_stay_where_they_are_but_for_those_of_a_whole_step() -> None:
+def test_messages_stay_where_they_are() -> None:
     def places() -> list[int]:
         return [each.tensor.data_ptr() for each in ranks.messages()]
 
     ranks = Ranks(Int8(), 3)
     ranks.step(gradients(3, 0))
     before = places()
-    ranks.step(gradients(3, 1), whole=True)
-    assert not any(bucket.is_kept for bucket in ranks.buckets)
-    assert not set(before) & set(places())
-    ranks.step(gradients(3, 2))
+    ranks.step(gradients(3, 1))
     assert places() == before
 
 
