@@ -14,10 +14,8 @@ model's forward: there the training thread is between two steps, whatever the op
 import contextlib
 import hashlib
 import logging
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -58,7 +56,6 @@ __all__ = ["AveragingPlan", "ElasticState", "LocalSGDState", "elastic_hook", "lo
 
 logger = logging.getLogger(__name__)
 
-_TIMES_KEPT: Final = 64
 _WITHOUT_DATA: Final = "a rank without data has no forward in which it could average"
 _OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
@@ -83,8 +80,7 @@ class AveragingState(Pausable):
         self._mean_of: int | None = None
         self._is_told = self._began = self._is_closed = self._is_disabled = False
         self._failure: Exception | None = None
-        self._begin_s: float | None = None
-        self._step_s: deque[float] = deque(maxlen=_TIMES_KEPT)
+        self._begin_s: float | None = None  # of a step's compute
 
     def average(self) -> None:
         """Replace every rank's parameters and floating-point buffers by their mean over the ranks.
@@ -152,9 +148,8 @@ class AveragingState(Pausable):
             )
         if group.size() == 1:
             raise UnsupportedConfigurationError("expected at least two ranks to plan for, got 1")
-        # The median of a local step between two acts, or what other steps compute.
-        own_s = statistics.median(self._step_s) if self._step_s else Exchange.of(group).records.compute_s()
-        known_s, link = recorded_by_all(group, None if replica is None else own_s, "train some steps first")
+        own_s = None if replica is None else replica.exchange.records.compute_s()
+        known_s, link = recorded_by_all(group, own_s, "train some steps first")
         return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
 
     def stats(self) -> dict[str, Any]:
@@ -243,6 +238,8 @@ class AveragingState(Pausable):
                     self._rule.begin(self._replica)
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
+            if bucket.is_last():
+                exchange.records.add([(gradients.nbytes, time.monotonic())], self._begin_s)
         else:
             future = exchange.carry(bucket, split, turn=self.mutex, state=self).future
         if bucket.is_last():
@@ -277,8 +274,6 @@ class AveragingState(Pausable):
         self._raise_failure()
         if self._acted == self._steps and self._begin_s is not None:
             return
-        if self._began and self._begin_s is not None:
-            self._step_s.append((time.monotonic() - self._begin_s) / (self._steps - self._acted))
         self._catch_up()
         self._begin_s = time.monotonic()
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.gloo import tree_sum
 from crossover_ddp._engine.journeys import Trip
-from crossover_ddp._engine.links import Layout, Link, parts
+from crossover_ddp._engine.links import Layout, Link, all_finite, parts
 from crossover_ddp.errors import ExchangeError
 
-from .replica import all_finite, gather
+from .replica import gather
 
 MOVING: Final = 0.9
 """β of EASGD: by default the ranks' rates add up to it."""
@@ -94,7 +94,7 @@ def _move(centre: torch.Tensor, addends: torch.Tensor, rate: float) -> torch.Ten
     former, total = centre.clone(), addends[0]
     if len(addends) > 1:
         tree_sum(addends.unbind(), total)
-    if not all_finite([total]):
+    if not all_finite(total):
         return former.fill_(torch.nan)  # the centre stays as it is
     centre.add_(total.sub_(former, alpha=len(addends)), alpha=rate)
     return former

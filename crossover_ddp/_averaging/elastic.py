@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.links import all_finite
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import Centre, ElasticRound, Rounds, moving_rate_for
-from .replica import Replica, Rule, all_finite, from_first_rank, wide
+from .replica import Replica, Rule, from_first_rank, wide
 from .shared_centre import Hosts, pull_shared, share
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,11 @@ class TogetherElastic(Rule):
 
         Buffers differ by now, since each rank has had a forward.
         """
-        blocks, loaded = self.replica.blocks, self._loaded
-        if loaded is None:
-            own = [block.copy(dtype=wide(block.dtype), device=device) for block in blocks]
-        else:
-            own = [
-                block.unnamed(loaded["centre"], wide(block.dtype)).to(device or block.device)
-                for block in blocks
-            ]
+        own = []
+        for block in self.replica.blocks:
+            dtype, at = wide(block.dtype), device or block.device
+            loaded = None if self._loaded is None else block.unnamed(self._loaded["centre"], dtype).to(at)
+            own.append(block.copy(dtype=dtype, device=at) if loaded is None else loaded)
         return [from_first_rank(exchange, values) for values in own]
 
     def act(self, steps: int) -> None:
@@ -152,7 +150,7 @@ class OwnPaceElastic(TogetherElastic):
         return self._is_fit(vectors)
 
     def _is_fit(self, values: Sequence[torch.Tensor]) -> bool:
-        if all_finite(values):
+        if all(map(all_finite, values)):
             return True
         if not self._counts["not_finite"]:
             logger.warning(

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.journeys import Trip
-from crossover_ddp._engine.links import Layout
+from crossover_ddp._engine.links import Layout, all_finite
 
-from .replica import FlatBlock, Replica, Rule, all_finite, gather, wide
+from .replica import FlatBlock, Replica, Rule, gather, wide
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 
@@ -135,7 +135,7 @@ class OuterPart:
     def step(self, mean: torch.Tensor) -> None:
         """Replace the mean of the own part by the next z, see [Note: outer steps]."""
         own = mean[: len(self.anchor)]
-        if own.device.type == "cpu" and not all_finite([own]):
+        if own.device.type == "cpu" and not all_finite(own):
             return  # every rank will see it, and refuse it
         self.anchor.grad = self.anchor.detach() - own
         self._optimizer.step()

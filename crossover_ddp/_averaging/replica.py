@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Trip
-from crossover_ddp._engine.links import Layout, Link
+from crossover_ddp._engine.links import Layout, Link, all_finite
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -210,16 +210,6 @@ def _split(values: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.T
     return list(values.split([piece.numel() for piece in pieces]))
 
 
-def all_finite(vectors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all elements are finite numbers: one pass, no intermediate results, since training waits for it.
-
-    NaN is the least and the greatest of elements that contain it. A million elements take 0.15 ms on one core, where
-    ``isfinite(…).all()`` takes 8 ms and the norm of the greatest magnitude 19 ms.
-    """
-    extremes = [extreme for vector in vectors if vector.numel() for extreme in torch.aminmax(vector)]
-    return all(bool(extreme.isfinite()) for extreme in extremes)
-
-
 # --- what travels -------------------------------------------------------------------------------------------------
 
 
@@ -311,8 +301,8 @@ class Replica:
             own: what this rank has sent.
             steps: how many were done.
         """
-        if not all_finite([values]):
-            self._refuse(steps, is_guilty=not all_finite(own))
+        if not all_finite(values):
+            self._refuse(steps, is_guilty=not all(map(all_finite, own)))
 
     def finite_or_zero(self, values: torch.Tensor, sent: torch.Tensor, steps: int) -> torch.Tensor:
         """Return what may be added of a late mean; see `check_finite`.
@@ -327,7 +317,7 @@ class Replica:
             event.synchronize()
             if not told[0]:
                 self._refuse(at, is_guilty=not told[1])
-        fine = torch.stack([torch.stack(torch.aminmax(each)).isfinite().all() for each in (values, sent)])
+        fine = torch.stack([torch.isfinite(each).all() for each in (values, sent)])
         told = torch.empty(2, dtype=torch.bool, pin_memory=True)
         told.copy_(fine, non_blocking=True)
         self._unread.append((steps, torch.cuda.current_stream(values.device).record_event(), told))

@@ -15,6 +15,8 @@ from typing import Final, Protocol
 
 import torch
 
+from crossover_ddp._engine.links import all_finite
+
 TILE_NUMEL = 1 << 17
 """Elements that one operation works on, so that they stay in the core's cache from operation to operation."""
 _HOST = torch.device("cpu")
@@ -53,14 +55,6 @@ class Codec(Protocol):
 
     def add_decoded(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Add what ``message`` holds to ``out``."""
-
-
-def all_finite(values: torch.Tensor) -> bool | torch.Tensor:
-    """Tell whether no value is infinite or NaN; of a device's values by a tensor, so that the host need not wait."""
-    if values.device.type != "cpu":
-        return torch.isfinite(values).all()
-    # Of finite float32 the sum may overflow, so a second look decides.
-    return math.isfinite(values.sum()) or bool(torch.isfinite(values).all())
 
 
 def tiles(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

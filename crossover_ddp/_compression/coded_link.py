@@ -163,12 +163,6 @@ class CodedBucket:
         """Whether any residual is not zero."""
         return any(bool(kept.any()) for kept in self._kept)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step, in both halves."""
-        lengths = self.gather.layout
-        return len(self.outgoing.tensor) + sum(lengths) - lengths[(self.rank + 1) % len(lengths)]
-
     def is_of(self, parameters: Sequence[Tensor], parts: Sequence[Part] | None = None) -> bool:
         """Tell whether it has the same parameters, and coded runs of the same lengths."""
         slots = self._slots if parts is None else [part.slots(self._multiple) for part in parts]
@@ -419,10 +413,9 @@ class CodedLink(LinkAround):
 
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
         """See `Coded` in ``_engine/spans.py``."""
-        exact, coded = flat.numel() * flat.itemsize * (self.size - 1) // self.size, self._coded
-        if kind == "reduce_scatter":
-            return len(coded.outgoing.tensor), exact
-        return (self.size - 1) * coded.gather.layout[self.rank], exact
+        coded, exact = self._coded, flat.numel() * flat.itemsize * (self.size - 1) // self.size
+        there = len(coded.outgoing.tensor)
+        return there if kind == "reduce_scatter" else (self.size - 1) * coded.gather.layout[self.rank], exact
 
 
 class DrainedLink(LinkAround):

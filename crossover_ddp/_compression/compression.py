@@ -143,9 +143,11 @@ class Compression:
                 scratch=self._scratch,
             )
         known.encode(flat, cut)
-        self._sent_bytes += known.sent_bytes
-        self._exact_bytes += 2 * flat.nbytes * (link.size - 1) // link.size
-        return CodedLink(link, known)
+        coded = CodedLink(link, known)
+        for kind in ("reduce_scatter", "all_gather"):
+            sent, exact = coded.sent_bytes(kind, flat)
+            self._sent_bytes, self._exact_bytes = self._sent_bytes + sent, self._exact_bytes + exact
+        return coded
 
     def _check(self, flat: torch.Tensor, exchange: Exchange) -> None:
         """Refuse what does not work."""

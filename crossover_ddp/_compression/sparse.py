@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from .codec import all_finite
+from crossover_ddp._engine.links import all_finite
 
 _HEAD_BYTES: Final = 4
 _ENTRY_BYTES: Final = 8

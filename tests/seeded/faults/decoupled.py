@@ -34,8 +34,8 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "a step that is not deferred travels exact in spite of a codec",
         "crossover_ddp/_decoupled/state.py",
-        "around=None if self._compression is None else around(",
-        "around=None if self._compression is None or not hands_back else around(",
+        "around=None if self._compression is None else self._compression.around(",
+        "around=None if self._compression is None or not hands_back else self._compression.around(",
         (_CODEC, "-k", "makes_no_difference"),
     ),
     Fault(

@@ -73,8 +73,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     Fault(
         "risk 23: with a codec all steps travel exact",
         "crossover_ddp/_compression/compression.py",
-        "max(0, self._exact_left - 1), False",
-        "self._exact_left, False",
+        "max(0, self._exact_left - 1)",
+        "self._exact_left",
         (_BITS, "-k", "bytes_on"),
     ),
     Fault(
