@@ -127,7 +127,6 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
 
     def answer() -> torch.futures.Future[torch.Tensor]:
         check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
-        exchange = Exchange.of(state.process_group)
         if not state.agreement.made:
             state.agreement.make(resolve_group(state.process_group), lambda: {"codec": state.codec})
             state._is_disabled = environment.is_set(environment.DISABLE)
@@ -135,6 +134,6 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
             return allreduce_hook(resolve_group(state.process_group), bucket)
         if bucket.buffer().is_cuda:
             check_not_capturing(bucket)
-        return state._carry(bucket, exchange, state.mutex)
+        return state._carry(bucket, Exchange.of(state.process_group), state.mutex)
 
     return guarded(bucket, answer)

@@ -22,12 +22,7 @@ _HOST_MEMORY: Final = torch.device("cpu")
 
 
 class TogetherElastic(Rule):
-    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it.
-
-    Args:
-        sync_every: steps between two pulls.
-        moving_rate: α, or None for 0.9 / ranks.
-    """
+    """Synchronous EASGD: every ``sync_every`` steps all ranks pull, and wait for it."""
 
     mode = "sync"
 
@@ -39,7 +34,6 @@ class TogetherElastic(Rule):
         self._centre: Centre
 
     def begin(self, replica: Replica) -> None:
-        """See `Rule`."""
         super().begin(replica)
         rate = moving_rate_for(replica.exchange.size, self._given_rate)
         self._centre = Centre(replica.exchange, self._start(replica.exchange), rate)
@@ -58,7 +52,6 @@ class TogetherElastic(Rule):
         return [from_first_rank(exchange, values) for values in own]
 
     def act(self, steps: int) -> None:
-        """See `Rule`."""
         if steps % self._every:
             return
         for place, block in enumerate(self.replica.blocks):
@@ -71,7 +64,6 @@ class TogetherElastic(Rule):
         self._counts["pulls"] += 1
 
     def kept(self) -> dict[str, Any]:
-        """See `Rule`."""
         return self._named(self._centre.gathered())
 
     def _named(self, centre: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -81,7 +73,6 @@ class TogetherElastic(Rule):
         return {"centre": found}
 
     def load(self, kept: dict[str, Any]) -> None:
-        """See `Rule`."""
         if set(kept) != {"centre"}:
             raise ValueError(
                 f"expected a state with the key 'centre', got keys {sorted(kept)}; pass the state of an ElasticState"
@@ -89,17 +80,11 @@ class TogetherElastic(Rule):
         self._loaded = kept
 
     def stats(self) -> dict[str, Any]:
-        """See `Rule`."""
         return self._counts
 
 
 class OwnPaceElastic(TogetherElastic):
-    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``.
-
-    Args:
-        sync_every: steps of this rank between two offers; more if the network needs longer.
-        moving_rate: α, or None for 0.9 / ranks.
-    """
+    """Asynchronous EASGD without a server, see [Note: rounds] in ``centre.py``."""
 
     mode = "async"
     steps_together = False
@@ -112,7 +97,6 @@ class OwnPaceElastic(TogetherElastic):
         self._made: list[dist.ProcessGroup] = []
 
     def begin(self, replica: Replica) -> None:
-        """See `Rule`."""
         self.replica = replica
         group = self._host_group()
         self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), self._given_rate)
@@ -135,7 +119,6 @@ class OwnPaceElastic(TogetherElastic):
     # --- between two steps -----------------------------------------------------------------------------------
 
     def act(self, steps: int) -> None:
-        """See `Rule`."""
         self._steps = steps
         rounds = self._running()
         self._counts["pulls"] += rounds.collect(steps, self._apply)
@@ -167,7 +150,6 @@ class OwnPaceElastic(TogetherElastic):
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """See `Rule`."""
         rounds = self._running()
         with rounds.held():
             pulled = rounds.collect(self._steps, self._apply, leave=leave)
@@ -182,21 +164,17 @@ class OwnPaceElastic(TogetherElastic):
 
     @property
     def log(self) -> list[ElasticRound]:
-        """Return the rounds so far."""
         return [] if self._rounds is None else list(self._rounds.log)
 
     def kept(self) -> dict[str, Any]:
-        """See `Rule`."""
         rounds = self._running()
         with rounds.held():
             return self._named(rounds.centre.gathered())
 
     def stats(self) -> dict[str, Any]:
-        """See `Rule`."""
         return {**self._counts, "rounds": len(self.log)}
 
     def close(self) -> None:
-        """See `Rule`."""
         if self._rounds is not None:
             self._rounds.close()
         for group in self._made:
@@ -220,7 +198,6 @@ class WildElastic(OwnPaceElastic):
     _watch: Rounds | None = None
 
     def begin(self, replica: Replica) -> None:
-        """See `Rule`."""
         self.replica = replica
         narrow = [str(block.dtype) for block in replica.blocks if wide(block.dtype) != block.dtype]
         if narrow:
@@ -240,7 +217,6 @@ class WildElastic(OwnPaceElastic):
         self._counts["own_pulls"] = 0
 
     def act(self, steps: int) -> None:
-        """See `Rule`."""
         self._steps = steps
         assert self._watch is not None
         self._watch.check()
@@ -279,11 +255,9 @@ class WildElastic(OwnPaceElastic):
         return self._named([from_first_rank(exchange, copy) for copy in copies])
 
     def stats(self) -> dict[str, Any]:
-        """See `Rule`."""
         return {**super().stats(), "hosts": len(self._hosts.leaders)}
 
     def close(self) -> None:
-        """See `Rule`."""
         if self._watch is not None:
             self._watch.close()
             self._shared.clear()

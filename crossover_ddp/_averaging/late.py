@@ -74,14 +74,12 @@ class Schedule:
         return self.has_local_steps and steps >= self.warmup_steps
 
     def leaving(self, steps: int) -> tuple[int, ...]:
-        """Return the fragments that leave after this many steps."""
         local = steps - self.warmup_steps
         if local <= 0 or self.sync_every == 1:
             return ()
         return tuple([f for f in range(self.fragments) if (local - self._offset(f)) % self.sync_every == 0])
 
     def arriving(self, steps: int) -> tuple[int, ...]:
-        """Return the fragments that come back after this many steps."""
         return self.leaving(steps - self.delay)
 
     def _offset(self, fragment: int) -> int:
@@ -192,17 +190,11 @@ class _Flight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self.values.nbytes * (1 if self.sent is None else 2)
 
 
 class LateMeans(Rule):
-    """The rule of ``LocalSGDState``.
-
-    Args:
-        schedule: when fragments leave and come back.
-        outer_optimizer: steps the mean; None takes it as it is.
-    """
+    """The rule of ``LocalSGDState``."""
 
     def __init__(self, schedule: Schedule, outer_optimizer: OuterOptimizer | None) -> None:
         outer = None if outer_optimizer is None else described(outer_optimizer)
@@ -215,11 +207,9 @@ class LateMeans(Rule):
         self._steps = self._exchanges = self._bytes = self._peak_bytes = 0
 
     def is_local(self, steps: int) -> bool:
-        """See `Rule`."""
         return self._schedule.is_local(steps)
 
     def begin(self, replica: Replica) -> None:
-        """See `Rule`."""
         super().begin(replica)
         fragments = range(self._schedule.fragments)
         self._slices = [[self._slice(block, fragment) for block in replica.blocks] for fragment in fragments]
@@ -239,7 +229,6 @@ class LateMeans(Rule):
     # --- between two steps -----------------------------------------------------------------------------------
 
     def act(self, steps: int) -> None:
-        """See `Rule`."""
         self._steps = steps
         arriving, leaving = self._schedule.arriving(steps), self._schedule.leaving(steps)
         if self._schedule.delay:
@@ -279,14 +268,12 @@ class LateMeans(Rule):
 
     @contextlib.contextmanager
     def at_rest(self, *, leave: bool) -> Iterator[None]:
-        """See `Rule`."""
         self._land(list(self._flights), leave=leave)
         yield
 
     # --- what is kept ----------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any]:
-        """See `Rule`."""
         for flights in self._flights.values():
             for flight in flights:
                 self.replica.wait(flight.trip)  # the owner's step of a fragment in flight may be under way
@@ -315,7 +302,6 @@ class LateMeans(Rule):
         return found
 
     def load(self, kept: dict[str, Any]) -> None:
-        """See `Rule`."""
         has = "anchor" in kept
         if has != (self._make_outer is not None):
             raise ValueError(
@@ -339,7 +325,6 @@ class LateMeans(Rule):
                 outer.load(tensors, kept["numbers"][fragment])
 
     def stats(self) -> dict[str, Any]:
-        """See `Rule`."""
         outers = [each.outer for slices in self._slices for each in slices if each.outer is not None]
         return {
             "exchanges": self._exchanges,
@@ -350,6 +335,5 @@ class LateMeans(Rule):
         }
 
     def close(self) -> None:
-        """See `Rule`."""
         self._flights.clear()
         self._slices.clear()

@@ -39,15 +39,11 @@ class FlatEntry:
 
 
 class FlatBlock:
-    """The elements of some tensors of one dtype on one device, one behind the other, as they lie in memory.
+    """Parameters, then buffers, of one dtype on one device: their elements one behind the other, as they lie in memory.
 
     [Note: kept views] The training thread asks for the same slices again and again, and making views of a dozen small
     tensors takes longer than copying them. So the views are kept, and made anew where a tensor has got other memory:
     as long as a view is kept, no other tensor can lie at the same address.
-
-    Args:
-        parameters: come first.
-        buffers: come behind them.
     """
 
     def __init__(self, parameters: Sequence[FlatEntry], buffers: Sequence[FlatEntry]) -> None:
@@ -63,18 +59,15 @@ class FlatBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
     @property
     def whole(self) -> Span:
-        """All of it."""
         return Span(0, self.numel)
 
     def copy(
         self, span: Span | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Return a copy of ``span``, of all by default, in another dtype or on another device if one is given."""
         start, stop = span = self.whole if span is None else span
         values = torch.empty(stop - start, dtype=dtype or self.dtype, device=device or self.device)
         self.pack(span, values)
@@ -115,7 +108,6 @@ class FlatBlock:
             torch._foreach_copy_(_split(values, pieces), pieces)
 
     def unpack(self, span: Span, values: torch.Tensor) -> None:
-        """Copy ``values`` into ``span``."""
         pieces = self.pieces(span)
         if pieces:
             torch._foreach_copy_(pieces, _split(values, pieces))
@@ -251,13 +243,7 @@ def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
 
 
 class Replica:
-    """The model of one rank, and the ranks with which it is averaged.
-
-    Args:
-        blocks: of the model.
-        group: the ranks.
-        turn: given away while training waits.
-    """
+    """The model of one rank, and the ranks with which it is averaged; ``turn`` is given away while training waits."""
 
     def __init__(self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None) -> None:
         self.blocks, self.group, self._turn = blocks, group, turn
@@ -340,11 +326,9 @@ class Replica:
         self.write([(block, values) for block, values, _ in sent])
 
     def copy(self) -> list[tuple[FlatBlock, torch.Tensor]]:
-        """Return all blocks with copies of their values."""
         return [(block, block.copy()) for block in self.blocks]
 
     def write(self, values: Sequence[tuple[FlatBlock, torch.Tensor]]) -> None:
-        """Write into all blocks what `copy` has returned, or what was made of it."""
         for block, each in values:
             block.unpack(block.whole, each)
 
@@ -390,7 +374,6 @@ class Rule:
         raise NotImplementedError
 
     def stats(self) -> dict[str, Any]:
-        """Return counters."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -88,7 +88,6 @@ class Codecs(NamedTuple):
         return self.push.between(rank, peer) if isinstance(self.push, PerPair) else self.push
 
     def all(self) -> list[Codec]:
-        """Return what any ranks send with."""
         return [*(self.push.all() if isinstance(self.push, PerPair) else [self.push]), self.pull]
 
 

@@ -42,7 +42,6 @@ class Part(NamedTuple):
 
     @property
     def exact_numel(self) -> int:
-        """Number of elements that travel exact."""
         return sum(span.stop - span.start for span in self.exact)
 
     def slots(self, multiple: int) -> list[Span]:
@@ -53,7 +52,6 @@ class Part(NamedTuple):
 
 
 def padded(numel: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
@@ -155,12 +153,10 @@ class CodedBucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the residuals."""
         return sum(kept.nbytes for kept in self._kept)
 
     @property
     def is_kept(self) -> bool:
-        """Whether any residual is not zero."""
         return any(bool(kept.any()) for kept in self._kept)
 
     def is_of(self, parameters: Sequence[Tensor], parts: Sequence[Part] | None = None) -> bool:
@@ -186,7 +182,6 @@ class CodedBucket:
             yield found[0][0].parameter, residual
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all residuals."""
         for kept in self._kept:
             kept.mul_(factor)
 
@@ -397,7 +392,6 @@ class CodedLink(LinkAround):
         self._coded = coded
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`."""
         coded = self._coded
         await self.all_to_all(*coded.outgoing, *coded.incoming)
         await self.compute()
@@ -405,7 +399,6 @@ class CodedLink(LinkAround):
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
         if self._coded.has_work:
             self._coded.write()
         await super().all_gather(*self._coded.gather)
@@ -419,19 +412,12 @@ class CodedLink(LinkAround):
 
 
 class DrainedLink(LinkAround):
-    """A link for the exact step of a bucket whose owners have work: their residuals go with what they make.
-
-    Args:
-        link: does the work.
-        coded: the bucket's.
-        part: what this rank owns of it now.
-    """
+    """A link for the exact step of a bucket whose owners have work: their residuals go with what they make."""
 
     def __init__(self, link: Link, coded: CodedBucket, part: Part) -> None:
         super().__init__(link)
         self._coded, self._part = coded, part
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
         self._coded.add_own(flat, self._part)
         await super().all_gather(flat, layout)

@@ -150,7 +150,6 @@ class Compression:
         return coded
 
     def _check(self, flat: torch.Tensor, exchange: Exchange) -> None:
-        """Refuse what does not work."""
         push = self.codecs.push
         if isinstance(push, PerPair) and len(push.codecs) != exchange.size:
             raise UnsupportedConfigurationError(
@@ -221,13 +220,11 @@ class Compression:
     # --- between steps ---------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Let the next step travel exact, residuals included."""
         self._exact_left = max(1, self._exact_left)
         self._state.agreement.forget()  # ranks that do so alone would send what others cannot read
 
     @property
     def is_drained(self) -> bool:
-        """Whether no residual is left."""
         return not self._aside and not any(each.is_kept for each in self._buckets.values())
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -249,14 +246,12 @@ class Compression:
         self._state.agreement.forget()  # as in `drain`
 
     def state(self) -> dict[str, Any]:
-        """Return what a state dict holds: residuals, and the loss's scale that they belong to."""
         return {
             "residuals": self.residuals(),
             "loss_scale": None if self._scale is None else float(self._scale),
         }
 
     def stats(self) -> dict[str, float]:
-        """Return what was sent since the beginning, and the memory of residuals."""
         return {
             "steps": self.steps,
             "sent_bytes": self._sent_bytes,
@@ -266,14 +261,7 @@ class Compression:
 
 
 class CodedState(Pausable):
-    """What states with ``codec=`` whose buckets travel by the split have in common; `CompressedState` says more.
-
-    Args:
-        codec: of both halves, or None.
-        loss_scale: what the loss is multiplied by.
-        process_group: the ranks; None for the default group.
-        compare_replicas: compare the ranks' parameters now and then.
-    """
+    """What states with ``codec=`` whose buckets travel by the split have in common; see `CompressedState`."""
 
     def __init__(
         self,
