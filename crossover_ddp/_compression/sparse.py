@@ -19,8 +19,19 @@ _ROW: Final = 32
 
 
 @dataclass(frozen=True)
-class Largest:
-    """Places and values of the largest elements, as many as there is room for: 0 or NaN, int32, float32."""
+class SIDCo:
+    """Send the elements whose magnitude is above a threshold that about ``rate`` of a sample exceeds.
+
+    The sample has a sixteenth of the elements. A message holds places (int32) and values (float32), and has room for
+    1.25 times the target; what does not fit follows later. Wire bytes over those of float32: 2.5 times ``rate``.
+    Source: SIDCo (arXiv 2101.10761) for a threshold in place of a sort; it fits a distribution, where we look at a
+    sample.
+
+    Args:
+        rate: part of the elements that is sent, 0 < rate < 1.
+
+    Raises ``ValueError`` for another ``rate``.
+    """
 
     rate: float
 
@@ -75,30 +86,8 @@ class Largest:
         )
 
 
-@dataclass(frozen=True)
-class SIDCo(Largest):
-    """Send the elements whose magnitude is above a threshold that about ``rate`` of a sample exceeds.
-
-    The sample has a sixteenth of the elements. A message has room for 1.25 times the target; what does not fit follows
-    later. Wire bytes over those of float32: 2.5 times ``rate``. Source: SIDCo (arXiv 2101.10761) for a threshold in
-    place of a sort; it fits a distribution, where we look at a sample.
-
-    Args:
-        rate: part of the elements that is sent, 0 < rate < 1.
-
-    Raises ``ValueError`` for another ``rate``.
-    """
-
-
-@dataclass(frozen=True)
-class Threshold(Largest):
-    """The same as `SIDCo`, under the name of DCT (arXiv 2010.08899), which keeps its threshold for long.
-
-    Args:
-        rate: part of the elements that is sent, 0 < rate < 1.
-
-    Raises ``ValueError`` for another ``rate``.
-    """
+class Threshold(SIDCo):
+    """The same as `SIDCo`, under the name of DCT (arXiv 2010.08899), which keeps its threshold for long."""
 
 
 def _views(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
