@@ -71,7 +71,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
     Fault(
         "a second model of an averaging state trains alone",
         "crossover_ddp/averaging_hooks.py",
-        "        self._only.enter(bucket, self)\n",
+        "            self._only.enter(bucket, self)\n",
         "",
         ("tests/defects/test_averaging.py", "-k", "averaging_state_serves"),
     ),

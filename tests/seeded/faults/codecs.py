@@ -96,7 +96,7 @@ CODECS: Final[tuple[Fault, ...]] = (
     Fault(
         "a gradient of zeros keeps its residual in a drained step",
         "crossover_ddp/_compression/compression.py",
-        "            self._leaves_unused = model.find_unused_parameters\n",
+        "                self._leaves_unused = model.find_unused_parameters\n",
         "",
         ("tests/defects/test_codecs.py", "-k", "drained"),
     ),
