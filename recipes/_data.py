@@ -4,8 +4,6 @@ Digits are scikit-learn's (1,797 scans of handwritten digits), the text is the l
 ships inside Python as ``pydoc``'s help topics, and ``ImageFolder`` reads a directory of your own.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+GPT = "gpt"
 TEST_EVERY = 5  # every fifth digit is a test image: the split never depends on a seed
 TEXT_TEST_SHARE = 0.1  # the end of the text is held out
 
@@ -140,17 +139,28 @@ def _tokens(vocabulary: int) -> torch.Tensor:
     return torch.tensor([numbers.get(word, 0) for word in words])
 
 
-def load_digits(*, image_size: int, channels: int) -> Data:
-    """Load scikit-learn's digits, four fifths for training and one fifth for testing."""
-    train = Digits(train=True, image_size=image_size, channels=channels)
-    return Data(train, Digits(train=False, image_size=image_size, channels=channels), 10)
+def load_data(sizes: Any, directory: Path | None = None, seed: int = 0) -> Data:
+    """Load what a model trains on.
 
-
-def load_folder(directory: Path, *, image_size: int, channels: int, seed: int) -> Data:
-    """Load ``directory/train`` and ``directory/val``, one folder of images per class."""
+    Args:
+        sizes: a preset, or train.py's arguments.
+        directory: of images, in ``train`` and ``val`` with one folder for each class; else Python's help topics for the
+            GPT, scikit-learn's digits for all others.
+        seed: of the crops of images.
+    """
+    parts = (True, False)
+    train: Any
+    test: Any
+    if sizes.model == GPT:
+        text = {"context": sizes.context, "vocabulary": sizes.vocabulary}
+        train, test = (Text(train=part, **text) for part in parts)
+        return Data(train, test, sizes.vocabulary)
+    size = {"image_size": sizes.image_size, "channels": sizes.channels}
+    if directory is None:
+        train, test = (Digits(train=part, **size) for part in parts)
+        return Data(train, test, 10)
     train, test = (
-        Folder(directory / part, train=part == "train", image_size=image_size, channels=channels, seed=seed)
-        for part in ("train", "val")
+        Folder(directory / ("train" if part else "val"), train=part, seed=seed, **size) for part in parts
     )
     if train.folder.classes != test.folder.classes:
         raise ValueError(
@@ -158,12 +168,6 @@ def load_folder(directory: Path, *, image_size: int, channels: int, seed: int) -
             f"val={test.folder.classes}; complete the folders under {directory}"
         )
     return Data(train, test, len(train.folder.classes))
-
-
-def load_text(*, context: int, vocabulary: int) -> Data:
-    """Load Python's help topics as sequences of words."""
-    train = Text(train=True, context=context, vocabulary=vocabulary)
-    return Data(train, Text(train=False, context=context, vocabulary=vocabulary), vocabulary)
 
 
 def sampler_of(samples: Samples, seed: int = 0) -> DistributedSampler[Any]:
@@ -199,7 +203,7 @@ def epoch_batches(
     return iter(loader)
 
 
-def test_batches(samples: Samples, *, batch_size: int, workers: int = 0) -> Iterator[Batch]:
+def test_batches(samples: Samples, *, batch_size: int) -> Iterator[Batch]:
     """Iterate over this rank's share of the test set, without the padding of a ``DistributedSampler``.
 
     Padding would count some samples twice; ranks may have one batch more or less instead.
@@ -209,6 +213,5 @@ def test_batches(samples: Samples, *, batch_size: int, workers: int = 0) -> Iter
         samples,  # type: ignore[arg-type]  # a Dataset by its methods, not by inheritance
         batch_size,
         sampler=share,
-        num_workers=workers,
     )
     return iter(loader)

@@ -1,7 +1,5 @@
 """The hooks that the training recipe offers, each with the state that it works on."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

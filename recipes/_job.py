@@ -1,7 +1,5 @@
 """What every training job does: join the other ranks and leave them, make an optimizer, follow a learning rate."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -4,23 +4,17 @@ The presets are made for measuring communication: 2 to 6 MB of float32 gradients
 second of computation per step on one CPU core, and four to eight buckets.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-import _data
-
-GPT = "gpt"
+from _data import GPT
 
 
 class Block(nn.Module):
@@ -73,41 +67,19 @@ class TinyGPT(nn.Module):
         return functional.linear(hidden, self.token.weight)
 
 
-def make_model(
-    name: str,
-    *,
-    classes: int,
-    channels: int = 3,
-    image_size: int = 64,
-    context: int = 128,
-    options: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """Build an untrained model by name: ``timm:resnet18``, ``torchvision:resnet18``, ``gpt``.
-
-    A name without a library is looked for in timm, then in torchvision. ``options`` go to the
-    library's own constructor. A GPT takes ``classes`` as its vocabulary and windows of ``context`` words.
-    """
-    chosen = dict(options or {})
-    if name == GPT:
-        return TinyGPT(vocabulary=classes, context=context, **chosen)
-    library, name = _find(name)
-    if library == "timm":
-        return _make_timm(name, classes=classes, channels=channels, image_size=image_size, options=chosen)
-    if channels != 3:
-        raise ValueError(
-            f"expected channels=3 for torchvision's models, got channels={channels}; "
-            "leave --channels out, or take the model from timm"
-        )
-    import torchvision
-
-    made: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **chosen)
-    return made
-
-
 def _find(name: str) -> tuple[str, str]:
     """Split ``library:model``; without a library, look it up; refuse a name that nobody knows."""
+    import timm
+    import torchvision
+
+    known = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
     library, colon, model = name.rpartition(":")
-    known = _known_models(library if colon else None)
+    if colon:
+        if library not in known:
+            raise ValueError(
+                f"expected a model library timm or torchvision, got {library!r}; write timm:NAME"
+            )
+        known = {library: known[library]}
     for candidate, models in known.items():
         if model in models:
             return candidate, model
@@ -116,32 +88,6 @@ def _find(name: str) -> tuple[str, str]:
         f"expected the name of a model of {' or '.join(known)}, or {GPT!r}, got model={name!r}; "
         + (f"did you mean {', '.join(close)}?" if close else "see timm.list_models()")
     )
-
-
-def _known_models(library: str | None) -> dict[str, list[str]]:
-    """The names that each library offers; both libraries if none is asked for."""
-    import timm
-    import torchvision
-
-    known = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
-    if library is not None and library not in known:
-        raise ValueError(f"expected a model library timm or torchvision, got {library!r}; write timm:NAME")
-    return known if library is None else {library: known[library]}
-
-
-def _make_timm(
-    name: str, *, classes: int, channels: int, image_size: int, options: dict[str, Any]
-) -> nn.Module:
-    import timm
-
-    configuration = timm.get_pretrained_cfg(name)
-    if configuration is not None and configuration.fixed_input_size:
-        # Transformers hold one position per patch, so they must know the size; the others refuse it.
-        options.setdefault("img_size", image_size)
-    made: nn.Module = timm.create_model(
-        name, pretrained=False, num_classes=classes, in_chans=channels, **options
-    )
-    return made
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -158,76 +104,65 @@ class Preset:
     bucket_cap_mb: float
     optimizer: str
     lr: float
-    model_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    model_options: Mapping[str, Any] = field(default_factory=dict)
     image_size: int = 64
     channels: int = 1
     context: int = 128
     vocabulary: int = 2048
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
-        "convnet": Preset(
-            "timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128
-        ),
-        # Four buckets of about the same size: one repeated layer after the other.
-        "vit": Preset(
-            "timm:vit_tiny_patch16_224",
-            80,
-            0.5,
-            "adamw",
-            1e-3,
-            {"patch_size": 8, "embed_dim": 96, "depth": 5, "num_heads": 3},
-        ),
-        # Many small layers, no buffers: what decoupled training wants.
-        "deep_vit": Preset(
-            "timm:vit_tiny_patch16_224",
-            80,
-            0.3,
-            "adamw",
-            1e-3,
-            {"patch_size": 8, "embed_dim": 64, "depth": 12, "num_heads": 2},
-        ),
-        # Nine tenths of the bytes are in the last two stages, whose gradients come first.
-        "convnext": Preset(
-            "timm:convnext_atto", 128, 0.4, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
-        ),
-        # For tests: a step takes some ten milliseconds.
-        "tiny": Preset(
-            "timm:vit_tiny_patch16_224",
-            8,
-            0.05,
-            "adamw",
-            1e-3,
-            {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2},
-            image_size=32,
-        ),
-        # The last bucket holds the tied embedding, more than half of all bytes.
-        "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
-    }
-)
+def _vit(dim: int, depth: int, heads: int) -> Mapping[str, Any]:
+    return {"patch_size": 8, "embed_dim": dim, "depth": depth, "num_heads": heads}
+
+
+PRESETS: Mapping[str, Preset] = {
+    # BatchNorm buffers, which DDP broadcasts in forward; seven buckets of about the same size.
+    "convnet": Preset("timm:resnet18", 40, 0.3, "sgd", 0.2, {"channels": (32, 48, 64, 96)}, image_size=128),
+    # Four buckets of about the same size: one repeated layer after the other.
+    "vit": Preset("timm:vit_tiny_patch16_224", 80, 0.5, "adamw", 1e-3, _vit(96, 5, 3)),
+    # Many small layers, no buffers: what decoupled training wants.
+    "deep_vit": Preset("timm:vit_tiny_patch16_224", 80, 0.3, "adamw", 1e-3, _vit(64, 12, 2)),
+    # Nine tenths of the bytes are in the last two stages, whose gradients come first.
+    "convnext": Preset(
+        "timm:convnext_atto", 128, 0.4, "adamw", 1e-3, {"dims": (24, 48, 96, 128), "depths": (2, 2, 6, 2)}
+    ),
+    # For tests: a step takes some ten milliseconds.
+    "tiny": Preset("timm:vit_tiny_patch16_224", 8, 0.05, "adamw", 1e-3, _vit(32, 4, 2), image_size=32),
+    # The last bucket holds the tied embedding, more than half of all bytes.
+    "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
+}
 
 
 # train.py's arguments have the preset's names.
 Sizes = Preset | argparse.Namespace
 
 
-def load_data(sizes: Sizes, directory: Path | None = None, seed: int = 0) -> _data.Data:
-    """Load what a model trains on: text for the GPT, else the images in a directory, by default digits."""
-    if sizes.model == GPT:
-        return _data.load_text(context=sizes.context, vocabulary=sizes.vocabulary)
-    images = {"image_size": sizes.image_size, "channels": sizes.channels}
-    return _data.load_folder(directory, seed=seed, **images) if directory else _data.load_digits(**images)
-
-
 def make(sizes: Sizes, classes: int) -> nn.Module:
-    """Build an untrained model of these sizes."""
-    return make_model(
-        sizes.model,
-        classes=classes,
-        channels=sizes.channels,
-        image_size=sizes.image_size,
-        context=sizes.context,
-        options=sizes.model_options,
-    )
+    """Build an untrained model by name: ``timm:resnet18``, ``torchvision:resnet18``, ``gpt``.
+
+    A name without a library is looked for in timm, then in torchvision. ``model_options`` go to the
+    library's own constructor. A GPT takes ``classes`` as its vocabulary and windows of ``context`` words.
+    """
+    options = dict(sizes.model_options)
+    if sizes.model == GPT:
+        return TinyGPT(vocabulary=classes, context=sizes.context, **options)
+    library, name = _find(sizes.model)
+    made: nn.Module
+    if library == "timm":
+        import timm
+
+        configuration = timm.get_pretrained_cfg(name)
+        if configuration is not None and configuration.fixed_input_size:
+            # Transformers hold one position per patch, so they must know the size; the others refuse it.
+            options.setdefault("img_size", sizes.image_size)
+        made = timm.create_model(name, num_classes=classes, in_chans=sizes.channels, **options)
+        return made
+    if sizes.channels != 3:
+        raise ValueError(
+            f"expected channels=3 for torchvision's models, got channels={sizes.channels}; "
+            "leave --channels out, or take the model from timm"
+        )
+    import torchvision
+
+    made = torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
+    return made

@@ -1,7 +1,5 @@
 """The command line of train.py."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections.abc import Iterable, Sequence

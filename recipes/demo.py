@@ -11,8 +11,6 @@ device. So does the number of steps, unless it is given: all of it takes at most
 the demo does not know go to recipes/train.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -20,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,15 +29,27 @@ from rich.table import Table
 from demo_figures import (
     AFTER,
     CROSSOVER,
+    LEAST_STEPS,
+    MOST_STEPS,
     UNMANAGED,
-    Cost,
     Outcome,
     outcome_of,
     steps_within,
     summarize,
     verdict,
 )
-from lab import STEADY_MEMORY, Cluster, Job, LabError, Run, draw_run, load_run, rate_for, why_not_shaped
+from lab import (
+    STEADY_MEMORY,
+    Cluster,
+    Job,
+    LabError,
+    Run,
+    draw_run,
+    load_logs,
+    load_run,
+    rate_for,
+    why_not_shaped,
+)
 from lab.analysis import JobFigures
 from lab.command import progress
 
@@ -58,9 +69,6 @@ TIMEOUT_S: Final = 300.0
 # All of the demo: what it costs to start it and to draw the picture is kept back.
 BUDGET_S: Final = 240.0
 RESERVE_S: Final = 20.0
-MOST_STEPS: Final = 100
-# Fewer say nothing: the first three are for DDP to find its buckets.
-LEAST_STEPS: Final = 12
 LOAD_TOLERATED: Final = 0.5
 PICTURE_TITLE: Final = "Two siblings take turns: while the gradients of one travel, the other computes"
 
@@ -90,16 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if figures["identical"] else 1
 
 
+@dataclass
 class Runs:
     """The demo's runs: one training job or two at a time; until ``deadline_s`` unless ``--steps`` is given."""
 
-    def __init__(
-        self, cluster: Cluster, args: argparse.Namespace, console: Console, *, deadline_s: float
-    ) -> None:
-        self.cluster = cluster
-        self.args = args
-        self.console = console
-        self.deadline_s = deadline_s
+    cluster: Cluster
+    args: argparse.Namespace
+    console: Console
+    deadline_s: float
 
     def all(self) -> tuple[dict[str, Run], dict[str, Run]]:
         """Return each job's run alone, and the runs of both by variant."""
@@ -142,8 +148,6 @@ class Runs:
             overhead_s=max(0.0, length_s - figures.makespan_s),
             step_s=max(figures.step_s, figures.busy_s or 0.0),
             ratio=self.args.ratio if self.cluster.rate_mbit is not None else 0.0,
-            least=LEAST_STEPS,
-            most=MOST_STEPS,
         )
         fit = "fit into" if self.args.steps > LEAST_STEPS else "are the fewest, even if they do not fit into"
         self.say(f"{self.args.steps} steps of each job {fit} {BUDGET_S / 60:g} minutes.")
@@ -204,23 +208,23 @@ def report(
 
 
 def outcomes(run: Run) -> dict[str, Outcome]:
-    return {job: outcome_of(rank_logs(run.directory / job)) for job in run.jobs}
+    return {job: outcome_of([*load_logs(run.directory / job).values()]) for job in run.jobs}
 
 
-def rank_logs(directory: Path) -> list[list[dict[str, Any]]]:
-    """Read the step logs of one job, one per rank."""
-    paths = [directory / f"rank{rank}.jsonl" for rank in range(NODES)]
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
-
-
-def cost(run: Run, job: str) -> Cost:
+def cost(run: Run, job: str) -> dict[str, float]:
     figures = run.figures()[job]
     if figures.step_s is None or figures.busy_s is None:
         raise ValueError(
             f"expected the time and the load of job {job}'s steps, got neither; is /proc mounted?"
         )
     # The kernel counts a core's load in ticks, and for whomever: it may seem busy for longer than the step.
-    return Cost(figures.step_s, min(figures.busy_s, figures.step_s), figures.wire_s or 0.0)
+    compute_s = min(figures.busy_s, figures.step_s)
+    return {
+        "step_s": figures.step_s,
+        "compute_s": compute_s,
+        "exposed_s": figures.step_s - compute_s,
+        "wire_s": figures.wire_s or 0.0,
+    }
 
 
 def introduce(console: Console, args: argparse.Namespace, reason: str | None) -> None:

@@ -1,9 +1,7 @@
 """What the demo's runs say: makespans, speed-ups, the bound, and whether all computed the same. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -16,6 +14,9 @@ CROSSOVER: Final = "crossover"
 NOISE: Final = 0.03
 # Side by side, unmanaged and with crossover, against one after the other: what can be relied on.
 LEAST_GAINS: Final = (1.3, 1.5)
+MOST_STEPS: Final = 100
+# Fewer say nothing: the first three are for DDP to find its buckets.
+LEAST_STEPS: Final = 12
 
 Record = Mapping[str, Any]
 
@@ -34,20 +35,6 @@ class Outcome:
     def length_s(self) -> float:
         """From its first step's begin to its last one's end."""
         return self.end_s - self.begin_s
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A step of one job alone: its time T1, the device's computation C, the wire's time M."""
-
-    step_s: float
-    compute_s: float
-    wire_s: float
-
-    @property
-    def exposed_s(self) -> float:
-        """N: the device is idle because the step waits for the network."""
-        return max(0.0, self.step_s - self.compute_s)
 
 
 def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
@@ -69,29 +56,17 @@ def outcome_of(logs: Sequence[Sequence[Record]]) -> Outcome:
     )
 
 
-def steps_within(
-    budget_s: float, *, overhead_s: float, step_s: float, ratio: float, least: int, most: int
-) -> int:
-    """How many steps of each job the four runs of the demo can have, so that all of them end within ``budget_s``.
+def steps_within(budget_s: float, *, overhead_s: float, step_s: float, ratio: float) -> int:
+    """Choose the steps of each job: as many as let the demo's four runs end in time, within the limits above.
 
-    Args:
-        budget_s: for each job alone, then both side by side without and with crossover.
-        overhead_s: of a run of one job beside its steps: start, first steps of compilers and caches, evaluation. Two
-            jobs need twice as long for it, since they share the cores.
-        step_s: time of a step of one job alone on a fast link.
-        ratio: M/C; a step alone takes 1 + ratio times as long on the link that this makes.
-        least: of steps; a machine on which these do not fit takes longer.
-        most: of steps.
+    ``overhead_s`` is what a run of one job takes beside its steps (two jobs take twice as long, since they share the
+    cores), ``step_s`` a step alone on a fast link; on the link of this M/C it takes 1 + ratio times as long.
     """
-    if step_s <= 0 or ratio < 0 or not 0 < least <= most:
-        raise ValueError(
-            f"expected step_s > 0, ratio >= 0 and 0 < least <= most, got {step_s=}, {ratio=}, {least=}, {most=}"
-        )
     one_after_the_other_s = 2 * (1 + ratio) * step_s
     gains = (1.0, 1.0, 1.0) if ratio == 0 else (1.0, *LEAST_GAINS)
     of_a_step_s = sum(one_after_the_other_s / gain for gain in gains)
     left_s = budget_s - (2 * 1 + 2 * 2) * overhead_s
-    return max(least, min(most, int(left_s / of_a_step_s)))
+    return max(LEAST_STEPS, min(MOST_STEPS, int(left_s / of_a_step_s)))
 
 
 def makespan_s(outcomes: Mapping[str, Outcome]) -> float:
@@ -121,26 +96,26 @@ def _first_difference(before: Sequence[float], after: Sequence[float]) -> int | 
 def summarize(
     alone: Mapping[str, Outcome],
     together: Mapping[str, Mapping[str, Outcome]],
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """Work out the demo's figures.
 
     Args:
         alone: each job's own run.
         together: the runs of all jobs side by side, by variant.
-        costs: each job's step in its run alone.
+        costs: of each job's step alone: its time T1, C, N and M.
     """
     after_s = sum(outcome.length_s for outcome in alone.values())
     variants = {AFTER: _variant(alone, alone, after_s, after_s)}
     for name, outcomes in together.items():
         variants[name] = _variant(alone, outcomes, makespan_s(outcomes), after_s)
-    best = bound([(cost.compute_s, cost.step_s, cost.wire_s) for cost in costs.values()])
+    best = bound([(cost["compute_s"], cost["step_s"], cost["wire_s"]) for cost in costs.values()])
     return {
         "variants": variants,
         "bound": best,
         "over_unmanaged": variants[UNMANAGED]["makespan_s"] / variants[CROSSOVER]["makespan_s"],
         "identical": not any(variant["differences"] for variant in variants.values()),
-        "costs": {job: {**asdict(cost), "exposed_s": cost.exposed_s} for job, cost in costs.items()},
+        "costs": costs,
     }
 
 

@@ -5,10 +5,6 @@
 Each rank keeps what its messages leave out and adds it to its next gradient.
 """
 
-from __future__ import annotations
-
-import argparse
-
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -18,45 +14,32 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from crossover_ddp.codecs import CompressedState, Int8, compressed_hook
 
+dist.init_process_group("gloo")
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+data = TensorDataset(images, torch.tensor(digits.target))
+sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
+loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
+torch.manual_seed(0)
+network = nn.Sequential(
+    nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
+)  # fmt: skip
+model = DistributedDataParallel(network)
+state = CompressedState(codec=Int8())
+model.register_comm_hook(state, compressed_hook)  # the added lines
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    dist.init_process_group("gloo")
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    data = TensorDataset(images, torch.tensor(digits.target))
-    sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
-    loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
-
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
-    model = DistributedDataParallel(network)
-    state = CompressedState(codec=Int8())
-    model.register_comm_hook(state, compressed_hook)  # the added lines
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)
-        for inputs, labels in loader:
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, labels in loader:
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     if dist.get_rank() == 0:
-        print(f"rate {state.stats()['rate']:.3f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
+if dist.get_rank() == 0:
+    print(f"rate {state.stats()['rate']:.3f}")
+dist.destroy_process_group()

@@ -5,9 +5,6 @@
 In its first steps it finds out whether that is faster on this network, and keeps what is.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 
 import torch
@@ -19,50 +16,37 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from crossover_ddp.comm_hooks import DecoupledState, decoupled_hook
 
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+data = TensorDataset(images, torch.tensor(digits.target))
+sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
+loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+torch.manual_seed(0)
+network = nn.Sequential(
+    nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
+)  # fmt: skip
+network.to(device)
+model = DistributedDataParallel(network, **DecoupledState.ddp_options(network))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+state = DecoupledState(optimizer)
+model.register_comm_hook(state, decoupled_hook)  # the added lines
 
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    data = TensorDataset(images, torch.tensor(digits.target))
-    sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, seed=0)
-    loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
-
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
-    network.to(device)
-    model = DistributedDataParallel(network, **DecoupledState.ddp_options(network))
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    state = DecoupledState(optimizer)
-    model.register_comm_hook(state, decoupled_hook)  # the added lines
-
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)
-        for inputs, labels in loader:
-            loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-    state.flush()  # the last step's update, before somebody reads the parameters
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, labels in loader:
+        loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
+state.flush()  # the last step's update, before somebody reads the parameters
+dist.destroy_process_group()

@@ -5,8 +5,6 @@
 Losses are those of the model that is not cut.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -20,51 +18,42 @@ from crossover_ddp.pipeline import Cluster, Plan, Profile, Runner, plan_pipeline
 
 MICROBATCHES, MICRO_SIZE = 4, 16
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--max-replicas", type=int, default=1)
+args = parser.parse_args()
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--max-replicas", type=int, default=1)
-    args = parser.parse_args()
+dist.init_process_group("gloo")
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+data = TensorDataset(images, torch.tensor(digits.target))
+order = torch.Generator().manual_seed(0)  # every rank reads the same batches
+loader = DataLoader(data, MICROBATCHES * MICRO_SIZE, shuffle=True, drop_last=True, generator=order)
 
-    dist.init_process_group("gloo")
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    data = TensorDataset(images, torch.tensor(digits.target))
-    order = torch.Generator().manual_seed(0)  # every rank reads the same batches
-    loader = DataLoader(data, MICROBATCHES * MICRO_SIZE, shuffle=True, drop_last=True, generator=order)
+torch.manual_seed(0)
+layers = [
+    nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
+    nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+    nn.Sequential(nn.Linear(512, 128), nn.ReLU()),
+    nn.Linear(128, 10),
+]
+cluster = Cluster.measure()  # latency and bandwidth of each pair of ranks
+document: list[Any] = [None]
+if dist.get_rank() == 0:
+    profile = Profile.measure(layers, images[:MICRO_SIZE])
+    plan = plan_pipeline(profile, cluster, microbatches=MICROBATCHES, max_replicas=args.max_replicas)
+    print(plan, flush=True)
+    document = [plan.to_json()]
+dist.broadcast_object_list(document)
 
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        nn.Sequential(nn.Linear(512, 128), nn.ReLU()),
-        nn.Linear(128, 10),
-    ]
-    cluster = Cluster.measure()  # latency and bandwidth of each pair of ranks
-    document: list[Any] = [None]
-    if dist.get_rank() == 0:
-        profile = Profile.measure(layers, images[:MICRO_SIZE])
-        plan = plan_pipeline(profile, cluster, microbatches=MICROBATCHES, max_replicas=args.max_replicas)
-        print(plan, flush=True)
-        document = [plan.to_json()]
-    dist.broadcast_object_list(document)
-
-    runner = Runner(Plan.from_json(document[0]), layers, nn.functional.cross_entropy)
-    parameters = list(runner.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
-    for epoch in range(args.epochs):
-        for inputs, labels in loader:
-            loss = runner.step(inputs, labels)
-            if optimizer:
-                optimizer.step()
-                optimizer.zero_grad()
-        if loss is not None:  # on ranks of the last stage
-            print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+runner = Runner(Plan.from_json(document[0]), layers, nn.functional.cross_entropy)
+parameters = list(runner.parameters())
+optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if parameters else None
+for epoch in range(3):
+    for inputs, labels in loader:
+        loss = runner.step(inputs, labels)
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    if loss is not None:  # on ranks of the last stage
+        print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
+dist.destroy_process_group()

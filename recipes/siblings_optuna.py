@@ -6,8 +6,6 @@
 The study is kept in SQLite: the same line again adds trials to it. A trial that is pruned, or fails, ends alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -34,7 +34,7 @@ from lab.meter import StepMeter, configuration, fingerprint, log_path
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv, HOOKS, __doc__)
     device = join_the_job(args)
-    data = _models.load_data(args, args.data_dir, args.seed)
+    data = _data.load_data(args, args.data_dir, args.seed)
     torch.manual_seed(args.seed)
     network = _models.make(args, data.classes).to(device)
     options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": args.bucket_cap_mb}

@@ -13,7 +13,7 @@ from crossover_ddp.cli.output import FINE, INTERRUPTED
 
 _EXAMPLES = """\
 examples:
-  crossover-ddp doctor           is this machine ready, and what mends it?
+  crossover-ddp doctor           is this machine ready?
   crossover-ddp advise -- torchrun --nproc-per-node 2 train.py   what would make this job faster?
   crossover-ddp run -- 'torchrun train.py --lr 0.1' -- 'torchrun train.py --lr 0.2'
   crossover-ddp status           who computes, who queues?

@@ -34,9 +34,9 @@ Finding = tuple[str, str, str]
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     about = (
-        "Say what of versions, shared memory, network, limits, GPUs and variables you should mend, and how."
+        "Say what of versions, shared memory, network, limits, GPUs and variables you should fix, and how."
     )
-    parser = declare(commands, "doctor", run, "is this machine ready, and what mends it?", about, _EXAMPLES)
+    parser = declare(commands, "doctor", run, "is this machine ready?", about, _EXAMPLES)
     forget(parser, _GONE, flags=("--json", "--sweep"))
 
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
     found = [*_versions(), *_shared_memory(base), *_network(), *_files(), *_gpus(), *_variables()]
     for state, what, mend in found:
         sys.stdout.write(f"{state:8}{printable(what)}\n        → {printable(mend)}\n")
-    sys.stdout.write("" if found else "nothing to mend\n")
+    sys.stdout.write("" if found else "nothing to fix\n")
     return FOUND if any(state == "problem" for state, _, _ in found) else FINE
 
 

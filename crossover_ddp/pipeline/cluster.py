@@ -160,7 +160,7 @@ class DeviceCluster(Document):
         for place, device in enumerate(devices):
             if not isinstance(device, dict) or not device.keys() <= {"name", "node", "speed", "memory_gib"}:
                 raise ValueError(
-                    f"expected name, node, speed, memory_gib of a device, got {device!r}; mend device {place}"
+                    f"expected name, node, speed, memory_gib of a device, got {device!r}; fix device {place}"
                 )
         names = tuple([str(each.get("name", place)) for place, each in enumerate(devices)])
         return cls(

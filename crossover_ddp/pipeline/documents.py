@@ -31,6 +31,6 @@ class Document:
             document = json.loads(Path(path).read_text())
         except ValueError as error:
             raise ValueError(
-                f"expected JSON in {os.fspath(path)}, got something else ({error}); mend the file"
+                f"expected JSON in {os.fspath(path)}, got something else ({error}); fix the file"
             ) from error
         return cls.from_json(document)

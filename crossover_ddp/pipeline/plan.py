@@ -79,8 +79,8 @@ class Plan(Document):
         replicated = [number for number, stage in enumerate(self.stages) if len(stage.devices) > 1]
         if replicated:
             raise ValueError(
-                f"expected one device per stage, got replicas of stages {replicated}; torch's schedules know none: run "
-                "the plan with crossover_ddp.pipeline.Runner, or plan with max_replicas=1"
+                f"expected one device per stage, got replicas of stages {replicated}; torch's schedules support none: "
+                "run the plan with crossover_ddp.pipeline.Runner, or plan with max_replicas=1"
             )
         used = dict.fromkeys(stage.devices[0] for stage in self.stages)
         return "".join(",".join(map(str, self.orders[device])) + "\n" for device in used)
@@ -110,7 +110,7 @@ class Plan(Document):
             rest = {n: document[n] for n in ("microbatches", "step_s", "method", "baselines", "split")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"expected a plan, got a document that is none ({error!r}); save it with Plan.save"
+                f"expected a plan, got another document ({error!r}); save it with Plan.save"
             ) from error
         return cls(tuple(stages), orders, outputs=outputs, spans=spans, **names, **rest)
 
@@ -198,7 +198,7 @@ def _check_layers(profile: Profile, cluster: DeviceCluster, stages: int, paramet
     if stages > len(profile):
         raise ValueError(
             f"expected at least as many layers as stages, got max_stages={stages} for {len(profile)} layers; "
-            "ask for fewer stages, or cut the model finer"
+            "ask for fewer stages, or cut the model into more layers"
         )
     most = max(cluster.memory_bytes)
     for layer in profile.layers:

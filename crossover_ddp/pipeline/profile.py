@@ -119,8 +119,8 @@ def _named(
         return list(layers.named_children())
     if isinstance(layers, nn.Module):
         raise TypeError(
-            f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is no chain "
-            "cannot be cut in stages here: list its blocks so that each takes what the one before returns"
+            f"expected a list of layers or an nn.Sequential, got {type(layers).__name__}; a model that is not a chain "
+            "cannot be cut into stages here: list its blocks so that each takes what the one before returns"
         )
     return [each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(layers)]
 

@@ -213,7 +213,8 @@ def _check(plan: Plan, layers: Sequence[nn.Module]) -> None:
 def _micros(name: str, batch: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     if len(batch) % count or not len(batch):
         raise ValueError(
-            f"expected a batch that {count} micro-batches divide, got len({name})={len(batch)}; drop the last batch"
+            f"expected a batch that can be divided into {count} micro-batches, got len({name})={len(batch)}; "
+            "drop the last batch"
         )
     return batch.chunk(count)
 

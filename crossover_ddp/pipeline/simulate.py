@@ -80,7 +80,7 @@ def simulate(chain: StagedChain, orders: Orders) -> SimulatedStep:
     step = _Play(chain, [chain.microbatches] * len(chain.stages), numbers, given=True).run()
     if step is None:
         raise ValueError(
-            "expected orders that can run, got devices that wait for each other for ever; let each micro-batch's "
+            "expected orders that can run, got devices that wait for each other forever; let each micro-batch's "
             "forward come before its backward on all devices"
         )
     return step

@@ -1,12 +1,11 @@
 """The emulated cluster: ``python recipes/lab``, and from Python ``from lab import Cluster, Job``; see docs/lab.md."""
 
 from .analysis import bound, rate_for
-from .cluster import Cluster
 from .jobs import STEADY_MEMORY, Job, JobFailedError, RunResult, RunTimeoutError
 from .link import measure
 from .network import LabError, why_not_shaped
-from .nodes import clean
-from .records import Run, draw_run, load_run
+from .nodes import Cluster, clean
+from .records import Run, draw_run, load_logs, load_run
 
 __all__ = [
     "STEADY_MEMORY",
@@ -20,6 +19,7 @@ __all__ = [
     "bound",
     "clean",
     "draw_run",
+    "load_logs",
     "load_run",
     "measure",
     "rate_for",

@@ -1,18 +1,7 @@
-"""What a run says: C, N, M, turns, waits and hand-overs from step logs and timelines.
+"""What a run says: C, N, M, turns, waits and hand-overs from step logs and timelines, as docs/lab.md explains them.
 
 Pure: functions of records; records.py reads them from a run's directory.
-
-The letters are those of docs/lab.md. For one job *alone* on its devices:
-C  busy time of the rank's core per step (communication's processor time counts as compute);
-   where no log says it, the length of the "compute" spans
-N  exposed communication: median "exchange" span (last bucket's hook to all buckets complete)
-M  wire bytes per step × 8 / rate
-T1 time of a step alone
-Beside a sibling a core's busy time and a node's wire bytes belong to both jobs, so C and M are
-given only for a job that ran alone.
 """
-
-from __future__ import annotations
 
 import math
 from collections import defaultdict

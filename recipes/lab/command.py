@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from .analysis import bound
-from .cluster import Cluster
 from .jobs import Job
 from .link import measure
 from .network import LabError
-from .nodes import clean
+from .nodes import Cluster, clean
 from .records import Run, draw_run, load_run
 
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .children import Child, wait_any
 from .network import LabError
-from .nodes import Nodes
+
+if TYPE_CHECKING:
+    from .nodes import Cluster
 
 # Left alone, glibc hands large blocks back to the kernel in some processes and keeps them in others: by
 # chance a rank then computes up to a quarter longer. With fixed thresholds all ranks are alike.
@@ -39,13 +41,11 @@ class Job:
         command: one line, split as a shell would (no shell runs it), or a list of words.
             ``python`` means the interpreter that runs the lab.
         env: variables on top of the lab's own (they win).
-        delay_s: start this long after the run's beginning.
     """
 
     name: str
     command: str | Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    delay_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name or self.name != Path(self.name).name or self.name.startswith("."):
@@ -69,11 +69,6 @@ class RunResult:
     job_end_s: Mapping[str, float]
     sent_bytes: Sequence[int]
     dropped: int
-
-    @property
-    def wall_s(self) -> float:
-        """From the first process's start to the last one's end, imports included."""
-        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
@@ -103,38 +98,31 @@ def _how_it_ended(returncode: int | None) -> str:
 
 
 class LabRun:
-    """One run: which jobs are still to start, which ranks run, which jobs are done."""
+    """One run: which ranks run, which jobs are done."""
 
-    def __init__(self, cluster: Nodes, jobs: Sequence[Job], directory: Path) -> None:
+    def __init__(self, cluster: "Cluster", jobs: Sequence[Job], directory: Path) -> None:
         self._cluster = cluster
         self._directory = directory
-        self._to_start = sorted(jobs, key=lambda job: job.delay_s, reverse=True)
+        self._jobs = jobs
         self.ranks: list[_LaunchedRank] = []
         self.begin_s = time.monotonic()
         self.job_end_s: dict[str, float] = {}
 
     def until_done(self, timeout_s: float, watch: Callable[[], None] | None) -> None:
         deadline_s = self.begin_s + timeout_s
-        while self._start_due() or self._note_ends():
+        for job in self._jobs:
+            self._start(job)
+        while self._note_ends():
             if watch:
                 watch()
             running = [rank.process for rank in self.ranks if rank.running()]
-            if running or self._to_start:  # the last one may have ended since it was looked at
-                wake_s = time.monotonic() + (_WATCH_S if watch else timeout_s)
-                wait_any(running, min(deadline_s, self._next_start_s(), wake_s) - time.monotonic())
+            if running:  # the last one may have ended since it was looked at
+                left_s = deadline_s - time.monotonic()
+                wait_any(running, min(left_s, _WATCH_S) if watch else left_s)
             self._raise_for_failed()
             if time.monotonic() >= deadline_s and self._note_ends():
                 raise RunTimeoutError(self._late(timeout_s))
         self._raise_for_failed()  # the last one may have ended badly since it was looked at
-
-    def _next_start_s(self) -> float:
-        return self.begin_s + self._to_start[-1].delay_s if self._to_start else float("inf")
-
-    def _start_due(self) -> bool:
-        """Start the jobs whose time has come; say whether any is left for later."""
-        while self._to_start and self._next_start_s() <= time.monotonic():
-            self._start(self._to_start.pop())
-        return bool(self._to_start)
 
     def _start(self, job: Job) -> None:
         directory = self._directory / job.name

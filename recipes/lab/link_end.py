@@ -1,4 +1,4 @@
-"""One end of a link that is measured: ``link_end.py <node> <ports> <payload bytes>`` prints its figures as JSON.
+"""One end of a link that is measured: ``link_end.py <payload bytes>``, as rank 0 or 1, prints its figures as JSON.
 
 It imports nothing of the lab, so that it starts fast and runs as a plain script.
 """
@@ -95,5 +95,6 @@ def _in_ms(lengths_s: list[float]) -> dict[str, float] | None:
 
 
 if __name__ == "__main__":
-    _node, _ports, _payload_bytes = sys.argv[1:]
-    print(json.dumps(measure(int(_node), [int(port) for port in _ports.split(",")], int(_payload_bytes))))
+    _rank, _port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    if _rank < 2:
+        print(json.dumps(measure(_rank, [_port, _port + 1], int(sys.argv[1]))))

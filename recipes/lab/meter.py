@@ -5,8 +5,6 @@ disturb it. A loss may be given as a tensor: it is read when the record is writt
 the host need not wait for the step (``begin_s`` and ``end_s`` are then the host's times, too).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -31,11 +29,11 @@ class Reading(NamedTuple):
     wire_bytes: int | None
 
     @classmethod
-    def now(cls, core: int | None) -> Reading:
+    def now(cls, core: int | None) -> "Reading":
         """Read the clock, this process's processor time, the core's load and the bytes sent."""
         return cls(time.monotonic(), time.process_time(), core_busy_s(core), wire_bytes())
 
-    def since(self, before: Reading) -> dict[str, float | None]:
+    def since(self, before: "Reading") -> dict[str, float | None]:
         """What has been spent since an earlier reading."""
         return {
             name: None if then is None or now is None else round(now - then, 6)
@@ -48,13 +46,11 @@ class StepMeter:
 
     Args:
         path: the file to write; None makes every method do nothing.
-        core: the core whose total load counts as ``core_busy_s``; by default the one that this
-            process is pinned to, and none if it may run on several.
     """
 
-    def __init__(self, path: Path | None, *, core: int | None = None) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._core = core if core is not None else pinned_core()
+        self._core = pinned_core()
         self._waiting: list[dict[str, Any]] = []
         self._began: Reading | None = None
         if path is not None:
@@ -141,11 +137,9 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def pinned_core() -> int | None:
-    """The one core that this process may run on; None if there are several or nobody can tell."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
+    """The one core that this process may run on; None if there are several."""
     cores = os.sched_getaffinity(0)
-    return next(iter(cores)) if len(cores) == 1 else None
+    return min(cores) if len(cores) == 1 else None
 
 
 def core_busy_s(core: int | None, stat: Path = Path("/proc/stat")) -> float | None:

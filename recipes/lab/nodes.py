@@ -1,4 +1,7 @@
-"""The nodes of an emulated cluster on one machine, and processes that run on them.
+"""A cluster of one to four nodes on one machine, and jobs and processes that run on it.
+
+    with Cluster(nodes=2, rate_mbit=200) as cluster:
+        cluster.run([Job("a", "python train.py"), Job("b", "python train.py")], timeout_s=600, out="runs/x")
 
 Node i is a network namespace with a shaped link, and core i, which the ranks of all jobs on it share:
 that core is "device i". A job has one rank on each node, or several, which then share its core and its
@@ -7,29 +10,33 @@ the mark is ``CROSSOVER_LAB``. By it processes are found by the lab as it closes
 starts, and by ``python recipes/lab clean``.
 """
 
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 from .children import Child, end, end_marked, marked
+from .jobs import Job, LabRun, RunResult
 from .network import INTERFACE, LabError, LabId, Network, delete_namespace, lab_namespaces, why_not_shaped
 from .signals import endings_raise, undisturbed
 
 LAB_VARIABLE: Final = "CROSSOVER_LAB"
 _serials = count()
 _FIRST_PORT: Final = 29500
-_NodesOrMore = TypeVar("_NodesOrMore", bound="Nodes")
+RUN_FILE: Final = "lab.json"
 
 
-class Nodes:
+class Cluster:
     """Emulate ``nodes`` machines behind links of ``rate_mbit``.
 
     Args:
@@ -70,7 +77,7 @@ class Nodes:
         self._exits = ExitStack()
         self.lab = LabId.of_this_process(next(_serials))
 
-    def __enter__(self: _NodesOrMore) -> _NodesOrMore:
+    def __enter__(self) -> "Cluster":
         with ExitStack() as undo:
             undo.enter_context(endings_raise())
             clean()
@@ -129,7 +136,7 @@ class Nodes:
         Args:
             node: number of the node.
             local_rank: among the job's ranks there.
-            port: the job's rendezvous port (``Nodes.port``); None leaves it out.
+            port: the job's rendezvous port (``Cluster.port``); None leaves it out.
             directory: where the job's step logs and timeline go; None: nowhere.
         """
         variables = {
@@ -161,7 +168,7 @@ class Nodes:
         Args:
             node: number of the node.
             command: the words; ``python`` is the interpreter that runs the lab.
-            env: variables on top of the caller's and of ``Nodes.environment(node)``.
+            env: variables on top of the caller's and of ``Cluster.environment(node)``.
             options: further ones of ``subprocess.Popen`` (stdout, cwd, text, …).
         """
         if not 0 <= node < self.nodes:
@@ -171,7 +178,9 @@ class Nodes:
         variables["PATH"] = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
         words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         if shutil.which(words[0], path=variables["PATH"]) is None:
-            raise LabError(f"expected a program to run on node {node}, got {words[0]!r}, which is none")
+            raise LabError(
+                f"expected a program to run on node {node}, got {words[0]!r}, which cannot be found"
+            )
         process = Child(
             [*(self.network.enter(node) if self.network else []), *words],
             variables,
@@ -181,6 +190,58 @@ class Nodes:
         )
         self._processes.append(process)
         return process
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        timeout_s: float,
+        *,
+        out: str | os.PathLike[str],
+        watch: Callable[[], None] | None = None,
+    ) -> RunResult:
+        """Run the jobs side by side, ``ranks_per_node`` of each on every node, until all are done.
+
+        Args:
+            jobs: what to run; their names must differ.
+            timeout_s: longest time for all of it.
+            out: directory for ``<job>/rank<r>.log``, the ranks' own logs and timelines.
+            watch: called about once a second while they run; None lets the lab sleep.
+
+        On failure: ``JobFailedError`` with the failing ranks' last lines, or
+        ``RunTimeoutError``; the other ranks have been ended.
+        """
+        if not jobs or len({job.name for job in jobs}) != len(jobs):
+            raise ValueError(f"expected jobs with different names, got {[job.name for job in jobs]}")
+        directory = Path(out).resolve()
+        sent_before, dropped_before = self.sent_bytes(), self.dropped()
+        attempt = LabRun(self, jobs, directory)
+        try:
+            attempt.until_done(timeout_s, watch)
+        finally:
+            end_s = time.monotonic()
+            self.end(*[rank.process for rank in attempt.ranks])
+        result = RunResult(
+            directory=directory,
+            begin_s=attempt.begin_s,
+            end_s=end_s,
+            job_end_s=attempt.job_end_s,
+            sent_bytes=[now - then for now, then in zip(self.sent_bytes(), sent_before, strict=True)],
+            dropped=self.dropped() - dropped_before,
+        )
+        description = {
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "rate_mbit": self.rate_mbit,
+            "mtu": self.mtu,
+            "cores": self.cores,
+            "devices": [self.device(node) for node in range(self.nodes)],
+            "jobs": {job.name: {"command": job.words} for job in jobs},
+            **asdict(result),
+        }
+        temporary = directory / f"{RUN_FILE}.new"
+        temporary.write_text(json.dumps(description, indent=2, default=str) + "\n")
+        os.replace(temporary, directory / RUN_FILE)
+        return result
 
     def end(self, *started: Child) -> None:
         """End processes of ``popen`` and their sessions, and forget them; Ctrl-C waits meanwhile."""

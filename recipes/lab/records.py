@@ -1,7 +1,5 @@
 """Read what a run of the lab has left in its directory: step logs, timelines, the lab's own record."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .analysis import JobFigures, MeteredStep, job_figures, makespan_s
-from .cluster import RUN_FILE
+from .nodes import RUN_FILE
 from .picture import draw
 from .spans import TimelineSpan, occupancy, read_spans
 
@@ -19,19 +17,20 @@ class Run:
     """A run as the lab and its ranks have recorded it."""
 
     directory: Path
-    nodes: int
-    rate_mbit: float | None
-    devices: Sequence[str]
-    jobs: Sequence[str]
     steps: Mapping[str, Mapping[int, Sequence[MeteredStep]]]
     spans: Sequence[TimelineSpan]
     lab: Mapping[str, Any]
+
+    @property
+    def jobs(self) -> list[str]:
+        """Their names."""
+        return list(self.lab["jobs"])
 
     def figures(self) -> dict[str, JobFigures]:
         """Every job's figures."""
         return {
             job: job_figures(
-                job, self.steps[job], self.spans, rate_mbit=self.rate_mbit, alone=len(self.jobs) == 1
+                job, self.steps[job], self.spans, rate_mbit=self.lab["rate_mbit"], alone=len(self.jobs) == 1
             )
             for job in self.jobs
         }
@@ -39,7 +38,7 @@ class Run:
     def as_json(self) -> dict[str, Any]:
         """What there is to say about the run."""
         duration_s = self.lab["end_s"] - self.lab["begin_s"]
-        capacity_bytes = (self.rate_mbit or 0) * 1e6 / 8 * duration_s
+        capacity_bytes = (self.lab["rate_mbit"] or 0) * 1e6 / 8 * duration_s
         links = [
             {
                 "node": node,
@@ -49,15 +48,13 @@ class Run:
             for node, sent in enumerate(self.lab["sent_bytes"])
         ]
         return {
-            "nodes": self.nodes,
-            "rate_mbit": self.rate_mbit,
-            "mtu": self.lab["mtu"],
+            **{name: self.lab[name] for name in ("nodes", "rate_mbit", "mtu")},
             "wall_s": duration_s,
             "makespan_s": makespan_s(log for job in self.steps.values() for log in job.values()),
             "jobs": {job: figures.as_json() for job, figures in self.figures().items()},
             "links": links,
             "dropped_packets": self.lab["dropped"],
-            "devices": {device: occupancy(self.spans, device) for device in self.devices},
+            "devices": {device: occupancy(self.spans, device) for device in self.lab["devices"]},
         }
 
 
@@ -71,10 +68,6 @@ def load_run(directory: Path) -> Run:
     spans = [span for job in jobs for span in load_spans(directory / job / "timeline", job)]
     return Run(
         directory=directory,
-        nodes=lab["nodes"],
-        rate_mbit=lab["rate_mbit"],
-        devices=lab["devices"],
-        jobs=jobs,
         steps={job: load_steps(directory / job) for job in jobs},
         spans=sorted(spans, key=lambda span: span.begin_s),
         lab=lab,
@@ -83,8 +76,8 @@ def load_run(directory: Path) -> Run:
 
 def draw_run(run: Run, path: Path | None = None, *, title: str | None = None) -> Path:
     """Draw who computed and who communicated when into ``timeline.png`` in the run's directory, or into ``path``."""
-    rate = f", {run.rate_mbit:g} Mbit/s" if run.rate_mbit else ""
-    title = f"{run.directory.name}: {run.nodes} nodes{rate}" if title is None else title
+    rate = f", {run.lab['rate_mbit']:g} Mbit/s" if run.lab["rate_mbit"] else ""
+    title = f"{run.directory.name}: {run.lab['nodes']} nodes{rate}" if title is None else title
     return draw(run.spans, path or run.directory / "timeline.png", title=title, jobs=run.jobs)
 
 
@@ -98,13 +91,19 @@ def load_spans(directory: Path, job: str) -> list[TimelineSpan]:
 
 
 def load_steps(directory: Path) -> dict[int, list[MeteredStep]]:
-    """Read the step logs of one job, by rank."""
-    logs = {}
-    for path in directory.glob("rank*.jsonl"):
-        number = path.stem.removeprefix("rank")
-        if number.isdigit():
-            logs[int(number)] = [_step(record) for record in _records(path) if record.get("event") == "step"]
-    return dict(sorted(logs.items()))
+    """Read the steps of one job, by rank."""
+    return {
+        rank: [_step(record) for record in log if record.get("event") == "step"]
+        for rank, log in load_logs(directory).items()
+    }
+
+
+def load_logs(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """Read the logs of one job, by rank."""
+    found = {path.stem.removeprefix("rank"): path for path in directory.glob("rank*.jsonl")}
+    return {
+        rank: _records(found[str(rank)]) for rank in sorted(int(rank) for rank in found if rank.isdigit())
+    }
 
 
 def _step(record: Mapping[str, Any]) -> MeteredStep:

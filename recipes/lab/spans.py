@@ -3,17 +3,16 @@
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from crossover_ddp._timeline.trace import events
 
 NETWORK_KINDS: Final = frozenset({"exchange", "reduce_scatter", "all_gather"})
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class TimelineSpan:
     kind: str
     begin_s: float
     end_s: float
-    detail: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def length_s(self) -> float:
@@ -46,7 +44,6 @@ def read_spans(path: Path, job: str = "") -> list[TimelineSpan]:
             event["cat"],
             event["ts"] / 1e6 - who["wall_s"],
             (event["ts"] + event["dur"]) / 1e6 - who["wall_s"],
-            event["args"],
         )
         for event in found
         if event["ph"] == "X"
@@ -73,27 +70,6 @@ class Statistics:
         return cls(len(ordered), math.fsum(ordered), median(ordered), p99, ordered[-1])
 
 
-def slices(intervals: Iterable[tuple[float, float, _Key]]) -> Iterator[tuple[float, float, tuple[_Key, ...]]]:
-    """Cut overlapping intervals into consecutive slices.
-
-    Args:
-        intervals: begin, end and owner of each.
-
-    Yields:
-        begin, end and the active owners, in no order; slices without an owner are left out.
-    """
-    changes = [change for b, e, key in intervals if e > b for change in ((b, 1, key), (e, -1, key))]
-    active: Counter[_Key] = Counter()
-    last_s = -math.inf
-    for at_s, change, key in sorted(changes, key=lambda each: each[0]):
-        if at_s > last_s and active:
-            yield last_s, at_s, tuple(active)
-        active[key] += change
-        if not active[key]:
-            del active[key]
-        last_s = at_s
-
-
 def occupancy(
     spans: Iterable[TimelineSpan], device: str, *, window_s: tuple[float, float] | None = None
 ) -> dict[str, float]:
@@ -109,16 +85,18 @@ def occupancy(
     begin_s, end_s = window_s or _all_active(here)
     if not end_s > begin_s:
         return {"idle": 1.0, "one": 0.0, "several": 0.0}
-    clipped = (
-        (max(span.begin_s, begin_s), min(span.end_s, end_s), span.job)
-        for span in here
-        if span.kind == "compute"
-    )
-    lengths_s: dict[bool, float] = {True: 0.0, False: 0.0}
-    for slice_begin_s, slice_end_s, jobs in slices(clipped):
-        lengths_s[len(jobs) > 1] += slice_end_s - slice_begin_s
-    one, several = (lengths_s[many] / (end_s - begin_s) for many in (False, True))
-    return {"idle": 1 - one - several, "one": one, "several": several}
+    changes = [(begin_s, "", 0)]
+    for span in here:
+        if span.kind == "compute" and span.begin_s < end_s and span.end_s > begin_s:
+            changes += [(max(span.begin_s, begin_s), span.job, 1), (min(span.end_s, end_s), span.job, -1)]
+    changes.sort()
+    active: Counter[str] = Counter()
+    lengths_s = [0.0, 0.0, 0.0]
+    for (at_s, job, change), (next_s, _, _) in pairwise([*changes, (end_s, "", 0)]):
+        active[job] += change
+        lengths_s[min(2, sum(count > 0 for count in active.values()))] += next_s - at_s
+    idle, one, several = (length_s / (end_s - begin_s) for length_s in lengths_s)
+    return {"idle": idle, "one": one, "several": several}
 
 
 def handovers_s(spans: Iterable[TimelineSpan], job: str) -> list[float]:

@@ -1,7 +1,5 @@
 """The claims of docs/measurements.md, each as the runs of train.py that show it; run.py makes the runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

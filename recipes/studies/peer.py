@@ -5,8 +5,6 @@
 ``KFAC_PYTORCH`` is a checkout of https://github.com/gpauloski/kfac-pytorch, which is not to be had from a registry.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

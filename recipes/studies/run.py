@@ -9,8 +9,6 @@ step computes, and then runs all ways in random order, as often as ``--repeats``
 are medians over repeats, and losses that must be equal are compared. Needs root and an idle machine (docs/lab.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

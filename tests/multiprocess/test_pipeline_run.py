@@ -285,7 +285,9 @@ def refusals(rank: int, world_size: int, document: Any) -> None:
     with pytest.raises(ValueError, match="expected parameters of one stage each, got one of stages 0 and 1"):
         Runner(plan, tied, loss_fn)
     runner = Runner(plan, chain(), loss_fn)
-    with pytest.raises(ValueError, match=r"expected a batch that 8 micro-batches divide, got len\(x\)=9"):
+    with pytest.raises(
+        ValueError, match=r"expected a batch that can be divided into 8 micro-batches, got len\(x\)=9"
+    ):
         runner.step(*batch(0, 9))
 
 

@@ -15,7 +15,6 @@ from demo_figures import (
     AFTER,
     CROSSOVER,
     UNMANAGED,
-    Cost,
     Outcome,
     differences,
     outcome_of,
@@ -48,7 +47,8 @@ def summary(crossover_s: float, unmanaged_s: float = 20.0) -> dict[str, Any]:
         UNMANAGED: {"a": outcome(50, 50 + unmanaged_s), "b": outcome(50.5, 49 + unmanaged_s)},
         CROSSOVER: {"a": outcome(80, 80 + crossover_s), "b": outcome(80.5, 80 + crossover_s - 1)},
     }
-    return summarize(alone, together, dict.fromkeys("ab", Cost(step_s=0.1, compute_s=0.08, wire_s=0.08)))
+    cost = {"step_s": 0.1, "compute_s": 0.08, "exposed_s": 0.02, "wire_s": 0.08}
+    return summarize(alone, together, dict.fromkeys("ab", cost))
 
 
 def test_outcome_leaves_out_start_up_and_evaluation() -> None:
@@ -85,14 +85,12 @@ def test_losses_that_are_no_numbers_are_compared_too() -> None:
 
 def test_steps_are_chosen_between_the_fewest_and_the_most() -> None:
     def chosen(step_s: float, *, ratio: float = 0.9) -> int:
-        return steps_within(200.0, overhead_s=10.0, step_s=step_s, ratio=ratio, least=12, most=100)
+        return steps_within(200.0, overhead_s=10.0, step_s=step_s, ratio=ratio)
 
     assert chosen(0.01) == 100
     assert 12 < chosen(0.46) < chosen(0.3) < 100
     assert chosen(5.0) == 12
     assert chosen(0.3, ratio=0.0) == 77  # nothing overlaps: 140 s for three times two jobs
-    with pytest.raises(ValueError, match=r"expected step_s > 0"):
-        chosen(0.0)
 
 
 def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
@@ -102,7 +100,6 @@ def test_summary_compares_with_one_after_the_other_and_with_the_bound() -> None:
     assert figures["variants"][CROSSOVER]["speed_up"] == pytest.approx(1.25)
     assert figures["bound"] == pytest.approx(2 * 0.1 / (2 * 0.08))
     assert figures["over_unmanaged"] == pytest.approx(20 / 16)
-    assert figures["costs"]["a"]["exposed_s"] == pytest.approx(0.02)
     assert figures["identical"]
 
 

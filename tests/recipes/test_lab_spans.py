@@ -3,13 +3,7 @@
 import pytest
 from hypothesis import given
 
-from lab.spans import (
-    Statistics,
-    TimelineSpan,
-    handovers_s,
-    occupancy,
-    slices,
-)
+from lab.spans import Statistics, TimelineSpan, handovers_s, occupancy
 from tests.recipes.made_up_spans import intervals, span
 
 
@@ -53,13 +47,14 @@ def test_shares_add_up(spans: list[TimelineSpan]) -> None:
 
 
 @given(intervals)
-def test_slices_hold_exactly_who_is_active(spans: list[TimelineSpan]) -> None:
-    cut = list(slices((each.begin_s, each.end_s, (each.job, each.kind)) for each in spans))
-    assert all(begin_s < end_s for begin_s, end_s, _ in cut)
-    for moment in (half + 0.5 for half in range(40)):
-        active = {(s.job, s.kind) for s in spans if s.begin_s < moment < s.end_s}
-        found = [set(keys) for begin_s, end_s, keys in cut if begin_s < moment < end_s]
-        assert found == ([active] if active else [])
+def test_shares_are_of_who_computes_in_each_second(spans: list[TimelineSpan]) -> None:
+    shares = occupancy(spans, "device0", window_s=(5, 20))
+    computing = [
+        {each.job for each in spans if each.kind == "compute" and each.begin_s <= second < each.end_s}
+        for second in range(5, 20)
+    ]
+    counted = [sum(min(2, len(jobs)) == many for jobs in computing) / 15 for many in range(3)]
+    assert shares == pytest.approx(dict(zip(("idle", "one", "several"), counted, strict=True)))
 
 
 def test_ranks_of_one_job_on_one_device_are_not_several_jobs() -> None:

@@ -182,6 +182,12 @@ def test_lightnings_own_clipping_is_that_of_plain_ddp(lightning: tuple[Runs, Run
         assert runs["decoupled clipped"]["deferred"] == 0
 
 
+def test_timms_muon_on_owners_trains_and_saves_as_without_them(tmp_path: Path) -> None:
+    for runs in run_loop("timm_muon", tmp_path):
+        assert_equal(runs["owned"], runs["plain"])
+        assert runs["owned"]["saved"] > 10
+
+
 def test_compiled_models_take_turns(tmp_path: Path) -> None:
     for runs in run_loop("compiled", tmp_path):
         for where in ("inside", "outside"):

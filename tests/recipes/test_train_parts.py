@@ -21,9 +21,13 @@ from crossover_ddp.comm_hooks import CrossoverState
 from lab import meter as meters
 
 
+def model_of(name: str, **sizes: int) -> _models.Preset:
+    return _models.Preset(name, 8, 25.0, "sgd", 0.1, **{"channels": 3, **sizes})
+
+
 @pytest.mark.parametrize("name", ["timm:resnet10t", "vit_tiny_patch16_224", "squeezenet1_1"])
 def test_models_are_found_by_name_and_learn_the_image_size(name: str) -> None:
-    model = _models.make_model(name, classes=7, image_size=64)
+    model = _models.make(model_of(name), classes=7)
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
 
 
@@ -36,13 +40,13 @@ def test_models_are_found_by_name_and_learn_the_image_size(name: str) -> None:
 )
 def test_unknown_models_are_refused_with_a_hint(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _models.make_model(name, classes=10)
+        _models.make(model_of(name), classes=10)
 
 
 @pytest.mark.parametrize("name", sorted(_models.PRESETS))
 def test_presets_have_the_size_they_promise(name: str, process_group: dist.ProcessGroup) -> None:
     preset = _models.PRESETS[name]
-    data = _models.load_data(preset)
+    data = _data.load_data(preset)
     inputs, targets = map(torch.stack, zip(*(data.train[index] for index in range(2)), strict=True))
     sizes = bucket_sizes(_models.make(preset, data.classes), inputs, targets, preset.bucket_cap_mb)
     assert sum(sizes) < 1e6 if name == "tiny" else 2e6 <= sum(sizes) <= 6e6
@@ -79,7 +83,7 @@ def test_gpt_shares_its_embedding_with_its_head_and_looks_only_back() -> None:
 
 
 def test_digits_are_split_without_overlap() -> None:
-    data = _data.load_digits(image_size=16, channels=3)
+    data = _data.load_data(model_of("timm:resnet10t", image_size=16))
     assert (len(data.train), len(data.test), data.classes) == (1437, 360, 10)
     image, label = data.train[0]
     assert image.shape == (3, 16, 16)
@@ -88,7 +92,7 @@ def test_digits_are_split_without_overlap() -> None:
 
 
 def test_text_targets_are_the_next_words() -> None:
-    data = _data.load_text(context=16, vocabulary=300)
+    data = _data.load_data(model_of("gpt", context=16, vocabulary=300))
     inputs, targets = data.train[2]
     assert torch.equal(inputs[1:], targets[:-1])
     assert torch.equal(data.train[3][0][0], targets[-1])
@@ -99,7 +103,7 @@ def test_text_targets_are_the_next_words() -> None:
 
 def test_missing_image_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a directory DATA_DIR/train.*--data-dir"):
-        _data.load_folder(tmp_path / "nowhere", image_size=8, channels=3, seed=0)
+        _data.load_data(model_of("timm:resnet10t"), tmp_path / "nowhere")
 
 
 def test_learning_rate_rises_then_falls() -> None:
@@ -156,9 +160,10 @@ def test_turn_is_given_away_only_where_there_is_one() -> None:
         pass
 
 
-def test_meter_writes_what_it_was_told(tmp_path: Path) -> None:
+def test_meter_writes_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "pinned_core", lambda: 0)
     path = tmp_path / "new" / "log.jsonl"
-    meter = meters.StepMeter(path, core=0)
+    meter = meters.StepMeter(path)
     meter.start(model="gpt")
     for step in range(3):
         meter.begin_step()

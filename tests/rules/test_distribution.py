@@ -35,12 +35,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_minimal_recipe_trains_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    shown = "    import crossover_ddp\n    print(crossover_ddp.__file__, crossover_ddp.__version__)\n"
+    shown = "import crossover_ddp\nprint(crossover_ddp.__file__, crossover_ddp.__version__)\n"
     recipe = (ROOT / "recipes/minimal_decoupled.py").read_text()
-    script.write_text(recipe.replace("    dist.init_process_group", shown + "    dist.init_process_group", 1))
+    script.write_text(recipe.replace("dist.init_process_group", shown + "dist.init_process_group", 1))
     environment = {"PYTHONPATH": os.fspath(installed), "PYTHONNOUSERSITE": "1"}
     # One interpreter that imports torch, not three: what torchrun does is no part of the wheel.
-    with spawn_script(script, 1, args=["--epochs", "1"], environment=environment, cwd=tmp_path) as ranks:
+    with spawn_script(script, 1, environment=environment, cwd=tmp_path) as ranks:
         (output,) = ranks.wait(180)
     assert f"{installed}/crossover_ddp/__init__.py {crossover_ddp.__version__}" in output
     assert "epoch 0: loss" in output

@@ -39,9 +39,9 @@ def found(base: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 def test_where_all_is_well_there_is_nothing_to_mend(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert found(base, capsys) == (0, "nothing to mend\n")
+    assert found(base, capsys) == (0, "nothing to fix\n")
     segment = join_at(base)
-    assert found(base, capsys) == (0, "nothing to mend\n")
+    assert found(base, capsys) == (0, "nothing to fix\n")
     segment.leave()
 
 
@@ -102,7 +102,7 @@ def test_what_dead_jobs_have_left_is_removed_by_the_line_that_is_shown(
     mend = re.search("→ (.*)", told)
     assert mend is not None
     assert os.system(mend[1]) == 0
-    assert found(base, capsys) == (0, "nothing to mend\n")
+    assert found(base, capsys) == (0, "nothing to fix\n")
     (home(base) / "shopping list").touch()
     code, told = found(base, capsys)
     assert (code, "not a file of turns" in told) == (1, True)
@@ -142,9 +142,9 @@ def smi(here: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("mode", "mps", "code", "what"),
     [
         ("Default", False, 0, "no MPS in"),
-        ("Default", True, 0, "nothing to mend"),
+        ("Default", True, 0, "nothing to fix"),
         ("Exclusive_Process", False, 1, "no second job"),
-        ("Exclusive_Process", True, 0, "nothing to mend"),
+        ("Exclusive_Process", True, 0, "nothing to fix"),
         ("Prohibited", True, 1, "compute mode Prohibited"),
     ],
 )

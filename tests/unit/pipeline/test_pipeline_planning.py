@@ -256,7 +256,7 @@ def test_orders_that_cannot_run_are_refused() -> None:
         ValueError, match=r"expected each action once, on its own device, got differences such as"
     ):
         simulate(chain, {0: good[0]})
-    with pytest.raises(ValueError, match=r"devices that wait for each other for ever"):
+    with pytest.raises(ValueError, match=r"devices that wait for each other forever"):
         simulate(chain, {**good, 0: good[0][::-1]})
 
 
@@ -329,7 +329,7 @@ def test_a_plan_is_saved_printed_and_exported(tmp_path: Path) -> None:
     assert len(replicated.stages[0].devices) == 2
     with pytest.raises(ValueError, match="expected one device per stage, got replicas of stages"):
         replicated.csv()
-    with pytest.raises(ValueError, match="expected a plan, got a document that is none"):
+    with pytest.raises(ValueError, match="expected a plan, got another document"):
         Plan.from_json({"stages": []})
 
 
@@ -368,7 +368,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (Two(), "expected a list of layers or an nn.Sequential, got Two; a model that is no chain"),
+        (Two(), "expected a list of layers or an nn.Sequential, got Two; a model that is not a chain"),
         ([nn.Linear(4, 4), Two()], "expected a layer that returns one tensor, got tuple of layer '1'"),
         ([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)], "got layer '1', which refuses shape=.*skip connections"),
         ([nn.Linear(5, 4)], "got layer '0', which refuses"),
