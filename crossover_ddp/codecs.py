@@ -24,7 +24,6 @@ from crossover_ddp._compression.sparse import SIDCo, Threshold
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
 from crossover_ddp._engine.buckets import check_state, guarded
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._system import environment
 
 from .gpu_mutex import GPUMutex
 
@@ -84,7 +83,6 @@ class CompressedState(CodedState):
     ) -> None:
         super().__init__(codec, loss_scale, process_group, compare_replicas)
         self.mutex = mutex
-        self._is_disabled = False
         logger.info("%r", self)
 
     def stats(self) -> dict[str, float]:
@@ -129,8 +127,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
         if not state.agreement.made:
             state.agreement.make(resolve_group(state.process_group), lambda: {"codec": state.codec})
-            state._is_disabled = environment.is_set(environment.DISABLE)
-        if state._is_disabled:
+        if state.agreement.disabled:
             return allreduce_hook(resolve_group(state.process_group), bucket)
         if bucket.buffer().is_cuda:
             check_not_capturing(bucket)

@@ -31,7 +31,7 @@ from crossover_ddp._system.cuda_driver import MPS_ENABLED, cuda_driver
 
 from ._tuning.model import BucketPlan
 from .errors import UnsupportedConfigurationError
-from .gpu_mutex import GPUMutex, turns_disabled
+from .gpu_mutex import GPUMutex
 
 __all__ = [
     "BucketPlan",
@@ -207,11 +207,12 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
     """
 
     def answer() -> torch.futures.Future[torch.Tensor]:
-        group = _joined_group(state)
-        if turns_disabled():
-            return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
-        return state._carry(bucket, Exchange.of(group), _turn_of(state, bucket))
+        _agree(state)
+        if state.agreement.disabled:
+            return allreduce_hook(resolve_group(state.process_group), bucket)
+        if bucket.buffer().is_cuda:
+            check_not_capturing(bucket)
+        return state._carry(bucket, Exchange.of(state.process_group), _turn_of(state, bucket))
 
     return guarded(bucket, answer)
 
@@ -239,15 +240,15 @@ def crossover_wrapper(hook: Hook) -> Hook:
         state: CrossoverState, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         def answer() -> torch.futures.Future[torch.Tensor]:
-            group = _joined_group(state)
+            _agree(state)
             if state.codec is not None:
                 raise UnsupportedConfigurationError(
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            if turns_disabled():
+            if state.agreement.disabled:
                 return hook(state.hook_state, bucket)
-            exchange = Exchange.of(group)
+            exchange = Exchange.of(state.process_group)
             compare = functools.partial(exchange.compare, bucket, state, state.compare_replicas)
             # Not before backward has ended: any thread may issue the other hook's collectives.
             if not after_backward(compare):
@@ -261,14 +262,17 @@ def crossover_wrapper(hook: Hook) -> Hook:
     return crossover_wrapped_hook
 
 
-def _joined_group(state: CrossoverState) -> dist.ProcessGroup:
-    """Return the state's group, whose ranks have compared what they must have in common."""
+def _agree(state: CrossoverState) -> None:
+    """Let the ranks compare, once, what they must have in common."""
     check_state(state, CrossoverState, "make a CrossoverState, or register the hook of that state")
-    group = resolve_group(cast(dist.ProcessGroup, state.process_group))
-    # Whoever passes a mutex has named its group.
-    siblings = environment.sibling_group() if isinstance(state.turn, JobTurn) else None
-    state.agreement.make(group, lambda: {"codec": state.codec, environment.GROUP: siblings})
-    return group
+
+    def said() -> dict[str, object]:
+        # Whoever passes a mutex has named its group.
+        siblings = environment.sibling_group() if isinstance(state.turn, JobTurn) else None
+        return {"codec": state.codec, environment.GROUP: siblings}
+
+    if not state.agreement.made:
+        state.agreement.make(resolve_group(state.process_group), said)
 
 
 def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:

@@ -14,37 +14,27 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from crossover_ddp._system import environment
-from crossover_ddp._turns.group_timeout import patience_limit_s
+from crossover_ddp._turns.channel import job_group, patience_limit_s
 from crossover_ddp._turns.joining import NotJoinedError, join
 from crossover_ddp._turns.rules import Lease, Patience
 from crossover_ddp._turns.turns import Counters, Turns
 from crossover_ddp.errors import CrossoverError
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-
 logger = logging.getLogger(__name__)
 
-CLOSED = "closed"
 _HOOK_JOIN_TIMEOUT_S = 60.0  # the ranks come from the same exchange
 
 
 def turns_disabled() -> bool:
     """Return whether ``CROSSOVER_DISABLE=1`` is set."""
     return environment.is_set(environment.DISABLE)
-
-
-def _ranks_of(process_group: "ProcessGroup | None") -> tuple[int, ...]:
-    """Return the job as ranks of the default group; none of them where this process alone is the job."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return ()
-    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
 
 
 class GPUMutex:
@@ -86,8 +76,8 @@ class GPUMutex:
         self,
         name: str | None = None,
         *,
-        device: "torch.device | str | int | None" = None,
-        process_group: "ProcessGroup | None" = None,
+        device: torch.device | str | int | None = None,
+        process_group: ProcessGroup | None = None,
         lease: float | datetime.timedelta | None = None,
         trial: bool = False,
     ) -> None:
@@ -101,9 +91,7 @@ class GPUMutex:
             raise error.reason from error.__cause__
 
     @classmethod
-    def for_hook(
-        cls, device: "torch.device | None", process_group: "ProcessGroup", trial: bool
-    ) -> "GPUMutex":
+    def for_hook(cls, device: torch.device | None, process_group: ProcessGroup, trial: bool) -> "GPUMutex":
         """Return the mutex of a hook's own: where the job cannot join it takes no turns, with one warning.
 
         Raises wrong arguments only (a bad ``CROSSOVER_GROUP``): the user has not asked for a mutex, so it must not stop
@@ -130,14 +118,15 @@ class GPUMutex:
     def _join(
         self,
         name: str | None,
-        device: "torch.device | str | int | None",
-        process_group: "ProcessGroup | None",
+        device: torch.device | str | int | None,
+        process_group: ProcessGroup | None,
         lease_s: float | None,
         trial: bool,
         timeout_s: float | None = None,
     ) -> None:
         self.name = name if name is not None else environment.sibling_group()
-        self.ranks = _ranks_of(process_group)
+        group = job_group(process_group)
+        self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         """The job, as ranks of the default group; empty where there was no group: this process alone."""
         self.job = 0
         self.device = ""
@@ -145,7 +134,7 @@ class GPUMutex:
         """Whether `close` was called, whether or not turns had failed before."""
         self.disabled_because = "CROSSOVER_DISABLE is set" if turns_disabled() else None
         self._lease = Lease(lease_s)
-        self._patience = Patience(patience_limit_s(process_group))
+        self._patience = Patience(patience_limit_s(group))
         self._counters = Counters()
         self._turns: Turns | None = None  # None before joining and after leaving
         self._finalizer: weakref.finalize[..., GPUMutex] | None = None
@@ -153,8 +142,8 @@ class GPUMutex:
             return
         trial = trial and environment.is_set(environment.TRIAL, default="1")
         lease_s = self._lease.seconds
-        membership = join(self.name, device, process_group, lease_s=lease_s, trial=trial, timeout_s=timeout_s)
-        self.job, self.device = membership.job, membership.device
+        membership = join(self.name, device, group, lease_s=lease_s, trial=trial, timeout_s=timeout_s)
+        self.job, self.device = membership.job, membership.segment.device
         mutex = weakref.ref(self)  # or its own thread would keep the mutex alive
 
         def failed(error: Exception) -> None:
@@ -172,7 +161,7 @@ class GPUMutex:
         """
         self.closed = True
         if self._turns is not None:
-            self._turns, self.disabled_because = None, CLOSED
+            self._turns, self.disabled_because = None, "closed"
         if self._finalizer is not None:
             self._finalizer()
 
@@ -228,7 +217,7 @@ class GPUMutex:
         if (turns := self._turns) is not None:
             turns.request()
 
-    def acquire(self, *, ahead: bool = False, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
+    def acquire(self, *, ahead: bool = False, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Block until this job's turn has come on this device: siblings' kernels are done then.
 
         Siblings that die are passed over at once, others after their lease; without siblings it does not wait. If
@@ -248,7 +237,7 @@ class GPUMutex:
         if (turns := self._turns) is not None:
             turns.acquire()
 
-    def release(self, *, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
+    def release(self, *, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Give the turn back once the current stream has finished what it has queued; on a CPU at once.
 
         Never blocks; does nothing outside a turn. Not collective.
@@ -296,7 +285,7 @@ class GPUMutex:
             "siblings": self._count_siblings(),
             "lease_s": self._lease.seconds,
             "leases_expired": self._patience.expired_count,
-            "ordered_by": turns.membership.order.kind if turns is not None else None,
+            "ordered_by": turns.ordered_by if turns is not None else None,
             "disabled_because": self.disabled_because,
         }
 

@@ -317,6 +317,8 @@ class Agreement:
 
     def __init__(self) -> None:
         self.made = False
+        self.disabled = False
+        """Whether ``CROSSOVER_DISABLE=1`` was set, on all ranks, when it was made."""
 
     def forget(self) -> None:
         """Compare again at the next bucket."""
@@ -336,9 +338,9 @@ class Agreement:
         **Collective**.
         """
         if not self.made:
+            self.disabled = environment.is_set(environment.DISABLE)
             if group.size() > 1:
-                disabled = environment.is_set(environment.DISABLE)
-                compare(group, {environment.DISABLE: int(disabled), **({} if disabled else said())})
+                compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
             self.made = True
 
 

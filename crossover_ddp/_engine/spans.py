@@ -21,7 +21,7 @@ from .links import Layout, Link, LinkAround
 _log = logging.getLogger(__name__)
 
 _JOB_KEY: Final = "crossover-timeline-job"
-_of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline | None]" = weakref.WeakKeyDictionary()
+_of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -74,14 +74,14 @@ class TracedLink(LinkAround):
 
 def timeline_of(process_group: dist.ProcessGroup) -> Timeline | None:
     """Return the timeline of this process as a rank of its job, if ``CROSSOVER_TIMELINE`` asks for one."""
-    if not os.environ.get(environment.TIMELINE):
+    if not (directory := os.environ.get(environment.TIMELINE)):
         return None
     with _lock:
         if process_group not in _of_group:
             job = dist.group.WORLD if dist.is_initialized() else None
             job = process_group if job is None else job
-            _of_group[process_group] = Timeline.from_environment(
-                rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
+            _of_group[process_group] = Timeline(
+                directory, rank=job.rank(), device=sibling_name(default_device()), job=_job_name(job)
             )
         return _of_group[process_group]
 

@@ -44,3 +44,23 @@ def _cores() -> str:
     if len(cores) == os.cpu_count():
         return ""
     return f"-cores-{sum(1 << core for core in cores):x}"  # as taskset has it
+
+
+def named_device(wanted: torch.device | str | int | None) -> tuple[torch.device, str]:
+    """Return a torch device and the name under which its siblings know it.
+
+    Args:
+        wanted: also a GPU's index, or a name of the user's own; None for the default device.
+    """
+    if isinstance(wanted, str):
+        try:
+            found = torch.device(wanted)
+        except RuntimeError:  # not one of torch's
+            return torch.device("cpu"), wanted
+    elif isinstance(wanted, int):
+        found = torch.device("cuda", wanted)
+    else:
+        found = default_device() if wanted is None else wanted
+    if found.type == "cuda":
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return found, sibling_name(found)

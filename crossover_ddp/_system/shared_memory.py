@@ -3,6 +3,7 @@
 Our design; see the notes in `crossover_ddp._turns.segment`.
 """
 
+import contextlib
 import os
 import stat
 import sys
@@ -60,17 +61,23 @@ def _uid_map() -> str:
         return ""
 
 
-def open_directory(base: str) -> int:
-    """Open the directory of this user's segments, which must be there and private."""
+def open_directory(base: str, *, make: bool = False) -> int:
+    """Open the directory of this user's segments, which must be private, and be there unless it is made."""
     path = segment_directory(base)
     if not sys.platform.startswith("linux") or not os.path.isdir(base):
         raise SegmentError(
             f"expected Linux with {base}, got {sys.platform}; turns need its shared memory and locks"
         )
+    if make:
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        except OSError as error:
+            raise SegmentError(f"cannot make {path}: {error.strerror}; make {base} writable") from error
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise  # nobody has joined, or the last sibling to leave has just removed it
+        raise  # nobody has joined
     except OSError as error:
         raise SegmentError(
             f"expected {path} to be a directory of this user, got {error.strerror}; "

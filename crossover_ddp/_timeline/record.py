@@ -20,8 +20,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from crossover_ddp._system import environment
-
 _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 3
@@ -74,12 +72,6 @@ class Timeline:
         self._begin_file({"version": FORMAT_VERSION, "job": job, "rank": rank, "device": device})
         # Not a weak reference: a state dropped before the process ends must not lose its spans.
         atexit.register(self.close)
-
-    @classmethod
-    def from_environment(cls, *, rank: int, device: str, job: str | None = None) -> "Timeline | None":
-        """Record into ``$CROSSOVER_TIMELINE``, or not at all when that is not set."""
-        directory = os.environ.get(environment.TIMELINE)
-        return cls(directory, rank=rank, device=device, job=job) if directory else None
 
     def span(self, kind: str, begin_s: float, end_s: float, **detail: Detail) -> None:
         """Note that ``kind`` lasted from ``begin_s`` to ``end_s`` (``time.monotonic()``)."""

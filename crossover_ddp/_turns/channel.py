@@ -20,10 +20,10 @@ with one ``compare_set`` of the store: a rank that has all answers, or has waite
 the first proposal counts for all. Our design.
 """
 
-import collections
 import contextlib
 import datetime
 import json
+import math
 import os
 import queue
 import secrets
@@ -39,10 +39,10 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from crossover_ddp.errors import TurnError
 
-from .group_timeout import group_timeout_s
-from .rules import Grant
-from .trial import Mode
+from .rules import Grant, Mode
 
+UNKNOWN_TIMEOUT_S = 600.0  # the shorter one of torch's defaults (NCCL 10 minutes, gloo 30)
+_PATIENCE_SHARE = 0.25
 _KEPT = 1024  # grants; a rank that is so many turns behind has left, or will not catch up
 _END_TIMEOUT_S = 1.0
 _ALL, _NOT_ALL = "all", "not all"
@@ -55,34 +55,63 @@ _LOOPBACK = "127.0.0.1"
 _servers: "weakref.WeakKeyDictionary[dist.Store, dist.TCPStore]" = weakref.WeakKeyDictionary()
 
 
+def job_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the job's group, which is the default group for None; None where there is none: one process is the job."""
+    return (process_group or dist.group.WORLD) if dist.is_initialized() else None
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Return how long a group's collectives wait: the shortest timeout of its backends.
+
+    Torch has no public way to ask for it, so the options of the backends are read; `UNKNOWN_TIMEOUT_S` without any.
+    """
+    found = [_backend_timeout_s(group, device) for device in getattr(group, "_device_types", ())]
+    return min([each for each in found if each is not None], default=UNKNOWN_TIMEOUT_S)
+
+
+def _backend_timeout_s(group: Any, device: Any) -> float | None:
+    try:
+        backend = group._get_backend(device)
+    except (AttributeError, RuntimeError):  # a device type without a backend, or a group that is not torch's
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else None
+
+
+def patience_limit_s(group: dist.ProcessGroup | None) -> float:
+    """Return how long a rank of the job may wait for siblings in one `acquire`: its peers wait in their collective.
+
+    A quarter of the group's timeout; infinite for a job of one process.
+    """
+    return math.inf if group is None or group.size() == 1 else _PATIENCE_SHARE * group_timeout_s(group)
+
+
 class TurnChannel:
-    """Carry agreements and grants between the job's ranks.
+    """Carry agreements and grants between the job's ranks, which are several.
 
     Args:
-        process_group: the job; None for the default group.
+        group: the job.
         timeout_s: how much later than the first rank the last one may come to an agreement.
 
     On failure: `TurnError`, on all ranks alike if the store works.
 
-    **Collective**: every rank of ``process_group`` constructs it, and all call `gather` equally often.
+    **Collective**: every rank of ``group`` constructs it, and all call `gather` equally often.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        group = process_group if process_group is not None else dist.group.WORLD
-        assert group is not None
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
-        self._grant_timeout_s = group_timeout_s(group) / 2
-        self._pid = os.getpid()
-        self._gathered = 0
-        self._sent = 0
         self.lead = 0
         """The rank that sends grants; set before any is sent or received."""
-        self._listener: _Listener | None = None
-        self._store: dist.Store | None = None
-        if self.size == 1:
-            return
+        self._grant_timeout_s = group_timeout_s(group) / 2
+        self._pid = os.getpid()
+        self._gathered = self._sent = self._received = self._taken = 0
+        self._asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._grants: queue.SimpleQueue[Grant | None] = queue.SimpleQueue()  # None: no more will come
+        self._ended = ""  # why
+        self._listener: threading.Thread | None = None
         try:
             shared = _get_process_group_store(group)
             is_served = isinstance(_innermost(shared), dist.TCPStore)
@@ -96,7 +125,7 @@ class TurnChannel:
                 f"expected a store that all ranks of the job reach, got {type(error).__name__}: {error}; "
                 "turns need the store that init_process_group was given"
             ) from error
-        self._store = dist.PrefixStore(name, own)
+        self._store: dist.Store | None = dist.PrefixStore(name, own)
 
     def _met(self, store: dist.Store) -> str:
         """Return rank 0's number for this channel, the same on all ranks; see [Note: one life of a store]."""
@@ -148,8 +177,6 @@ class TurnChannel:
 
         Raises `TurnError` on all ranks if one does not answer in time; see [Note: one verdict].
         """
-        if self.size == 1:
-            return [value]
         store = self._connected()
         number = self._gathered = self._gathered + 1
         keys = [f"gather/{number}/{rank}" for rank in range(self.size)]
@@ -185,29 +212,40 @@ class TurnChannel:
 
     def listen(self, on_grant: Callable[[], None]) -> None:
         """Other ranks: begin to ask for grants, and call ``on_grant`` when one has arrived."""
-        store = self._connected().clone()
-        store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))  # `take` gives up before
-        self._listener = _Listener(store, self.rank == (0 if self.lead else 1), on_grant)
+        store = self._connected().clone()  # whose waiting blocks no other caller
+        store.set_timeout(datetime.timedelta(seconds=2 * self._grant_timeout_s))  # `receive` gives up before
+        self._listener = threading.Thread(
+            target=self._listen, args=(store, on_grant), name="crossover-turns", daemon=True
+        )
+        self._listener.start()
 
     def ask(self) -> None:
         """Other ranks: let the next grant come; once for each `receive`, before it. Never blocks."""
-        assert self._listener is not None
-        self._listener.asks.put(True)
+        self._asks.put(True)
 
     @property
     def arrived(self) -> bool:
         """Whether a grant is there that `receive` has not returned."""
-        return self._listener is not None and self._listener.arrived
+        return self._taken < self._received
 
     def receive(self) -> Grant:
         """Other ranks: return the next grant; raises `TurnError` after half the process group's timeout."""
-        assert self._listener is not None
-        return self._listener.take(self._grant_timeout_s)
+        try:
+            grant = self._grants.get(timeout=self._grant_timeout_s)
+        except queue.Empty:
+            raise TurnError(
+                f"expected the job's next turn from its lead rank within {self._grant_timeout_s:.0f} s, got none; "
+                "it is stopped, or does not train"
+            ) from None
+        if grant is None:
+            raise TurnError(self._ended)
+        self._taken += 1
+        return grant
 
-    def interrupt(self) -> None:
-        """End the `receive` of another thread."""
-        if self._listener is not None:
-            self._listener.end("the channel of turns was closed")
+    def interrupt(self, reason: str = "the channel of turns was closed") -> None:
+        """End the `receive` of another thread, behind the grants that have arrived."""
+        self._ended = self._ended or reason
+        self._grants.put(None)
 
     def close(self, *, end_grants: bool = False) -> None:
         """Leave. Not collective; may be called again, and in a fork, where it does nothing.
@@ -220,84 +258,28 @@ class TurnChannel:
         if end_grants:
             with contextlib.suppress(RuntimeError):
                 self.send(_END)
-        if self._listener is not None:
-            self._listener.stop()
-        self._store = self._listener = None
+        self.interrupt()
+        self._asks.put(False)
+        # It waits for nothing but a grant that the lead rank is about to send, or its last word.
+        if self._listener is not None and self._listener is not threading.current_thread():
+            self._listener.join(_END_TIMEOUT_S)
+        self._store = None
 
-
-class _Listener:
-    """A thread that asks for grants one after the other, so that they have arrived when they are needed.
-
-    Args:
-        store: a connection of its own, which waits for a grant as long as its timeout is.
-        removes: whether it removes grants of long ago.
-        on_grant: called on the thread when a grant has arrived.
-    """
-
-    def __init__(self, store: dist.Store, removes: bool, on_grant: Callable[[], None]) -> None:
-        self.asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._store, self._removes, self._on_grant = store, removes, on_grant
-        self._changed = threading.Condition()
-        self._grants: collections.deque[Grant] = collections.deque()
-        self._ended: str | None = None
-        self._received = 0
-        self._thread = threading.Thread(target=self._listen, name="crossover-turns", daemon=True)
-        self._thread.start()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether `take` would return a grant at once."""
-        with self._changed:
-            return bool(self._grants)
-
-    def take(self, timeout_s: float) -> Grant:
-        """Return the next grant, within ``timeout_s`` seconds."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._grants and self._ended is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    raise TurnError(
-                        f"expected the job's next turn from its lead rank within {timeout_s:.0f} s, got none; "
-                        "it is stopped, or does not train"
-                    )
-            if not self._grants:
-                raise TurnError(self._ended)
-            return self._grants.popleft()
-
-    def stop(self) -> None:
-        """End the thread, which waits for nothing but a grant that the lead rank is about to send, or its last word."""
-        self.end("the channel of turns was closed")
-        self.asks.put(False)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_END_TIMEOUT_S)
-
-    def end(self, reason: str) -> None:
-        """End the wait of `take`; grants that have arrived can still be taken."""
-        with self._changed:
-            self._ended = self._ended or reason
-            self._changed.notify_all()
-
-    def _listen(self) -> None:
+    def _listen(self, store: dist.Store, on_grant: Callable[[], None]) -> None:
+        """Ask for grants one after the other, so that they have arrived when they are needed."""
+        removes = self.rank == (0 if self.lead else 1)  # the first of those that listen
         try:
-            while self.asks.get() and self._ended is None:
-                self._receive_one()
-        except Exception as error:  # the store's process has ended, mostly with the job; `take` raises it
-            self.end(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
-
-    def _receive_one(self) -> None:
-        turn, after, mode = json.loads(self._store.get(_grant_key(self._received)))
-        if turn == _END.turn:
-            self.end("the job's lead rank takes no more turns")
-            return
-        grant = Grant(turn, tuple((job, last) for job, last in after), Mode(mode))
-        with self._changed:
-            self._received += 1
-            self._grants.append(grant)
-            self._changed.notify_all()
-        self._on_grant()
-        if self._removes and self._received > _KEPT:
-            self._store.delete_key(_grant_key(self._received - _KEPT - 1))
+            while self._asks.get() and not self._ended:
+                turn, after, mode = json.loads(store.get(_grant_key(self._received)))
+                if turn == _END.turn:
+                    return self.interrupt("the job's lead rank takes no more turns")
+                self._grants.put(Grant(turn, tuple((job, last) for job, last in after), Mode(mode)))
+                self._received += 1
+                on_grant()
+                if removes and self._received > _KEPT:
+                    store.delete_key(_grant_key(self._received - _KEPT - 1))
+        except Exception as error:  # the store's process has ended, mostly with the job; `receive` raises it
+            self.interrupt(f"the job's store failed ({type(error).__name__}: {error}); turns need it")
 
 
 def _grant_key(number: int) -> str:

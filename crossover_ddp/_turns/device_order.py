@@ -63,38 +63,50 @@ def _take_event(device: torch.device) -> _Shared:
         return _Shared(event, bytes(event.ipc_handle()))
 
 
+def order_on(device: torch.device) -> "DeviceOrder | None":
+    """Return the order on a device, as this process numbers it; None for a CPU, which is done when the host is.
+
+    On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names no order.
+    """
+    wanted = os.environ.get(environment.DEVICE_ORDER) or environment.DEVICE_ORDERS[0]
+    if wanted == "semaphores":
+        words = "CROSSOVER_DEVICE_ORDER=semaphores is no more: turns are ordered on the host; unset it"
+        warnings.warn(words, FutureWarning, stacklevel=2)
+        wanted = "host"
+    if wanted not in environment.DEVICE_ORDERS:
+        raise ValueError(
+            f"expected {environment.DEVICE_ORDER} to be one of {', '.join(environment.DEVICE_ORDERS)}, "
+            f"got {wanted!r}; unset it"
+        )
+    return DeviceOrder(device, wanted) if device.type == "cuda" else None
+
+
 class DeviceOrder:
-    """Mark the ends of the own turns on a device, and wait for those of siblings. On a CPU there is nothing to do.
+    """Mark the ends of the own turns on a GPU, and wait for those of siblings.
 
-    Args:
-        device: as this process numbers it.
-
-    On failure: ``ValueError`` if ``CROSSOVER_DEVICE_ORDER`` names no order. Where CUDA IPC does not work (WSL 2)
-    ``events`` becomes ``host``, with a warning.
+    Where CUDA IPC does not work (WSL 2) the order ``events`` becomes ``host``, with a warning.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = device if device.type == "cuda" else None
+    def __init__(self, gpu: torch.device, wanted: str = "host") -> None:
+        self._gpu = gpu
         self._own: _Shared | None = None
         self._opened: dict[Process, torch.cuda.Event] = {}
         self._waiter = Worker(_WAITER)
         self._end_stream: torch.cuda.Stream | None = None
-        if _wanted() == "events" and self._gpu is not None:
+        if wanted == "events":
             try:
-                self._own = _take_event(self._gpu)
+                self._own = _take_event(gpu)
             except RuntimeError as error:
                 words = "CUDA IPC events do not work on %s (%s): turns are ordered on the host"
-                logger.warning(words, device, error)
+                logger.warning(words, gpu, error)
         self.kind = "host" if self._own is None else "events"
         """The order in force, for people to read."""
-        self.on_host = self._gpu is None
-        """Whether a turn computes on the host itself."""
         self.handle = b"" if self._own is None else self._own.handle
         """What siblings need in order to wait for this process; published in its slot."""
 
     def check_usable(self) -> None:
         """Raise ``UnsupportedConfigurationError`` while the current stream captures a CUDA graph."""
-        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(
                 "expected turns to begin and end outside of a CUDA graph, got a stream that is capturing: a replay "
                 "would take no turn; acquire before replay() and release after it"
@@ -102,19 +114,15 @@ class DeviceOrder:
 
     # --- own turns -----------------------------------------------------------------------------------------
 
-    def streams(self) -> "Sequence[torch.cuda.Stream]":
+    def streams(self) -> Sequence[torch.cuda.Stream]:
         """Return the streams on which a turn that begins now may compute: the current and the default one."""
-        if self._gpu is None:
-            return ()
         return torch.cuda.current_stream(self._gpu), torch.cuda.default_stream(self._gpu)
 
-    def mark(self, streams: "Sequence[torch.cuda.Stream]" = ()) -> torch.cuda.Event | None:
+    def mark(self, streams: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Event | None:
         """Mark the end of a turn behind what the current stream, and ``streams``, have queued.
 
         Returns the event for which to `wait` before the turn is published; None where it may be published at once.
         """
-        if self._gpu is None:
-            return None
         stream = torch.cuda.current_stream(self._gpu)
         if streams:
             self._end_stream = self._end_stream or torch.cuda.Stream(self._gpu)
@@ -162,8 +170,7 @@ class DeviceOrder:
         if process not in self._opened:
             slot, _ = process
             self._opened = {known: event for known, event in self._opened.items() if known[0] != slot}
-            device = self._gpu or torch.device("cuda")
-            self._opened[process] = torch.cuda.Event.from_ipc_handle(device, handle)
+            self._opened[process] = torch.cuda.Event.from_ipc_handle(self._gpu, handle)
         return self._opened[process]
 
     def leave_behind(self) -> None:
@@ -176,20 +183,6 @@ class DeviceOrder:
         own, self._own = self._own, None
         self._opened.clear()
         self._waiter.stop()
-        if own is not None and self._gpu is not None:
+        if own is not None:
             self.wait(own.event)
             _unused.setdefault(self._gpu, []).append(own)
-
-
-def _wanted() -> str:
-    wanted = os.environ.get(environment.DEVICE_ORDER) or environment.DEVICE_ORDERS[0]
-    if wanted == "semaphores":
-        words = "CROSSOVER_DEVICE_ORDER=semaphores is no more: turns are ordered on the host; unset it"
-        warnings.warn(words, FutureWarning, stacklevel=2)
-        return "host"
-    if wanted not in environment.DEVICE_ORDERS:
-        raise ValueError(
-            f"expected {environment.DEVICE_ORDER} to be one of {', '.join(environment.DEVICE_ORDERS)}, "
-            f"got {wanted!r}; unset it"
-        )
-    return wanted

@@ -1,46 +1,110 @@
-"""Turns as pure decisions: which job may compute now, which siblings a rank waits for, and for how long.
+"""Turns as pure decisions: which siblings a rank waits for, for how long, and whether the jobs take turns at all.
 
 [Note: turn order]
-All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a
-job, not to a process. The machine with the smallest number of a job's machines is its *lead* machine, the same for all
-jobs on the machines, whatever devices they use. Only the job's *lead rank*, its first one there, draws a turn number,
-by appending one record to the machine's log: the position of the record *is* the number, so the kernel's append is the
-only arbiter.
-The number travels to the job's other ranks together with the last turn of every other live job before
-it (a `Grant`). A rank may start turn n when, on its own device, every live slot of the other jobs has given
-back the turns named in the grant.
+All devices that a set of jobs share see one and the same sequence of turns, and a turn belongs to a job, not to a
+process. The machine with the smallest number of a job's machines is its *lead* machine, the same for all jobs on the
+machines, whatever devices they use. Only the job's *lead rank*, its first one there, draws a turn number, by appending
+one record to the machine's log: the position of the record *is* the number, so the kernel's append is the only arbiter.
+The number travels to the job's other ranks together with the last turn of every other live job before it (a `Grant`). A
+rank may start turn n when, on its own device, every live slot of the other jobs has given back the turns named in the
+grant.
 
-Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which waits only
-for turns below itself, and no rank holds a turn while it waits for another one. A collective that a
-rank enters inside its turn depends on its own job's ranks alone, and those wait only for turns below n.
-Deaths remove slots from the wait; a stopped job costs its siblings one lease. `tests/unit/
-test_turn_model.py` explores every interleaving of two and three jobs on two or three devices with these functions.
+Why nothing can deadlock: a rank that waits for turn n waits only for turns below n, each of which waits only for turns
+below itself, and no rank holds a turn while it waits for another one. A collective that a rank enters inside its turn
+depends on its own job's ranks alone, and those wait only for turns below n. Deaths remove slots from the wait; a
+stopped job costs its siblings one lease. `tests/unit/turns/test_turn_model.py` explores every interleaving of two and
+three jobs on two or three devices with these functions.
 
-[Note: one lease a job] A rank that has waited for a whole lease passes the job over, slot by slot, as long as a slot
-shows the same last turns started and given back: its owner has begun no later turn, or the slot would show that. When
-an owner goes on, the rank waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a
-deadlock.
+[Note: one lease a job]
+A rank that has waited for a whole lease passes the job over, slot by slot, as long as a slot shows the same last turns
+started and given back: its owner has begun no later turn, or the slot would show that. When an owner goes on, the rank
+waits for it again. Passing over a slot removes a wait and adds none, so it cannot make a deadlock.
 
-[Note: alone on a device] A rank that sees no sibling on its device need not know its turn's number to begin: nobody is
-there to be waited for. It begins at once, and publishes the number when that is known; siblings that have joined
-meanwhile wait for it. One that joins at this very moment may compute beside the turn.
+[Note: alone on a device]
+A rank that sees no sibling on its device need not know its turn's number to begin: nobody is there to be waited for. It
+begins at once, and publishes the number when that is known; siblings that have joined meanwhile wait for it. One that
+joins at this very moment may compute beside the turn.
+
+[Note: trial of turns]
+Siblings take turns for some steps and train side by side for some, in alternation, and keep what was faster. Nobody
+conducts that: what is tried, and the verdict, are *words* in the log of turns, whose order all lead ranks of the
+siblings share, and what a record means for a job follows from the records before it. Any lead rank that draws a turn
+may write the word that is due; a word that is written twice does no harm. So whoever has written words may die, stop or
+leave. A turn that is tried side by side waits for nobody, and siblings' later turns wait for it as for every other. To
+wait less cannot make a deadlock, so ranks need not change at the same moment.
+
+A block lasts until every job has drawn `BLOCK` turns in it. Each lead rank publishes the medians of its own steps over
+all blocks of a kind in its slot, and who sees the votes of all jobs decides: early where the difference is plain. Jobs
+that share no device with the own one, even through others, have a trial of their own.
 
 No clock and no I/O here: the bytes of the log, what slots show, and the time are arguments. Our design.
 """
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from .trial import Mode, Trial, Word
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
 
 DEFAULT_LEASE_S = 5.0
 LONGEST_LEASE_S = 60.0
 _LEASE_TURNS = 4.0
 _RECENT_TURNS = 16
 _OUTLIERS = 3
+BLOCK: Final = 5
+"""Steps of each job in a row of one kind, first side by side: turns may cost more than they can gain."""
+UNCOUNTED: Final = 1
+"""The first of them still ends the former kind."""
+WARM_UP: Final = 16
+"""Steps of each job before the trial: the first ones compile and measure."""
+LAST_PAIR: Final = 8
+"""After so many blocks of each kind any difference decides."""
+REST: Final = 200
+"""Steps of each job from one trial to the next, where siblings come and go."""
+REPEAT: Final = 4000
+"""Steps of each job from one trial to the next."""
+PLAIN: Final[Mapping[int, float]] = {2: 0.40, 3: 0.20, 4: 0.10, 6: 0.05}
+"""After so many blocks of each kind so large a difference decides, as the logarithm of a ratio of times."""
+HYSTERESIS: Final = math.log(1.02)
+"""What stands is left for what is faster by so much."""
+_LONGEST_BLOCK: Final = 8
+"""A block ends after so many times its turns, too: somebody is stopped, or does not train."""
+
+
+class Word(IntEnum):
+    """A record of the log that is no turn; the record behind it names the slot of who has written it."""
+
+    TRY = 253
+    SIDE_BY_SIDE = 254
+    TAKE_TURNS = 255
+
+
+class Mode(IntEnum):
+    """How a job computes beside its siblings."""
+
+    UNTRIED = 0
+    """In turns."""
+    TRYING_TURNS = 1
+    TRYING_SIDE_BY_SIDE = 2
+    TURNS = 3
+    """In turns, which have paid."""
+    SIDE_BY_SIDE = 4
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job's turns wait for those of siblings."""
+        return self not in (Mode.TRYING_SIDE_BY_SIDE, Mode.SIDE_BY_SIDE)
+
+
+class Vote(NamedTuple):
+    """What a job has measured in a trial: the seconds of a step."""
+
+    pairs: int = 0
+    """Of how many blocks of each kind."""
+    turns_s: float = 0.0
+    side_s: float = 0.0
 
 
 class Grant(NamedTuple):
@@ -54,17 +118,23 @@ class Grant(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What a rank sees of one slot on its own device."""
+    """What a rank sees of one slot on its machine; numbers of turns are 0 before the first."""
 
     slot: int
     job: int
     incarnation: int
     joined_at: int
     started: int
-    """The number of the last turn that this slot has started; 0 before the first."""
+    """The number of the last turn that this slot has started."""
     returned: int
-    """The number of the last turn that this slot has given back; 0 before the first."""
+    """The number of the last turn that this slot has given back."""
     lease_s: float
+    device: int = 0
+    trial: bool = True
+    """Whether the job takes part in trials."""
+    tried: int = 0
+    """The trial, by its first record, in which the job has measured its vote."""
+    vote: Vote = Vote()
 
 
 class Blocker(NamedTuple):
@@ -81,38 +151,32 @@ class TurnLog:
         trial: takes in the records, too.
     """
 
-    def __init__(self, trial: Trial | None = None) -> None:
+    def __init__(self, trial: "Trial") -> None:
         self._trial = trial
         self._last_turn: dict[int, int] = {}
-        self._read_numel = 0
-        self._word = 0  # whose second record is still to come
-
-    @property
-    def read_numel(self) -> int:
+        self.read_numel = 0
         """How many records have been read."""
-        return self._read_numel
+        self._word = 0  # whose second record is still to come
 
     def read(self, records: bytes) -> None:
         """Take in the records that follow those read so far."""
-        for number, record in enumerate(records, start=self._read_numel + 1):
+        for number, record in enumerate(records, start=self.read_numel + 1):
             if self._word:
-                if self._trial is not None:
-                    self._trial.word(number, Word(self._word), record)
+                self._trial.word(number, Word(self._word), record)
                 self._word = 0
             elif record >= Word.TRY:
                 self._word = record
             else:
                 self._last_turn[record] = number
-                if self._trial is not None:
-                    self._trial.turn(number, record)
-        self._read_numel += len(records)
+                self._trial.turn(number, record)
+        self.read_numel += len(records)
 
     def grant(self, turn: int, own_job: int, members: Iterable[Member]) -> Grant:
         """Return the grant of ``turn``; all records before it must have been read.
 
         Records from before a slot's present owner joined belong to an earlier owner and are ignored.
         """
-        mode = Mode.UNTRIED if self._trial is None else self._trial.mode
+        mode = self._trial.mode
         after: dict[int, int] = {}
         for member in members if mode.waits else ():
             last = self._last_turn.get(member.slot, 0)
@@ -237,3 +301,175 @@ class Lease:
             typical_s = [0.0, *heapq.nlargest(_OUTLIERS + 1, self._recent_s)[_OUTLIERS:]][-1]
             self.seconds = min(max(_LEASE_TURNS * typical_s, DEFAULT_LEASE_S), LONGEST_LEASE_S)
         return self.seconds != before_s
+
+
+# --- do turns pay? ---------------------------------------------------------------------------------------------------
+
+
+def siblings_of(job: int, members: Iterable[Member]) -> frozenset[int]:
+    """Return the jobs that share a device with ``job``, or with one that does; itself included."""
+    devices = defaultdict[int, set[int]](set)
+    for member in members:
+        devices[member.job].add(member.device)
+    found, new = frozenset[int](), frozenset({job})
+    while new:
+        found |= new
+        seen = set[int]().union(*(devices[each] for each in found if each in devices))
+        new = frozenset(each for each, its in devices.items() if its & seen) - found
+    return found
+
+
+class Trial:
+    """What a lead rank knows of the trial of its job and the siblings.
+
+    Args:
+        job: the own one.
+    """
+
+    def __init__(self, job: int) -> None:
+        self.begun_at = 0
+        """The record that began the last trial; 0 before the first."""
+        self.vote = Vote()
+        """The job's own measurement in that trial."""
+        self._job = job
+        self._verdict: Word | None = None
+        self._running = False
+        self._jobs = frozenset[int]()  # that take part
+        self._block = 0
+        self._drawn = Counter[int]()  # by job, in the present block
+        self._members: Mapping[int, Member] = {}  # by slot
+        self._siblings = frozenset({job})
+        self._settled = self._since = 0  # turns of siblings since one came or went, and since the last word
+        self._begin_s: float | None = None  # of the block's first step that counts
+        self._steps = self._block_of_steps = 0
+        self._times_s: tuple[list[float], list[float]] = [], []  # side by side, in turns
+
+    @property
+    def mode(self) -> Mode:
+        """How the job computes in the turn that it draws now."""
+        if self._running:
+            return Mode.TRYING_TURNS if self._block % 2 else Mode.TRYING_SIDE_BY_SIDE
+        if self._verdict is None:
+            return Mode.UNTRIED
+        return Mode.TURNS if self._verdict is Word.TAKE_TURNS else Mode.SIDE_BY_SIDE
+
+    # --- what the log says -----------------------------------------------------------------------------------
+
+    def look(self, members: Sequence[Member]) -> None:
+        """Take in who is there, on all devices. Call it before `TurnLog.read`, whose records are understood by it."""
+        before, self._members = self._siblings, {each.slot: each for each in members}
+        self._siblings = siblings_of(self._job, members)
+        if self._siblings != before:
+            self._settled = 0
+
+    def _job_of(self, slot: int, record: int) -> int | None:
+        """Return the job of a sibling that has written a record; None for others, and for those that have left."""
+        member = self._members.get(slot)
+        if member is None or member.joined_at >= record or member.job not in self._siblings:
+            return None
+        return member.job
+
+    def turn(self, record: int, slot: int) -> None:
+        """Take in a record that draws a turn."""
+        job = self._job_of(slot, record)
+        if job is None:
+            return
+        self._settled += 1
+        self._since += 1
+        if not self._running:
+            return
+        self._drawn[job] += 1
+        longest = _LONGEST_BLOCK * BLOCK * len(self._jobs)
+        if self._drawn.total() >= longest or all(self._drawn[each] >= BLOCK for each in self._jobs):
+            self._block += 1
+            self._drawn.clear()
+
+    def word(self, record: int, word: Word, slot: int) -> None:
+        """Take in a word, which begins at ``record``."""
+        too_early = self._running and self._block <= min(PLAIN) and self._all_try  # it is of the trial before
+        if self._job_of(slot, record) is None or (too_early and word is not Word.TRY):
+            return
+        self._running, self._since = word is Word.TRY, 0
+        if self._running:
+            self.begun_at, self.vote, self._jobs, self._block = record, Vote(), self._siblings, 0
+            self._drawn.clear()
+            self._times_s, self._begin_s = ([], []), None
+        else:
+            self._verdict = word
+
+    # --- what the job measures -------------------------------------------------------------------------------
+
+    def drew(self, now_s: float) -> bool:
+        """Note that the job draws a turn, which it does once a step; return whether there is a new `vote`."""
+        if not self._running:
+            return False
+        voted = False
+        if self._block_of_steps != self._block or self._begin_s is None:
+            self._block_of_steps, self._steps, self._begin_s = self._block, 0, now_s
+            done = min(map(len, self._times_s))
+            if voted := done > self.vote.pairs:
+                # Of two the one without an evaluation in it.
+                side_s, turns_s = map(statistics.median_low, self._times_s)
+                self.vote = Vote(done, turns_s, side_s)
+        else:
+            self._steps += 1
+            if self._steps <= UNCOUNTED:
+                self._begin_s = now_s
+            else:
+                self._note((now_s - self._begin_s) / (self._steps - UNCOUNTED))
+        return voted
+
+    def _note(self, step_s: float) -> None:
+        """Keep a block's mean so far, one for each block."""
+        times_s, nth = self._times_s[self._block % 2], self._block // 2
+        times_s[nth:] = [step_s]
+
+    # --- what is due -----------------------------------------------------------------------------------------
+
+    @property
+    def _all_try(self) -> bool:
+        return all(each.trial for each in self._members.values() if each.job in self._siblings)
+
+    def due(self) -> Word | None:
+        """Return the word that the job, which has drawn a turn, is to write; None for none."""
+        jobs, count = self._siblings, len(self._siblings)
+        if not self._all_try:
+            return Word.TAKE_TURNS if self._running or not self.mode.waits else None
+        if self._running and jobs == self._jobs:
+            return self._due_verdict()
+        if count == 1 or self._settled < WARM_UP * count:
+            return None
+        rested = self._running or not self.begun_at or self._since >= REST * count
+        return Word.TRY if (jobs != self._jobs and rested) or self._since >= REPEAT * count else None
+
+    def _due_verdict(self) -> Word | None:
+        votes = {
+            each.job: each.vote
+            for each in self._members.values()
+            if each.job in self._jobs and each.tried == self.begun_at and each.vote.pairs
+        }
+        missing = len(votes) < len(self._jobs)
+        if missing and self._block <= 2 * LAST_PAIR:
+            return None
+        return verdict([*votes.values()], self._verdict, last=missing)
+
+
+def verdict(votes: Sequence[Vote], standing: Word | None, *, last: bool = False) -> Word | None:
+    """Return what is faster, by the geometric mean over jobs; None as long as that is not plain.
+
+    Args:
+        votes: of all jobs.
+        standing: the verdict before; None for turns.
+        last: whether any difference is to decide now.
+    """
+    if not votes:
+        return Word.TAKE_TURNS if last else None
+    gain = statistics.fmean(math.log(each.turns_s / each.side_s) for each in votes)
+    pairs = min(each.pairs for each in votes)
+    if last or pairs >= LAST_PAIR:
+        needed = -HYSTERESIS if standing is Word.SIDE_BY_SIDE else HYSTERESIS
+        return Word.SIDE_BY_SIDE if gain > needed else Word.TAKE_TURNS
+    plain = min((each for count, each in PLAIN.items() if pairs >= count), default=math.inf)
+    if abs(gain) < plain:
+        return None
+    return Word.SIDE_BY_SIDE if gain > 0 else Word.TAKE_TURNS

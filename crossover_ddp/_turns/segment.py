@@ -2,56 +2,146 @@
 
 Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``):
 
-- ``<group>@.turns``: the slots, see `slots`. Every field has one writer, the slot's owner. Zeros are free slots.
+- ``<group>@.turns``: the slots. Every field has one writer, the slot's owner. Zeros are free slots.
 - ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see [Note: turn order] in `rules`.
-- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `bells`.
+- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `files`.
 
 A slot belongs to the process that holds the lock on its byte (an open-file-description lock, which the kernel drops
 when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `files`.
-Our design.
+
+[Note: plain reads and writes]
+Slots are read with ``pread`` and written with ``pwrite``, not mapped: somebody who truncates the file under way costs
+an error that is caught (the job goes on without turns), where a mapping would cost a SIGBUS. Aligned eight-byte fields
+are copied by the kernel in one piece on the machines that run torch. Our design.
 """
 
 import contextlib
 import ctypes
+import errno
+import hashlib
 import os
 import re
 import secrets
+import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl
 from crossover_ddp.errors import SegmentError
 
-from .bells import Bells
-from .files import GroupFiles, OpenFile
-from .rules import Member
-from .slots import (
-    EVENT_HANDLE_BYTES,
-    FILE_BYTES,
-    FREE,
-    GROUP_NAME,
-    JOINED,
-    SLOT_BYTES,
-    SLOT_COUNT,
-    SLOTS_SUFFIX,
-    Slot,
-    digest,
-    lock_slots,
-    read_slots,
-)
+from .files import Bells, GroupFiles, OpenFile
+from .rules import Member, Vote
 
+SLOT_COUNT = 253  # larger numbers in the log are words, see `rules`
+EVENT_HANDLE_BYTES = 64
+FREE, JOINED = 0, int.from_bytes(b"XDDPTU10", "little")
+"""States of a slot; JOINED is another number in another layout."""
+GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SLOTS_SUFFIX = ".turns"
 _LOG_SUFFIX = ".log"
+_LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
 
 
-def members_of(slots: Mapping[int, Slot]) -> list[Member]:
-    """Return slots as the rules of turns see them."""
-    return [
-        Member(index, slot.job, slot.incarnation, slot.joined_at, slot.started, slot.returned, slot.lease_s)
-        for index, slot in slots.items()
+class Slot(ctypes.Structure):
+    """One local process of one job, as its siblings see it. Its owner alone writes there."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint64),
+        ("incarnation", ctypes.c_uint64),
+        ("job", ctypes.c_uint64),
+        ("device", ctypes.c_uint64),  # digest of the device's name
+        ("lead", ctypes.c_uint64),  # the job's lead machine: the one whose log has its turns
+        ("joined_at", ctypes.c_uint64),  # length of the log when the job joined
+        ("queued", ctypes.c_uint64),  # last turn waited for, for people to see
+        ("started", ctypes.c_uint64),  # last turn started
+        ("returned", ctypes.c_uint64),  # last turn given back
+        ("returned_at_ns", ctypes.c_uint64),  # CLOCK_MONOTONIC of this machine
+        ("turns", ctypes.c_uint64),  # how many were given back, for people to see
+        ("lease_s", ctypes.c_double),
+        ("mode", ctypes.c_uint64),  # of the job's lead rank, see `rules`; for people to see
+        ("trial", ctypes.c_uint64),  # whether the job takes part in trials; what follows is its vote
+        ("tried", ctypes.c_uint64),
+        ("pairs", ctypes.c_uint64),  # 0 while the vote is being written
+        ("turns_s", ctypes.c_double),
+        ("side_s", ctypes.c_double),
+        ("rank", ctypes.c_uint32),
+        ("world_size", ctypes.c_uint32),
+        ("pid", ctypes.c_uint32),  # for people to see; no decision rests on it
+        ("event_count", ctypes.c_uint32),
+        ("event", ctypes.c_ubyte * EVENT_HANDLE_BYTES),
+        ("device_name", ctypes.c_char * 64),  # for people to see, perhaps cut
     ]
+
+
+SLOT_BYTES = ctypes.sizeof(Slot)
+FILE_BYTES = SLOT_COUNT * SLOT_BYTES
+
+
+def digest(text: str) -> int:
+    """Return a positive 63-bit hash of ``text``."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def read_slots(fd: int, path: str) -> dict[int, Slot]:
+    """Return the slots that say they are in use, whether or not their owners live."""
+    raw = os.pread(fd, FILE_BYTES + 1, 0)
+    if len(raw) != FILE_BYTES:
+        raise SegmentError(
+            f"expected slots of {FILE_BYTES} bytes, got another size at {path}: it was cut short, or is of another "
+            "version of crossover_ddp; remove it while no job runs"
+        )
+    states = memoryview(raw).cast("Q")[:: SLOT_BYTES // 8].tolist()  # `state` is a slot's first field
+    used = [index for index, state in enumerate(states) if state]
+    if any(states[index] != JOINED for index in used):
+        words = "it is of another version of crossover_ddp, or no file of turns; remove it while no job runs"
+        raise SegmentError(f"expected slots of this version, got others at {path}: {words}")
+    return {index: Slot.from_buffer_copy(raw, index * SLOT_BYTES) for index in used}
+
+
+# --- locks of slots, which belong to the open file and end with it ------------------------------------------------
+
+
+def _lock_request(kind: int, start: int, length: int) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, _LOCK_BASE + start, length, 0)
+
+
+def lock_slots(fd: int, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
+    """Try to lock slots, or unlock them; return whether that was done."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock_request(kind, start, length))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def slots_are_locked(fd: int, start: int, length: int) -> bool:
+    """Return whether another open file holds a lock on any of the slots. Takes no lock; ``fd`` may be read-only."""
+    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock_request(fcntl.F_WRLCK, start, length))
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+
+# --- a process among its siblings ---------------------------------------------------------------------------------
+
+
+def _member(index: int, slot: Slot) -> Member:
+    return Member(
+        slot=index,
+        job=slot.job,
+        incarnation=slot.incarnation,
+        joined_at=slot.joined_at,
+        started=slot.started,
+        returned=slot.returned,
+        lease_s=slot.lease_s,
+        device=slot.device,
+        trial=bool(slot.trial),
+        tried=slot.tried,
+        vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
+    )
 
 
 class TurnSegment:
@@ -63,7 +153,7 @@ class TurnSegment:
         base: where shared memory is mounted.
 
     On failure: `SegmentError` names the file and what to do; nothing of another user's is touched.
-    Not thread-safe, except `ring_self` and `publish_returned`.
+    Not thread-safe, except `publish_returned` and its bells.
     """
 
     def __init__(self, group: str, device: str, *, base: str = SHARED_MEMORY) -> None:
@@ -79,7 +169,7 @@ class TurnSegment:
         """Siblings name the same one."""
         self._base = base
         self._device = digest(device)
-        self._turns = self._last_drawn = 0
+        self._lead = self._turns = self._last_drawn = 0
         self._files = GroupFiles(group, base)
         self.path = self._files.path(SLOTS_SUFFIX)
         """The file that holds the slots."""
@@ -132,9 +222,10 @@ class TurnSegment:
             world_size: how many ranks the job has.
             lease_s: how long siblings wait for a turn that neither ends nor dies.
             event: the handle of the device-side event of this process, if it has one.
-            trial: whether the job takes part in trials, see `trial`.
+            trial: whether the job takes part in trials, see `rules`.
         """
         self.reserve()
+        self._lead = lead
         self.bells.make_own(self.slot)
         self.incarnation = secrets.randbits(62) | 1
         slot = Slot(
@@ -240,8 +331,11 @@ class TurnSegment:
 
     # --- who is on the device ------------------------------------------------------------------------------
 
-    def slots(self, *, everywhere: bool = False) -> dict[int, Slot]:
-        """Return every slot of a living process on this device, or on all devices; the own one included.
+    def slots(self, *, in_order: bool = False) -> dict[int, Slot]:
+        """Return every slot of a living process on this device, the own one included.
+
+        Args:
+            in_order: of those with the same lead machine instead, on all devices.
 
         On failure: `SegmentError` if a file that siblings need was removed.
         """
@@ -253,7 +347,7 @@ class TurnSegment:
         return {
             index: slot
             for index, slot in read_slots(self.slots_file.fd, self.path).items()
-            if (everywhere or slot.device == self._device)
+            if (slot.lead == self._lead if in_order else slot.device == self._device)
             and (index == self.slot or self.bells.is_alive((index, slot.incarnation)))
         }
 
@@ -262,9 +356,9 @@ class TurnSegment:
         found = self.slots().get(slot)
         return found is not None and found.incarnation == incarnation
 
-    def members(self, *, everywhere: bool = False) -> list[Member]:
-        """Return the living processes on this device, or on all devices, as the rules of turns see them."""
-        return members_of(self.slots(everywhere=everywhere))
+    def members(self, *, in_order: bool = False) -> list[Member]:
+        """Return the living processes that `slots` returns, as the rules of turns see them."""
+        return [_member(index, slot) for index, slot in self.slots(in_order=in_order).items()]
 
     # --- waking and waiting --------------------------------------------------------------------------------
 
@@ -273,10 +367,6 @@ class TurnSegment:
         for index, slot in self.slots().items():
             if index != self.slot:
                 self.bells.ring((index, slot.incarnation))
-
-    def ring_self(self) -> None:
-        """End the own `wait` from another thread."""
-        self.bells.ring_own()
 
     def wait(self, watched: Iterable[Member], timeout_s: float) -> None:
         """Block until somebody rings, one of ``watched`` dies, or the time is over."""

@@ -25,16 +25,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from .device_order import DeviceOrder
 from .joining import Membership, leave
-from .rules import Grant, Lease, Patience, TurnLog, blockers
-from .segment import members_of
-from .slots import Slot
-from .trial import Mode, Place, Trial
-
-if TYPE_CHECKING:
-    import torch
+from .rules import Grant, Lease, Mode, Patience, Trial, TurnLog, blockers
+from .segment import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +79,10 @@ class Counters:
         }
 
 
-def _place(slot: Slot) -> Place:
-    vote = slot.tried, slot.pairs, slot.turns_s, slot.side_s
-    return Place(slot.job, slot.device, slot.joined_at, bool(slot.trial), *vote)
-
-
 class _Turn:
     """A turn that has begun. It is published as given back once it is over and its number is known."""
 
-    def __init__(self, number: int | None, streams: "Sequence[torch.cuda.Stream]") -> None:
+    def __init__(self, number: int | None, streams: Sequence[torch.cuda.Stream]) -> None:
         self.number = number
         self.streams = streams
         self.began_s = time.monotonic()
@@ -118,7 +111,7 @@ class Looks:
 class _Wanted:
     """An `acquire` that waits."""
 
-    def __init__(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams = streams
         self.done = threading.Event()
         self.turn: _Turn | None = None
@@ -150,10 +143,11 @@ class Turns:
     ) -> None:
         self.membership = membership
         self.counters = counters
+        self._segment, self._order, self._channel = membership.segment, membership.order, membership.channel
         self.shared = True
         """Whether a sibling was on the device when the last turn began, and the turn was to wait for it."""
         self._lease, self._patience, self._on_failure = lease, patience, on_failure
-        self._lends = lends and membership.order.on_host
+        self._lends = lends and self._order is None
         self._current: _Turn | None = None
         self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
         self._wanted: set[_Wanted] = set()
@@ -170,8 +164,11 @@ class Turns:
         self._looked = Looks(None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
-        if membership.channel is not None and not membership.is_lead:
-            membership.channel.listen(self._grant_came)
+        self._told_by = (
+            None if membership.is_lead else membership.channel
+        )  # where the lead rank's grants come
+        if self._told_by is not None:
+            self._told_by.listen(self._grant_came)
         self._thread.start()
 
     # --- for callers ---------------------------------------------------------------------------------------
@@ -182,13 +179,18 @@ class Turns:
         return self._current is not None
 
     @property
+    def ordered_by(self) -> str:
+        """How turns are ordered on the device."""
+        return "host" if self._order is None else self._order.kind
+
+    @property
     def has_peers(self) -> bool:
         """Whether the job has other ranks."""
-        return self.membership.channel is not None
+        return self._channel is not None
 
     def count_siblings(self) -> int:
         """Return how many other jobs are on the device."""
-        jobs = {slot.job for slot in self.membership.segment.slots().values()}
+        jobs = {slot.job for slot in self._segment.slots().values()}
         return len(jobs - {self.membership.job})
 
     def request(self) -> None:
@@ -199,10 +201,12 @@ class Turns:
         """Begin the job's next turn when it has come; as `GPUMutex.acquire`."""
         if not self._is_here():
             return
-        if not self.holding or self.has_peers:
-            self.membership.order.check_usable()
-        streams = self.membership.order.streams()
-        inside = self._current
+        order, inside = self._order, self._current
+        streams: Sequence[torch.cuda.Stream] = ()
+        if order is not None:
+            if inside is None or self.has_peers:
+                order.check_usable()
+            streams = order.streams()
         if inside is not None and self.has_peers:  # see [Note: one draw for each acquire]
             self.release(inside.streams)  # another thread's stream may take the next turn
         elif inside is not None:  # siblings wait for this rank: it must not wait for them
@@ -229,7 +233,7 @@ class Turns:
             wanted.done.wait()
         except BaseException:  # Ctrl-C: siblings need not wait for a turn that nobody uses
             wanted.given_up = True
-            self.membership.segment.ring_self()
+            self._segment.bells.ring_own()
             self._put(functools.partial(self._give_up, wanted))
             raise
 
@@ -237,18 +241,16 @@ class Turns:
         if wanted.turn is self._current:
             self.release()
 
-    def release(self, streams: "Sequence[torch.cuda.Stream]" = ()) -> None:
+    def release(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Give the turn back, if the rank is inside one; as `GPUMutex.release`."""
         if not self._is_here() or not self.holding:
             return
-        order = self.membership.order
-        order.check_usable()
-        with self._lock:
-            turn, self._current = self._current, None
-        if turn is None:
+        if self._order is not None:
+            self._order.check_usable()
+        if (turn := self._take_current()) is None:
             return
         try:
-            end = order.mark(streams)
+            end = self._mark(streams)
             if end is None:
                 self._end(turn)
             else:
@@ -262,9 +264,9 @@ class Turns:
             return
         self._closing = True
         with contextlib.suppress(Exception):
-            self.membership.segment.ring_self()
-            if self.membership.channel is not None:
-                self.membership.channel.interrupt()
+            self._segment.bells.ring_own()
+            if self._channel is not None:
+                self._channel.interrupt()
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -298,9 +300,10 @@ class Turns:
             if not self._closing:
                 self._on_failure(error)
         try:
-            self.membership.order.close()
+            if self._order is not None:
+                self._order.close()
         except Exception as error:
-            logger.debug("%s ended with an error of the device: %s", self.membership.device, error)
+            logger.debug("%s ended with an error of the device: %s", self._segment.device, error)
         self._leave()
 
     def _next_job(self) -> Callable[[], None] | None:
@@ -319,7 +322,7 @@ class Turns:
             self._looked = Looks(turn)
         if not self._looked.is_idle():
             return
-        slots = self.membership.segment.slots().values()
+        slots = self._segment.slots().values()
         if any(slot.job != self.membership.job and slot.queued > slot.started for slot in slots):
             with self._lock:
                 turn.lent = not turn.over
@@ -336,28 +339,34 @@ class Turns:
         for wanted in self._wanted:
             wanted.done.set()
 
-    def _begin(self, number: int | None, streams: "Sequence[torch.cuda.Stream]") -> _Turn:
+    def _begin(self, number: int | None, streams: Sequence[torch.cuda.Stream]) -> _Turn:
         turn = _Turn(number, streams)
         with self._lock:
             before = self._current
             if not self._ended:
                 self._current = turn
         if before is not None:  # of another thread, which has acquired at the same moment
-            self._put(functools.partial(self._end, before, self.membership.order.mark(before.streams)))
+            self._put(functools.partial(self._end, before, self._mark(before.streams)))
         self.counters.count += 1
         return turn
 
     def _end_current(self) -> None:
         """Give back what another thread has acquired meanwhile; see [Note: one draw for each acquire]."""
+        if (turn := self._take_current()) is not None:
+            self._end(turn, self._mark(turn.streams))
+
+    def _take_current(self) -> _Turn | None:
         with self._lock:
             turn, self._current = self._current, None
-        if turn is not None:
-            self._end(turn, self.membership.order.mark(turn.streams))
+        return turn
 
-    def _end(self, turn: _Turn, end: "torch.cuda.Event | None" = None) -> None:
+    def _mark(self, streams: Sequence[torch.cuda.Stream]) -> torch.cuda.Event | None:
+        return self._order.mark(streams) if self._order is not None else None
+
+    def _end(self, turn: _Turn, end: torch.cuda.Event | None = None) -> None:
         """End a turn when the device has reached ``end``: its length is the device's, too."""
-        if end is not None:
-            self.membership.order.wait(end)
+        if end is not None and self._order is not None:
+            self._order.wait(end)
         self.counters.held_s += time.monotonic() - turn.began_s
         with self._lock:
             turn.over = True
@@ -366,9 +375,9 @@ class Turns:
 
     def _publish_end(self, turn: _Turn) -> None:
         if self._lease.note(time.monotonic() - turn.began_s):
-            self.membership.segment.publish(lease_s=self._lease.seconds)
+            self._segment.publish(lease_s=self._lease.seconds)
         if turn.number is not None:
-            self.membership.segment.publish_returned(turn.number)
+            self._segment.publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
         """Publish the number of a turn that was begun without it."""
@@ -376,9 +385,9 @@ class Turns:
         with self._lock:
             turn.number, over = number, turn.over
         if over:
-            self.membership.segment.publish_returned(number)
+            self._segment.publish_returned(number)
         else:
-            self.membership.segment.publish(started=number)
+            self._segment.publish(started=number)
 
     # --- drawing -------------------------------------------------------------------------------------------
 
@@ -395,59 +404,53 @@ class Turns:
 
     def _draw(self) -> None:
         """Append, look, read, in this order: the model finds overlaps in others. Other ranks ask for the grant."""
-        segment, channel = self.membership.segment, self.membership.channel
-        if not self.membership.is_lead and channel is not None:
-            channel.ask()
-            return
+        if self._told_by is not None:
+            return self._told_by.ask()
+        segment, mode_before = self._segment, self._trial.mode
         turn = segment.draw_turn()
-        slots = segment.slots(everywhere=True)
-        lead, before = slots[segment.slot].lead, self._trial.mode
-        self._trial.look({index: _place(slot) for index, slot in slots.items() if slot.lead == lead})
+        members = segment.members(in_order=True)
+        self._trial.look(members)
         self._log.read(segment.read_log(self._log.read_numel, turn - 1))
-        grant = self._log.grant(turn, self.membership.job, members_of(slots))
+        grant = self._log.grant(turn, self.membership.job, members)
         self._drawn.append(grant)
-        if channel is not None:
-            channel.send(grant)
-        self._try(before)
+        if self._channel is not None:
+            self._channel.send(grant)
+        self._try(mode_before)
 
-    def _try(self, before: Mode) -> None:
-        """Do the job's part in the trial; see [Note: trial of turns] in `trial`."""
-        segment, trial = self.membership.segment, self._trial
-        if trial.mode is not before:
-            segment.publish(mode=trial.mode)
-            if trial.mode in (Mode.TURNS, Mode.SIDE_BY_SIDE):
-                self._tell_verdict()
-        if trial.drew(time.monotonic()) and (vote := trial.vote) is not None:
-            times = {"turns_s": vote.turns_s, "side_s": vote.side_s}
-            segment.publish(pairs=0, tried=trial.begun_at, **times)
-            segment.publish(pairs=vote.pairs)
+    def _try(self, mode_before: Mode) -> None:
+        """Do the job's part in the trial; see [Note: trial of turns] in `rules`."""
+        trial, publish = self._trial, self._segment.publish
+        if trial.mode is not mode_before:
+            publish(mode=trial.mode)
+            if trial.mode in (Mode.TURNS, Mode.SIDE_BY_SIDE) and trial.vote.pairs:
+                logger.info(
+                    "turns on %s: a step takes %.4f s in turns and %.4f s side by side with %d sibling(s); from now on "
+                    "%s",
+                    self._segment.device,
+                    trial.vote.turns_s,
+                    trial.vote.side_s,
+                    self.count_siblings(),
+                    "in turns" if trial.mode.waits else "side by side",
+                )
+        if trial.drew(time.monotonic()):
+            publish(pairs=0, tried=trial.begun_at, turns_s=trial.vote.turns_s, side_s=trial.vote.side_s)
+            publish(pairs=trial.vote.pairs)
         if (word := trial.due()) is not None:
-            segment.write_word(word)
-
-    def _tell_verdict(self) -> None:
-        if (vote := self._trial.vote) is not None:
-            logger.info(
-                "turns on %s: a step takes %.4f s in turns and %.4f s side by side with %d sibling(s); from now on %s",
-                self.membership.device,
-                vote.turns_s,
-                vote.side_s,
-                self.count_siblings(),
-                "in turns" if self._trial.mode.waits else "side by side",
-            )
+            self._segment.write_word(word)
 
     def _number(self, turn: _Turn) -> None:
         """Draw the turn that was begun already."""
         self._claim()
         self._unnumbered.append(turn)
-        self._take_arrived()
+        self._number_begun()
 
     def _grant_came(self) -> None:
         if self._unnumbered:
-            self._put(self._take_arrived)
+            self._put(self._number_begun)
 
-    def _take_arrived(self) -> None:
-        channel = self.membership.channel
-        while self._unnumbered and (self._drawn or (channel is not None and channel.arrived)):
+    def _number_begun(self, *, wait: bool = False) -> None:
+        lead = self._told_by
+        while self._unnumbered and (wait or (lead.arrived if lead is not None else self._drawn)):
             self._give_number(self._unnumbered.popleft(), self._grant().turn)
 
     def _pass_request(self, inside: _Turn) -> None:
@@ -456,15 +459,8 @@ class Turns:
             self._requested -= 1
             self._give_number(inside, self._grant().turn)
 
-    def _next_grant(self) -> Grant:
-        self._claim()
-        while self._unnumbered:
-            self._give_number(self._unnumbered.popleft(), self._grant().turn)
-        return self._grant()
-
     def _grant(self) -> Grant:
-        channel = self.membership.channel
-        grant = self._drawn.popleft() if self.membership.is_lead or channel is None else channel.receive()
+        grant = self._drawn.popleft() if self._told_by is None else self._told_by.receive()
         self.counters.mode = grant.mode
         return grant
 
@@ -474,7 +470,9 @@ class Turns:
         """Begin the next turn when siblings' earlier ones are over."""
         self._end_current()
         since_s = time.monotonic()
-        grant = self._next_grant()
+        self._claim()
+        self._number_begun(wait=True)
+        grant = self._grant()
         waited = self._until_free(grant, wanted)
         given_back_ns = self._until_over(grant)
         if waited:
@@ -484,7 +482,7 @@ class Turns:
         self._patience.started()
         if self._closing:
             return
-        self.membership.segment.publish(started=grant.turn)
+        self._segment.publish(started=grant.turn)
         wanted.turn = self._begin(grant.turn, wanted.streams)
         with self._lock:
             self._wanted.discard(wanted)
@@ -492,7 +490,7 @@ class Turns:
 
     def _until_free(self, grant: Grant, wanted: _Wanted) -> bool:
         """Block until no sibling's turn comes before ``grant`` on this device; return whether that took any waiting."""
-        segment, waited = self.membership.segment, False
+        segment, waited = self._segment, False
         while not (self._closing or wanted.given_up):
             members = segment.members()
             waiting = blockers(grant, self.membership.job, members)
@@ -512,22 +510,22 @@ class Turns:
         Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
         """
         last_ns, needed = 0, dict(grant.after)
-        for index, slot in self.membership.segment.slots().items():
+        for index, slot in self._segment.slots().items():
             if slot.job != self.membership.job and 0 < needed.get(slot.job, 0) <= slot.returned:
                 last_ns = max(last_ns, slot.returned_at_ns)
-                if slot.event_count:
-                    self._until_event(index, slot)
+                if slot.event_count and self._order is not None:
+                    self._until_event(index, slot, self._order)
         return last_ns
 
-    def _until_event(self, index: int, slot: Slot) -> None:
-        segment, order, process = self.membership.segment, self.membership.order, (index, slot.incarnation)
+    def _until_event(self, index: int, slot: Slot, order: DeviceOrder) -> None:
+        segment, process = self._segment, (index, slot.incarnation)
         try:
-            over = order.follow(process, bytes(slot.event), segment.ring_self)
+            over = order.follow(process, bytes(slot.event), segment.bells.ring_own)
         except RuntimeError as error:
             if segment.is_alive(*process):
                 self._warn_once(
                     "events",
-                    f"cannot wait for the end of a sibling's turns on {self.membership.device}, its events cannot be "
+                    f"cannot wait for the end of a sibling's turns on {self._segment.device}, its events cannot be "
                     f"opened ({error}): kernels of both may overlap; unset CROSSOVER_DEVICE_ORDER in both jobs",
                 )
             return
@@ -541,7 +539,7 @@ class Turns:
 
     def _warn_of_lost_patience(self) -> None:
         for lost in self._patience.lost:
-            kept = f"a sibling on {self.membership.device} kept its turn for"
+            kept = f"a sibling on {self._segment.device} kept its turn for"
             words = f"{kept} longer than its lease of {lost.lease_s:.1f} s"
             if lost.at_limit:
                 words = (

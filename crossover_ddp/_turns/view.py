@@ -15,9 +15,9 @@ from typing import NamedTuple
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError
 
-from .slots import GROUP_NAME, SLOT_COUNT, read_slots, slots_are_locked
-from .slots import Slot as Slot
-from .trial import Mode as Mode
+from .rules import Mode as Mode
+from .segment import GROUP_NAME, SLOT_COUNT, read_slots, slots_are_locked
+from .segment import Slot as Slot
 
 _NAME = re.compile(rf"({GROUP_NAME.pattern})@\.(turns|log|[0-9]+\.bell)")
 _PROBLEMS_KEPT = 100
@@ -74,36 +74,31 @@ def look(base: str = SHARED_MEMORY) -> Look:
     """
     directory = segment_directory(base)
     segments, problems = list[Segment](), list[SegmentProblem]()
+
+    def note(path: str, what: object) -> None:
+        problems.append(SegmentProblem(printable(path), printable(str(what))))
+
+    names: list[str] = []
     try:
-        names = sorted(_names(base))
+        fd = open_directory(base)
+        try:
+            names = sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+    except FileNotFoundError:  # nobody has joined
+        pass
     except (SegmentError, OSError) as error:
-        names = []
-        problems.append(_problem(directory, error))
+        note(directory, error)
     for name in names:
         path = os.path.join(directory, name)
         try:
             segments.extend(_segments(_NAME.fullmatch(name), path))
         except (SegmentError, OSError) as error:
-            problems.append(_problem(path, error))
-    if len(problems) > _PROBLEMS_KEPT:
-        more = f"{len(problems) - _PROBLEMS_KEPT} more files that are no segments"
-        problems[_PROBLEMS_KEPT:] = [_problem(directory, more)]
+            note(path, error)
+    if (more := len(problems) - _PROBLEMS_KEPT) > 0:
+        del problems[_PROBLEMS_KEPT:]
+        note(directory, f"{more} more files that are no segments")
     return Look(time.monotonic_ns(), printable(directory), tuple(segments), tuple(problems))
-
-
-def _problem(path: str, what: object) -> SegmentProblem:
-    return SegmentProblem(printable(path), printable(str(what)))
-
-
-def _names(base: str) -> list[str]:
-    """Return the names of all files; raises if the directory is not this user's own."""
-    with contextlib.suppress(FileNotFoundError):  # nobody has joined
-        fd = open_directory(base)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
-    return []
 
 
 def _segments(name: "re.Match[str] | None", path: str) -> Iterator[Segment]:

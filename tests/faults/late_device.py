@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from crossover_ddp._turns.device_order import DeviceOrder, Process
-from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
+from crossover_ddp._turns.segment import EVENT_HANDLE_BYTES
 
 _RECORD = struct.Struct("=d")  # when it fires
 
@@ -28,7 +28,21 @@ class DeviceTurn(NamedTuple):
     ends_s: float
 
 
-class LateEvents(DeviceOrder):
+class LateDevice(DeviceOrder):
+    """A device that is not CUDA's."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def check_usable(self) -> None:
+        """Allow all."""
+
+    def streams(self) -> Sequence[Any]:
+        """Return none."""
+        return ()
+
+
+class LateEvents(LateDevice):
     """An event in a file; who opens it sees its last record, as CUDA's waiters do.
 
     Args:
@@ -38,7 +52,7 @@ class LateEvents(DeviceOrder):
     """
 
     def __init__(self, directory: Path, late_s: float, now_s: Callable[[], float]) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self._late_s, self._now_s = late_s, now_s
         self._free_at_s = self._followed_s = 0.0
         name = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -76,11 +90,11 @@ class LateEvents(DeviceOrder):
         self._path.unlink(missing_ok=True)
 
 
-class LateThread(DeviceOrder):
+class LateThread(LateDevice):
     """A device for whose end of a turn a thread waits."""
 
     def __init__(self, late_s: float) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self._late_s = late_s
 
     def mark(self, streams: Sequence[Any] = ()) -> Any:

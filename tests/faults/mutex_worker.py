@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp import gpu_mutex
-from crossover_ddp._turns import device_order, turns
+from crossover_ddp._turns import joining, turns
 from crossover_ddp._turns import segment as turn_segment
-from crossover_ddp._turns.device_order import DeviceOrder
+from crossover_ddp._turns.device_order import DeviceOrder, order_on
 from crossover_ddp._turns.joining import Membership
 from crossover_ddp._turns.rules import Lost, Patience
 from crossover_ddp.errors import CrossoverError
@@ -163,7 +163,7 @@ class Rank:
     # --- joining and leaving --------------------------------------------------------------------------------
 
     def _join(self) -> GPUMutex | None:
-        device_order.DeviceOrder = self._make_order  # type: ignore[assignment,misc]
+        joining.order_on = self._make_order  # type: ignore[assignment]
         gpu_mutex.Patience = partial(NotedPatience, self._book)  # type: ignore[assignment,misc]
         self._book.note("joins")
         try:
@@ -179,14 +179,14 @@ class Rank:
         self._watch(mutex)
         return mutex
 
-    def _make_order(self, device: torch.device) -> DeviceOrder:
+    def _make_order(self, device: torch.device) -> DeviceOrder | None:
         late_s = self._chance.uniform(0.0, LATE_S)
         if self.plan.order == "events":
             self._order = LateEvents(self._directory / "events", late_s, self._book.now_s)
             return self._order
         if self.plan.order == "thread":
             return LateThread(late_s)
-        return DeviceOrder(device)
+        return order_on(device)
 
     def _watch(self, mutex: GPUMutex) -> None:
         """Note when turns end for good, and every lease."""

@@ -24,8 +24,7 @@ from crossover_ddp import (
     reduce_scatter_all_gather_hook,
 )
 from crossover_ddp._turns import channel as turn_channel
-from crossover_ddp._turns.segment import TurnSegment
-from crossover_ddp._turns.slots import SLOT_COUNT, lock_slots
+from crossover_ddp._turns.segment import SLOT_COUNT, TurnSegment, lock_slots
 from tests.harness import Job, inside, run_jobs
 from tests.harness.groups import join_over, new_group
 from tests.harness.oracles import heard

@@ -19,7 +19,7 @@ BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mute
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_system": {"errors"},
-    "_timeline": {"_system"},
+    "_timeline": set(),
     "_turns": {"_system", "errors"},
     "_ddp": {"_system", "errors"},
     "_engine": {"_ddp", "_system", "_timeline.record", "errors"},

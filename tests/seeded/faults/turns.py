@@ -64,23 +64,23 @@ TURNS: Final[tuple[Fault, ...]] = (
         "giving a turn back asks the job's store",
         "crossover_ddp/_turns/turns.py",
         "        if self._lease.note(time.monotonic() - turn.began_s):\n",
-        "        if self.membership.channel is not None:\n"
-        "            self.membership.channel._connected().add(f'wait/{turn.number}', 0)\n"
+        "        if self._channel is not None:\n"
+        "            self._channel._connected().add(f'wait/{turn.number}', 0)\n"
         "        if self._lease.note(time.monotonic() - turn.began_s):\n",
         (_DEFECTS, "-k", "given_back"),
     ),
     Fault(
         "a job that wants turns is not heeded",
-        "crossover_ddp/_turns/trial.py",
+        _RULES,
         "        if not self._all_try:\n",
         "        if False:\n",
         (_TRIAL, "-k", "wants_turns"),
     ),
     Fault(
         "a trial counts the votes of the one before",
-        "crossover_ddp/_turns/trial.py",
-        " and each.tried == self.begun_at and each.pairs",
-        " and each.pairs",
+        _RULES,
+        " and each.tried == self.begun_at and each.vote.pairs",
+        " and each.vote.pairs",
         (_TRIAL, "-k", "again"),
     ),
     Fault(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp._turns.trial import Mode
+from crossover_ddp._turns.rules import Mode
 from crossover_ddp.cli import doctor
 from tests.unit.turns.joined_segments import Process, home, join_at
 

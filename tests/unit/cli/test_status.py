@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossover_ddp import cli
-from crossover_ddp._turns.trial import Mode
+from crossover_ddp._turns.rules import Mode
 from crossover_ddp._turns.view import Look, look
 from crossover_ddp.cli import status as cli_status
 from crossover_ddp.cli.status import HEAD, rows

@@ -27,15 +27,8 @@ def _spans(path: Path) -> list[dict[str, Any]]:
     return [line for line in _lines(path) if line["ph"] == "X"]
 
 
-def test_no_directory_no_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CROSSOVER_TIMELINE", raising=False)
-    assert Timeline.from_environment(rank=0, device="d0") is None
-
-
-def test_header_then_spans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CROSSOVER_TIMELINE", str(tmp_path / "deep" / "er"))
-    timeline = Timeline.from_environment(rank=3, device="node0/device0", job="5ca1ab1e")
-    assert timeline is not None
+def test_header_then_spans(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "deep" / "er", rank=3, device="node0/device0", job="5ca1ab1e")
     timeline.span("compute", 1.0, 2.5)
     timeline.span("reduce_scatter", 2.0, 2.25, bucket=1, bytes=4096, dtype="float32")
     timeline.close()

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from crossover_ddp._system import environment
-from crossover_ddp._turns import device_order
-from crossover_ddp._turns.device_order import DeviceOrder
-from crossover_ddp._turns.slots import EVENT_HANDLE_BYTES
+from crossover_ddp._turns import device_order, joining
+from crossover_ddp._turns.device_order import DeviceOrder, order_on
+from crossover_ddp._turns.segment import EVENT_HANDLE_BYTES
 from crossover_ddp.errors import SegmentError, UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 from tests.harness.waiting import eventually
 from tests.unit.turns.mutexes import SOON_S, Make, held_up, membership_of, warnings
+
+GPU = torch.device("cuda", 0)
 
 
 def _over() -> threading.Event:
@@ -37,8 +39,8 @@ def raising(error: Exception) -> Callable[..., Any]:
 class Order(DeviceOrder):
     """An order by events whose device does what the test says."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self) -> None:
+        super().__init__(GPU)
         self.handle = bytes(EVENT_HANDLE_BYTES)
         self.usable = True
         self.reached: threading.Event | None = None  # None: published at once
@@ -49,6 +51,9 @@ class Order(DeviceOrder):
     def check_usable(self) -> None:
         if not self.usable:
             raise UnsupportedConfigurationError("expected no capture")
+
+    def streams(self) -> Sequence[Any]:
+        return ()
 
     def mark(self, streams: Sequence[Any] = ()) -> Any:
         return self.reached
@@ -74,7 +79,7 @@ def order_of(mutex: GPUMutex) -> Order:
 
 @pytest.fixture(autouse=True)
 def noted_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_order, "DeviceOrder", Order)
+    monkeypatch.setattr(joining, "order_on", lambda device: Order())
 
 
 def take_turns(*mutexes: GPUMutex) -> None:
@@ -159,22 +164,20 @@ def test_in_a_graph_capture_turns_are_refused_and_nothing_changes(make: Make) ->
 # --- CUDA ---------------------------------------------------------------------------------------------------------
 
 
-GPU = torch.device("cuda", 0)
-
-
 def test_without_ipc_the_host_orders_turns_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(environment.DEVICE_ORDER, "events")
     monkeypatch.setattr(device_order, "_take_event", raising(RuntimeError("not supported")))
-    assert DeviceOrder(GPU).kind == "host"
+    assert order_on(GPU).kind == "host"  # type: ignore[union-attr]
     assert "CUDA IPC events do not work on cuda:0" in warnings(caplog)[0]
 
 
 def test_orders_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.DEVICE_ORDER, "semaphores")
     with pytest.warns(FutureWarning, match="ordered on the host"):
-        assert DeviceOrder(GPU).kind == "host"
+        assert order_on(GPU).kind == "host"  # type: ignore[union-attr]
     monkeypatch.setenv(environment.DEVICE_ORDER, "event")
-    with pytest.raises(ValueError, match="one of host, events, got 'event'"):
-        DeviceOrder(GPU)
+    for device in (GPU, torch.device("cpu")):
+        with pytest.raises(ValueError, match="one of host, events, got 'event'"):
+            order_on(device)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from crossover_ddp._turns.group_timeout import UNKNOWN_TIMEOUT_S, group_timeout_s, patience_limit_s
+from crossover_ddp._turns.channel import UNKNOWN_TIMEOUT_S, group_timeout_s, job_group, patience_limit_s
 
 
 @pytest.fixture(params=[dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])  # with which backends are wrapped
@@ -46,9 +46,10 @@ def backend(seconds: float) -> SimpleNamespace:
 def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone(
     world: dist.ProcessGroup,
 ) -> None:
-    assert group_timeout_s(None) == group_timeout_s(world) == 77.0
+    assert job_group(None) is world
+    assert group_timeout_s(world) == 77.0
     assert group_timeout_s(dist.new_group([0], timeout=datetime.timedelta(seconds=33))) == 33.0
-    assert patience_limit_s(None) == math.inf
+    assert patience_limit_s(world) == patience_limit_s(None) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,6 @@ def test_the_shortest_timeout_counts_and_an_unknown_one_is_short(group: Any, exp
     assert group_timeout_s(group) == expected_s
 
 
-def test_patience_is_a_quarter_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+def test_patience_is_a_quarter_of_the_timeout() -> None:
+    assert job_group(None) is None, "one process is the job"
     assert patience_limit_s(cast(dist.ProcessGroup, Group(cpu=backend(400)))) == 100.0

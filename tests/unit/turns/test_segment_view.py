@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossover_ddp._turns import view as segment_view
-from crossover_ddp._turns.slots import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, Slot
+from crossover_ddp._turns.segment import FILE_BYTES, JOINED, SLOT_BYTES, SLOT_COUNT, Slot
 from crossover_ddp._turns.view import Look, Segment, look
 from crossover_ddp.cli.status import rows
 from tests.unit.turns.joined_segments import DEVICE, Join, home, join_at

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossover_ddp._turns.rules import Member, TurnLog
-from crossover_ddp._turns.trial import (
+from crossover_ddp._turns.rules import (
     BLOCK,
     LAST_PAIR,
     REPEAT,
     REST,
     WARM_UP,
+    Member,
     Mode,
-    Place,
     Trial,
+    TurnLog,
     Vote,
     Word,
     siblings_of,
@@ -33,18 +33,18 @@ class Lead:
     ) -> None:
         self.trial = Trial(job)
         self.log = TurnLog(self.trial)
-        self.place = Place(job, device, joined_at, trial, 0, 0, 0.0, 0.0)
+        self.place = Member(job, job, 7, joined_at, 0, 0, 5.0, device, trial)
         self.times, self.now_s, self.steps, self.modes = times, 0.0, 0, list[Mode]()
 
     def step(self, siblings: "Siblings") -> None:
         """Draw a turn as `Turns` does, and compute."""
         siblings.log += bytes([self.place.job])
         turn = len(siblings.log)
-        self.trial.look({lead.place.job: lead.place for lead in siblings.leads})
+        self.trial.look([lead.place for lead in siblings.leads])
         self.log.read(siblings.log[self.log.read_numel : turn - 1])
         mode = self.log.grant(turn, self.place.job, []).mode
-        if self.trial.drew(self.now_s) and (vote := self.trial.vote) is not None:
-            self.place = self.place._replace(tried=self.trial.begun_at)._replace(**vote._asdict())
+        if self.trial.drew(self.now_s):
+            self.place = self.place._replace(tried=self.trial.begun_at, vote=self.trial.vote)
         if (word := self.trial.due()) is not None:
             siblings.log += bytes([word, self.place.job])
         self.modes.append(mode)
@@ -206,12 +206,12 @@ def test_a_lone_job_tries_nothing() -> None:
 
 
 def test_jobs_that_share_a_device_through_others_are_siblings() -> None:
-    places = [
-        Place(job, device, 0, True, 0, 0, 0.0, 0.0)
-        for job, device in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)]
+    members = [
+        Member(slot, job, 7, 0, 0, 0, 5.0, device)
+        for slot, (job, device) in enumerate([(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)])
     ]
-    assert siblings_of(1, places) == siblings_of(3, places) == {1, 2, 3}
-    assert siblings_of(4, places) == {4}
+    assert siblings_of(1, members) == siblings_of(3, members) == {1, 2, 3}
+    assert siblings_of(4, members) == {4}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_whoever_reads_the_log_at_whatever_moment_finds_the_same(order: list[int
         siblings.leads[nth].step(siblings)
     found = set[Mode]()
     for lead in siblings.leads:
-        lead.trial.look({each.place.job: each.place for each in siblings.leads})
+        lead.trial.look([each.place for each in siblings.leads])
         lead.log.read(siblings.log[lead.log.read_numel :])
         found.add(lead.trial.mode)
     assert len(found) == 1

@@ -13,11 +13,12 @@ from crossover_ddp._turns.rules import (
     Grant,
     Lost,
     Member,
+    Mode,
     Patience,
     TurnLog,
+    Word,
     blockers,
 )
-from crossover_ddp._turns.trial import Mode, Word
 from tests.harness.campaign import IN_CAMPAIGN
 from tests.unit.turns.turn_model import Model, Rules, Violation
 

@@ -121,7 +121,7 @@ def test_invalid_group_names_are_refused(name: str, tmp_path: Path) -> None:
     "ring",
     [
         lambda join, giving, waiting: giving.publish_returned(3),
-        lambda join, giving, waiting: waiting.ring_self(),
+        lambda join, giving, waiting: waiting.bells.ring_own(),
         # Who waits may have taken the new owner of a slot for the old one.
         lambda join, giving, waiting: join(job=3),
     ],

@@ -22,8 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from crossover_ddp._turns.rules import Blocker, Grant, Member, Patience, Progress, TurnLog, blockers
-from crossover_ddp._turns.trial import Place, Trial, Word
+from crossover_ddp._turns.rules import (
+    Blocker,
+    Grant,
+    Member,
+    Patience,
+    Progress,
+    Trial,
+    TurnLog,
+    Word,
+    blockers,
+)
 
 ABSENT, DEAD = -1, -2
 PLACES_PER_ROUND = 4
@@ -246,7 +255,7 @@ class Model:
 
     def _grant_uncached(self, turn: int, j: int, seen: tuple[Member, ...], records: bytes) -> Grant:
         trial = Trial(j)
-        trial.look({each.slot: Place(each.job, 0, each.joined_at, True, 0, 0, 0.0, 0.0) for each in seen})
+        trial.look(seen)
         log = self.rules.turn_log(trial)
         log.read(records)
         return log.grant(turn, j, seen)
