@@ -24,7 +24,7 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from crossover_ddp._system.machine import machine
 from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl
@@ -128,20 +128,24 @@ def slots_are_locked(fd: int, start: int, length: int) -> bool:
 # --- a process among its siblings ---------------------------------------------------------------------------------
 
 
-def _member(index: int, slot: Slot) -> Member:
-    return Member(
-        slot=index,
-        job=slot.job,
-        incarnation=slot.incarnation,
-        joined_at=slot.joined_at,
-        started=slot.started,
-        returned=slot.returned,
-        lease_s=slot.lease_s,
-        device=slot.device,
-        trial=bool(slot.trial),
-        tried=slot.tried,
-        vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
-    )
+def members_of(slots: Mapping[int, Slot]) -> list[Member]:
+    """Return slots as the rules of turns see them."""
+    return [
+        Member(
+            slot=index,
+            job=slot.job,
+            incarnation=slot.incarnation,
+            joined_at=slot.joined_at,
+            started=slot.started,
+            returned=slot.returned,
+            lease_s=slot.lease_s,
+            device=slot.device,
+            trial=bool(slot.trial),
+            tried=slot.tried,
+            vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
+        )
+        for index, slot in slots.items()
+    ]
 
 
 class TurnSegment:
@@ -358,7 +362,7 @@ class TurnSegment:
 
     def members(self, *, in_order: bool = False) -> list[Member]:
         """Return the living processes that `slots` returns, as the rules of turns see them."""
-        return [_member(index, slot) for index, slot in self.slots(in_order=in_order).items()]
+        return members_of(self.slots(in_order=in_order))
 
     # --- waking and waiting --------------------------------------------------------------------------------
 

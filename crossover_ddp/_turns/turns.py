@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ import torch
 from .device_order import DeviceOrder
 from .joining import Membership, leave
 from .rules import Grant, Lease, Mode, Patience, Trial, TurnLog, blockers
-from .segment import Slot
+from .segment import Slot, members_of
 
 logger = logging.getLogger(__name__)
 
@@ -380,7 +380,6 @@ class Turns:
             self._segment.publish_returned(turn.number)
 
     def _give_number(self, turn: _Turn, number: int) -> None:
-        """Publish the number of a turn that was begun without it."""
         self.counters.turn = number
         with self._lock:
             turn.number, over = number, turn.over
@@ -396,7 +395,6 @@ class Turns:
         self._requested += 1
 
     def _claim(self) -> None:
-        """Use up a request, or draw a turn now."""
         if self._requested:
             self._requested -= 1
         else:
@@ -439,7 +437,6 @@ class Turns:
             self._segment.write_word(word)
 
     def _number(self, turn: _Turn) -> None:
-        """Draw the turn that was begun already."""
         self._claim()
         self._unnumbered.append(turn)
         self._number_begun()
@@ -473,8 +470,8 @@ class Turns:
         self._claim()
         self._number_begun(wait=True)
         grant = self._grant()
-        waited = self._until_free(grant, wanted)
-        given_back_ns = self._until_over(grant)
+        waited, seen = self._until_free(grant, wanted)
+        given_back_ns = self._until_over(grant, seen)
         if waited:
             self.counters.hand_over(since_s, given_back_ns)
         self.counters.waited_s += time.monotonic() - since_s
@@ -488,11 +485,15 @@ class Turns:
             self._wanted.discard(wanted)
         wanted.done.set()
 
-    def _until_free(self, grant: Grant, wanted: _Wanted) -> bool:
-        """Block until no sibling's turn comes before ``grant`` on this device; return whether that took any waiting."""
-        segment, waited = self._segment, False
+    def _until_free(self, grant: Grant, wanted: _Wanted) -> tuple[bool, Mapping[int, Slot]]:
+        """Block until no sibling's turn comes before ``grant`` on this device.
+
+        Returns whether that took any waiting, and the slots as they are then.
+        """
+        segment, waited, slots = self._segment, False, dict[int, Slot]()
         while not (self._closing or wanted.given_up):
-            members = segment.members()
+            slots = segment.slots()
+            members = members_of(slots)
             waiting = blockers(grant, self.membership.job, members)
             left_s = self._patience.remaining(waiting, members, time.monotonic())
             self._warn_of_lost_patience()
@@ -502,15 +503,15 @@ class Turns:
                 segment.publish(queued=grant.turn)
             waited = True
             segment.wait([blocker.member for blocker in waiting], left_s)
-        return waited
+        return waited, slots
 
-    def _until_over(self, grant: Grant) -> int:
+    def _until_over(self, grant: Grant, slots: Mapping[int, Slot]) -> int:
         """Block until the device has done the turns that ``grant`` names, as long as their owners live and lease.
 
         Returns the ``CLOCK_MONOTONIC`` in nanoseconds at which the last of them was given back, by its owner's clock.
         """
         last_ns, needed = 0, dict(grant.after)
-        for index, slot in self._segment.slots().items():
+        for index, slot in slots.items():
             if slot.job != self.membership.job and 0 < needed.get(slot.job, 0) <= slot.returned:
                 last_ns = max(last_ns, slot.returned_at_ns)
                 if slot.event_count and self._order is not None:
