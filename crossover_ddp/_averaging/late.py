@@ -140,32 +140,25 @@ class OuterPart:
         self.anchor.grad = None
         own.copy_(self.anchor.detach())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what there is for each element, by name: z, and the optimizer's state."""
-        state = {key: value for key, value in self._state().items() if self._is_elementwise(value)}
-        return {"anchor": self.anchor.detach(), **state}
-
-    def numbers(self) -> dict[str, float]:
-        """Return the rest of the optimizer's state, such as a count of steps."""
-        return {key: float(value) for key, value in self._state().items() if _is_number(value)}
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Return what there is for each element, z too, and the rest of the optimizer's state, such as its steps."""
+        tensors = {"anchor": self.anchor.detach()}
+        numbers: dict[str, float] = {}
+        for key, value in self._optimizer.state.get(self.anchor, {}).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape == self.anchor.shape:
+                tensors[key] = value
+            elif isinstance(value, int | float) or (is_tensor and value.dim() == 0):
+                numbers[key] = float(value)
+        return tensors, numbers
 
     def load(self, tensors: dict[str, torch.Tensor], numbers: dict[str, float]) -> None:
-        """Take over what `tensors`, of the whole block, and `numbers` returned."""
+        """Take over what `state` returned; tensors are of the whole block."""
         own = {key: value[slice(*self.span)] for key, value in tensors.items()}
         self.anchor.data.copy_(own.pop("anchor"))
         state = self._optimizer.state[self.anchor]
         state.update({key: value.clone() for key, value in own.items()})
         state.update({key: torch.tensor(value, dtype=torch.float32) for key, value in numbers.items()})
-
-    def _state(self) -> dict[str, Any]:
-        return dict(self._optimizer.state.get(self.anchor, {}))
-
-    def _is_elementwise(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self.anchor.shape
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 # --- what travels ----------------------------------------------------------------------------------------------------
@@ -280,13 +273,13 @@ class LateMeans(Rule):
         if self._make_outer is None:
             return {}
         outers = [slices[0].outer for slices in self._slices]
-        names = () if outers[0] is None else outers[0].tensors()
+        names = () if outers[0] is None else outers[0].state()[0]
         state = {name: self._gathered(name) for name in sorted(names)}
         return {
             "fragments": self._schedule.fragments,
             "anchor": state.pop("anchor"),
             "state": state,
-            "numbers": {fragment: outer.numbers() for fragment, outer in enumerate(outers) if outer},
+            "numbers": {fragment: outer.state()[1] for fragment, outer in enumerate(outers) if outer},
         }
 
     def _gathered(self, name: str) -> dict[str, torch.Tensor]:
@@ -296,7 +289,7 @@ class LateMeans(Rule):
             whole = torch.zeros(block.numel, dtype=wide(block.dtype), device=block.device)
             for _, span, layout, outer in [slices[place] for slices in self._slices]:
                 assert outer is not None
-                whole[slice(*outer.span)] = outer.tensors()[name]
+                whole[slice(*outer.span)] = outer.state()[0][name]
                 gather(self.replica.exchange, whole[slice(*span)], layout)
             found.update(block.named(whole))
         return found
@@ -331,7 +324,7 @@ class LateMeans(Rule):
             "exchanged_bytes": self._bytes,
             "in_flight": len(self._flights),
             "peak_bytes": self._peak_bytes,
-            "outer_bytes": sum(each.nbytes for outer in outers for each in outer.tensors().values()),
+            "outer_bytes": sum(each.nbytes for outer in outers for each in outer.state()[0].values()),
         }
 
     def close(self) -> None:

@@ -73,7 +73,6 @@ class Compression:
         self._scale: Scale | None = None
         self._buckets: dict[int, CodedBucket] = {}
         self._scratch = Scratch()
-        self._checked: set[tuple[torch.dtype, torch.device]] = set()
         # See [Note: residuals aside]; what was loaded goes there when the model's names are known.
         self._aside: Any = WeakTensorKeyDictionary()
         self._loaded: dict[str, torch.Tensor] = {}
@@ -99,9 +98,6 @@ class Compression:
     def _coded(self, link: Link, bucket: dist.GradBucket, exchange: Exchange, packed: Packed | None) -> Link:
         # With a version counter of its own: decoded values are no change that somebody has made.
         flat = bucket.buffer().data if packed is None else packed.flat
-        if (flat.dtype, flat.device) not in self._checked:
-            self._check(flat, exchange)
-            self._checked.add((flat.dtype, flat.device))
         parameters = bucket.parameters()
         cut: Sequence[Part] | None = None
         if packed is not None:
@@ -111,8 +107,9 @@ class Compression:
         known = self._buckets.get(bucket.index())
         if known is not None and not known.is_of(parameters, cut):
             known = None
-        if known is None and not self._has_work:
-            model = self._model.enter(bucket, self._state)
+        if known is None:
+            self._check(flat, exchange)
+            model = None if self._has_work else self._model.enter(bucket, self._state)
             if model is not None:
                 self._forget()
                 self._leaves_unused = model.find_unused_parameters
@@ -173,12 +170,11 @@ class Compression:
         scale, former = _now(self._loss_scale), self._scale
         # Of a device's scale the host does not look whether it has changed.
         if former is not None and (isinstance(scale, torch.Tensor) or scale != former):
+            factor = scale / former
             for each in self._buckets.values():
-                each.scale(scale / former)
+                each.scale(factor)
             for residual in (*self._aside.values(), *self._loaded.values()):
-                residual.mul_(
-                    (scale / former) if isinstance(scale, float) else (scale / former).to(residual.device)
-                )
+                residual.mul_(factor if isinstance(factor, float) else factor.to(residual.device))
         self._scale = scale
         known = {name: parameter for parameter, name in self._model.names.items() if name}
         if self._loaded and known:

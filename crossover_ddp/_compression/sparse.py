@@ -1,7 +1,7 @@
 """The largest elements, by a threshold that one look at a sample finds."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -34,17 +34,13 @@ class SIDCo:
     """
 
     rate: float
+    multiple: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
             raise ValueError(
                 f"expected 0 < rate < 1, got rate={self.rate}; 0.01 sends a hundredth of the elements"
             )
-
-    @property
-    def multiple(self) -> int:
-        """See `Codec.multiple`."""
-        return 1
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message; see `Codec.nbytes`."""
