@@ -14,7 +14,7 @@ from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .centre import Centre, ElasticRound, Rounds, moving_rate_for
 from .replica import Replica, Rule, from_first_rank, wide
-from .shared_centre import Hosts, pull_shared, share
+from .shared_centre import pull_shared, share
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class WildElastic(OwnPaceElastic):
 
     mode = "wild"
     _shared: list[torch.Tensor]
-    _hosts = Hosts([], [])
+    _leaders: Sequence[int] = ()
     _watch: Rounds | None = None
 
     def begin(self, replica: Replica) -> None:
@@ -209,10 +209,10 @@ class WildElastic(OwnPaceElastic):
         exchange = Exchange.of(group)
         self._rate = moving_rate_for(group.size(), self._given_rate)
         start = self._start(exchange, _HOST_MEMORY)
-        self._shared, self._hosts = share(group, start)
-        self._first = self._hosts.mates.index(group.rank()) / len(self._hosts.mates)
-        if len(self._hosts.leaders) > 1 and group.rank() in self._hosts.leaders:
-            self._rounds = Rounds(self._host_group(self._hosts.leaders), start, None)
+        self._shared, self._leaders, mates = share(group, start)
+        self._first = mates.index(group.rank()) / len(mates)
+        if len(self._leaders) > 1 and group.rank() in self._leaders:
+            self._rounds = Rounds(self._host_group(self._leaders), start, None)
         self._watch = Rounds(group, (), None)
         self._counts["own_pulls"] = 0
 
@@ -255,7 +255,7 @@ class WildElastic(OwnPaceElastic):
         return self._named([from_first_rank(exchange, copy) for copy in copies])
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "hosts": len(self._hosts.leaders)}
+        return {**super().stats(), "hosts": len(self._leaders)}
 
     def close(self) -> None:
         if self._watch is not None:

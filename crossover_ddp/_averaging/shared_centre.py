@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,6 @@ _CHUNKS: Final = 64
 _SMALLEST_CHUNK: Final = 1 << 8
 _LARGEST_CHUNK: Final = 1 << 16
 _NET_NAMESPACE: Final = "/proc/self/ns/net"
-
-
-class Hosts(NamedTuple):
-    """Who shares a host with whom.
-
-    ``leaders``: the first rank of each host, in the order of ranks. ``mates``: the ranks of this one.
-    """
-
-    leaders: list[int]
-    mates: list[int]
 
 
 def pull_shared(
@@ -77,8 +67,13 @@ def chunks_from(first: float, pieces: Sequence[torch.Tensor]) -> list[tuple[int,
     return [*chunks[begin:], *chunks[:begin]]
 
 
-def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Hosts]:
+def share(
+    group: dist.ProcessGroup, start: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
     """Make one centre for each host, which begins with ``start``, and open it on all its ranks. **Collective**.
+
+    Returns:
+        This host's, the first rank of each host, in the order of ranks, and this host's ranks.
 
     On failure: ``SegmentError`` on all ranks, if it fails on one of them.
     """
@@ -109,7 +104,7 @@ def share(group: dist.ProcessGroup, start: Sequence[torch.Tensor]) -> tuple[list
 
         opened: list[list[torch.Tensor]] = []
         _on_all_ranks(group, lambda: opened.append(open_it()))
-    return opened[0], Hosts(leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]])
+    return opened[0], leaders, [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
 
 
 def _vectors(memory: mmap.mmap, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

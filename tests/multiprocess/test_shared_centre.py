@@ -30,8 +30,8 @@ def write(rank: int, world_size: int) -> tuple[float, bool, bool, float]:
     torch.set_num_threads(1)
     exchange = exchange_of_all()
     start = [torch.zeros(NUMEL)]
-    (centre,), hosts = share(world(), start)
-    assert hosts.leaders == [0] and hosts.mates == list(range(world_size))
+    (centre,), leaders, mates = share(world(), start)
+    assert leaders == [0] and mates == list(range(world_size))
     exchange.gather_numbers([0.0], torch.device("cpu"))
     ones = torch.ones(NUMEL)
     for _ in range(WRITES):
@@ -58,10 +58,10 @@ def pull(rank: int, world_size: int) -> tuple[float, float]:
     exchange = exchange_of_all()
     values = [torch.full((70_000,), float(rank)), torch.full((61,), float(rank), dtype=torch.bfloat16)]
     starts = [torch.zeros(70_061)]
-    (centre,), hosts = share(world(), starts)
+    (centre,), _, mates = share(world(), starts)
     before = sum(float(each.double().sum()) for each in values)
     for _ in range(40):
-        pull_shared(centre, values, 0.1, hosts.mates.index(rank) / len(hosts.mates))
+        pull_shared(centre, values, 0.1, mates.index(rank) / len(mates))
         exchange.gather_numbers([0.0], torch.device("cpu"))
     gone = before - sum(float(each.double().sum()) for each in values)
     table = exchange.gather_numbers([gone], torch.device("cpu"))
