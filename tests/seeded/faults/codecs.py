@@ -59,6 +59,20 @@ CODECS: Final[tuple[Fault, ...]] = (
         (_KFAC, "-k", "int8_directions and 2"),
     ),
     Fault(
+        "what owners with work have kept is lost in a drained step",
+        "crossover_ddp/_compression/coded_link.py",
+        "        self._coded.add_own(flat, self._part)\n",
+        "",
+        ("tests/unit/compression/test_coded_link.py", "-k", "owners_make"),
+    ),
+    Fault(
+        "a drained step takes no residuals with it",
+        "crossover_ddp/_compression/compression.py",
+        "if known is None or is_exact:",
+        "if known is None:",
+        (_CODECS, "-k", "drained and crossover"),
+    ),
+    Fault(
         "an owner's residual counts once, not as often as there are ranks",
         "crossover_ddp/_compression/coded_link.py",
         "0 if self.has_work else len(self.parts)",
