@@ -19,7 +19,7 @@ two matrices for each matrix owned, instead of one for each matrix of the model.
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class _Round:
     until the next backward pass.
     """
 
-    def __init__(self, settings: Sequence[DirectionSettings], scale: float) -> None:
+    def __init__(self, settings: Mapping[int, DirectionSettings], scale: float) -> None:
         self.settings, self.scale = settings, scale
         self.directions: dict[int, Tensor] = {}
         self.squared_norms: dict[int, Tensor] = {}
@@ -332,9 +332,10 @@ class MuonState(Pausable):
         numbers = [number for number, _ in contents if number is not None]
         spans = [span for number, span in contents if number is not None]
         owners, itemsize = [self.owners[number] for number in numbers], flat.itemsize
+        numels = [self._matrices[number].numel() for number in numbers]
         items = [
-            Item(owner, span.numel, direction_numel(span.numel, itemsize))
-            for owner, span in zip(owners, spans, strict=True)
+            Item(owner, numel, direction_numel(numel, itemsize))
+            for owner, numel in zip(owners, numels, strict=True)
         ]
         norms = [Item(owner, 0, -(-_NORM_BYTES // itemsize)) for owner in owners]
         passing = tuple([span for number, span in contents if number is None])
@@ -449,11 +450,11 @@ class MuonState(Pausable):
                 if id(matrix) in self._number_of:
                     yield self._number_of[id(matrix)], group
 
-    def _settings(self) -> list[DirectionSettings]:
+    def _settings(self) -> dict[int, DirectionSettings]:
         """Return those of each matrix at this moment."""
-        return [
-            settings for _, settings in sorted((n, DirectionSettings.of(g)) for n, g in self._in_groups())
-        ]
+        groups = [(DirectionSettings.of(group), group["params"]) for group in self.muon.param_groups]
+        numbers = [(settings, map(self._number_of.get, map(id, matrices))) for settings, matrices in groups]
+        return {number: settings for settings, own in numbers for number in own if number is not None}
 
     def _forget(self) -> None:
         self._waiting = None

@@ -6,6 +6,7 @@ the guards are taken away, before it is entered, from outside of the graph. All 
 from traced code are disabled for dynamo.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -87,16 +88,12 @@ def _is_of_a_cuda_graph(forward: Any) -> bool:
     return getattr(forward, "__module__", None) == "torch.cuda.graphs"
 
 
-class OwnHook:
-    """A hook of a module, for this module only: a copy gets one that does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call it, if there is anything to call."""
-        if self._call is not None:
-            self._call(*args)
+class OwnHook(functools.partial[None]):
+    """A hook of a module, for this module only: a copy gets one that does nothing. No Python of ours calls it."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return OwnHook, ()
+        return OwnHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    return None

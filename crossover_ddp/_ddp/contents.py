@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .layout import Span, spans_of
+from .layout import Span
 
 
 class Content(NamedTuple):
@@ -17,17 +17,6 @@ class Content(NamedTuple):
     parameter: Tensor
     gradient: Tensor
     span: Span
-
-
-class Sharded(NamedTuple):
-    """A flat tensor, and how many elements of it each rank owns."""
-
-    tensor: Tensor
-    layout: tuple[int, ...]
-
-    def part(self, rank: int) -> Tensor:
-        """Return what ``rank`` owns."""
-        return part_of(self.tensor, spans_of(self.layout)[rank])
 
 
 class Run(NamedTuple):
@@ -75,6 +64,8 @@ def view_of(part: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    if parameter.is_contiguous():
+        return parameter.stride()
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != expected:  # with gaps, or overlapping: DDP takes the contiguous order

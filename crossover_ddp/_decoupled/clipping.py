@@ -33,42 +33,26 @@ def clip(
     if not in_parts:
         pending.make_whole()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    norm = _norm_of_parts(pending.shares, norm_type, group, parameters[0].device)
+    shares = pending.shares
+    norm = _norm_of_parts(shares, norm_type, group, parameters[0].device)
     if norm is None:
         pending.make_whole()
-        return _clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-    if error_if_nonfinite:
-        _check_finite(norm, norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for share in pending.shares:
-        share.clip(factor)
-    return norm
-
-
-def _clip_whole(
-    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-) -> torch.Tensor:
-    """Clip gradients that are whole; return their norm, which is that of `_norm_of_parts`."""
-    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    total = _Norm(norm_type, gradients[0].device)
-    for gradient in gradients:
-        total.add(torch.view_as_real(gradient) if gradient.is_complex() and norm_type == 2.0 else gradient)
-    norm = total.of(total.summed, [gradient.dtype.to_real() for gradient in gradients])
-    if error_if_nonfinite:
-        _check_finite(norm, norm_type)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-def _check_finite(norm: torch.Tensor, norm_type: float) -> None:
-    """Raise what torch raises, for the same reason."""
-    if not bool(norm.isfinite()):
+        shares, gradients = [], [p.grad.detach() for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        summed = _sum_of_powers(gradients, norm_type, gradients[0].device)
+        norm = _root(summed, norm_type, [gradient.dtype.to_real() for gradient in gradients])
+    if error_if_nonfinite and not bool(norm.isfinite()):  # what torch raises, for the same reason
         raise RuntimeError(
             f"expected a finite norm of the gradients, got norm={norm.item()} for norm_type={norm_type}; "
             "look for the step that blew up, or pass error_if_nonfinite=False"
         )
+    if not shares:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for share in shares:
+        share.clip(factor)
+    return norm
 
 
 def _norm_of_parts(
@@ -85,11 +69,8 @@ def _norm_of_parts(
             f"expected norm_type=2 for complex gradients, got norm_type={norm_type}; call flush() and "
             "torch.nn.utils.clip_grad_norm_"
         )
-    total = _Norm(norm_type, device)
-    for share in shares:
-        for piece in share.own_pieces(process_group.rank()):
-            total.add(piece)
-    summed = total.summed
+    pieces = [piece for share in shares for piece in share.own_pieces(process_group.rank())]
+    summed = _sum_of_powers(pieces, norm_type, device)
     # gloo's maximum loses NaN.
     is_nan, is_whole = summed.isnan(), torch.full_like(summed, not shares)
     exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), is_nan, is_whole))
@@ -98,34 +79,30 @@ def _norm_of_parts(
     )
     if not shares or exchanged[2]:
         return None
-    norm = total.of(
-        torch.where(exchanged[1] > 0, math.nan, exchanged[0]), [share.buffer.dtype for share in shares]
-    )
+    summed = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
+    norm = _root(summed, norm_type, [share.buffer.dtype for share in shares])
     return norm if shares[0].factor is None else norm * shares[0].factor
 
 
-class _Norm:
-    """A p-norm in the making, see [Note: one norm]."""
-
-    def __init__(self, norm_type: float, device: torch.device) -> None:
-        self.summed = torch.zeros((), dtype=torch.float64, device=device)
-        self._norm_type = norm_type
-        self._is_infinite = math.isinf(norm_type)
-
-    def add(self, values: torch.Tensor) -> None:
-        if self._is_infinite:
-            self.summed = torch.maximum(self.summed, self._of_piece(values, None))
-            return
+def _sum_of_powers(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of the numbers' powers, or the greatest of them, see [Note: one norm]."""
+    summed = torch.zeros((), dtype=torch.float64, device=device)
+    for values in tensors:
+        if math.isinf(norm_type):
+            norm = torch.linalg.vector_norm(values, norm_type)
+            summed = torch.maximum(summed, norm.to(device, torch.float64))
+            continue
+        if values.is_complex() and norm_type == 2.0:  # as parts have them
+            values = torch.view_as_real(values)
         dtype = torch.complex128 if values.is_complex() else torch.float64
         # In pieces: torch makes a copy in the type of the sum.
         for piece in values.reshape(-1).split(_PIECE_NUMEL):
-            self.summed = self.summed + self._of_piece(piece, dtype) ** self._norm_type
+            norm = torch.linalg.vector_norm(piece, norm_type, dtype=dtype)
+            summed = summed + norm.to(device, torch.float64) ** norm_type
+    return summed
 
-    def _of_piece(self, piece: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        norm: torch.Tensor = torch.linalg.vector_norm(piece, self._norm_type, dtype=dtype)
-        return norm.to(self.summed.device, torch.float64)
 
-    def of(self, summed: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-        """Return the norm whose sum is ``summed``, in the widest of the gradients' types."""
-        norm: torch.Tensor = summed if self._is_infinite else summed ** (1.0 / self._norm_type)
-        return norm.to(functools.reduce(torch.promote_types, dtypes))
+def _root(summed: torch.Tensor, norm_type: float, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
+    """Return the norm whose powers have this sum, in the widest of the gradients' types."""
+    norm: torch.Tensor = summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
+    return norm.to(functools.reduce(torch.promote_types, dtypes))

@@ -12,10 +12,8 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +34,7 @@ END: Final = WARM_UP + BLOCK * BLOCKS
 _WORTH_IT: Final = 0.99
 """Not deferring must take less than this part of the time: where both are alike, defer."""
 
-_STEPS_KEPT: Final = 16
+STEPS_KEPT: Final = 16
 
 Agree = Callable[[Sequence[float]], list[list[float]]]
 
@@ -91,87 +89,35 @@ class Trial:
         )
 
 
-@dataclass
-class RecordedStep:
-    """One recorded step; seconds since its forward began, of which ``lost_s`` were no compute."""
+class RecordedStep(NamedTuple):
+    """A step whose buckets all came, and were updated, in its forward: moments of `time.monotonic`.
 
-    begin_s: float
-    forward_end_s: float = 0.0
-    lost_s: float = 0.0
-    reached_s: dict[int, float] = field(default_factory=dict)  # by bucket: when forward needs it
-    update_s: dict[int, float] = field(default_factory=dict)
-    ready_s: list[float] = field(default_factory=list)  # by bucket: when backward completed it
-    buckets: list[int] = field(default_factory=list)  # their bytes
-    cpu_s: float = 0.0
-    """Processor time of other threads."""
-
-
-class StepTimes:
-    """Record the last steps; not thread-safe, all calls come from the training threads, one after the other.
-
-    Attributes:
-        steps: the recorded ones, which all had the same buckets.
+    ``cpu_s``: processor time of other threads. ``updates``: by bucket, when forward asked for it, when it had come, and
+    when it was updated. ``buckets``: their bytes, and when backward had made them.
     """
 
-    def __init__(self) -> None:
-        self.steps: deque[RecordedStep] = deque(maxlen=_STEPS_KEPT)
-        self._current: RecordedStep | None = None
+    begin_s: float
+    forward_end_s: float
+    cpu_s: float
+    updates: Sequence[tuple[float, float, float]]
+    buckets: Sequence[tuple[int, float]]
 
-    def begin(self) -> None:
-        """A forward of the model begins to compute; of several per step the last one counts."""
-        self._current = RecordedStep(time.monotonic(), cpu_s=-_other_threads_s())
-
-    def updated(self, number: int, begin_s: float, waited_s: float) -> None:
-        """A bucket was asked for at ``begin_s``, had come at ``waited_s``, and has been updated now."""
-        step = self._current
-        if step is not None and not step.forward_end_s:
-            now_s = time.monotonic()
-            step.reached_s[number] = begin_s - step.begin_s - step.lost_s
-            step.update_s[number] = now_s - waited_s
-            step.lost_s += now_s - begin_s
-
-    def forward_ends(self) -> None:
-        """Forward has computed."""
-        if self._current is not None:
-            self._current.forward_end_s = time.monotonic() - self._current.begin_s
-
-    def bucket_ready(self, size_bytes: int) -> None:
-        """The next bucket of backward is complete."""
-        step = self._current
-        if step is not None:
-            step.ready_s.append(time.monotonic() - step.begin_s)
-            step.buckets.append(size_bytes)
-
-    def end(self) -> None:
-        """Backward has computed its last bucket; keep the step only if forward reached every bucket."""
-        step, self._current = self._current, None
-        if step is None or not len(step.reached_s) == len(step.buckets) > 0:
-            return
-        step.cpu_s += _other_threads_s()
-        # Other buckets: what was recorded before says nothing of them.
-        if self.steps and self.steps[-1].buckets != step.buckets:
-            self.steps.clear()
-        self.steps.append(step)
-
-    def forget(self) -> None:
-        """Drop everything: the buckets have changed."""
-        self.steps.clear()
-        self._current = None
+    def computed_s(self, until_s: float) -> float:
+        """Return the seconds from the beginning to ``until_s`` in which forward has not waited or updated."""
+        return (
+            until_s - self.begin_s - sum([done - asked for asked, _, done in self.updates if asked < until_s])
+        )
 
 
-def _other_threads_s() -> float:
-    return time.process_time() - time.thread_time()
-
-
-def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
+def plan_from(steps: Sequence[RecordedStep], group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
     """Return rank 0's plan on all ranks; see `DecoupledState.plan_buckets`. **Collective**."""
-    workload = workload_of(times)
+    workload = workload_of(steps)
     if device.type != "cpu":
         raise UnsupportedConfigurationError(
             f"expected CPU devices to plan for, got device={device}; choose bucket_cap_mb by hand: "
             "a sixteenth of the model is a good start"
         )
-    cpu_s = cpu_s_of(times) if torch.get_num_threads() == 1 else 0.0  # torch's own threads would be counted
+    cpu_s = cpu_s_of(steps) if torch.get_num_threads() == 1 else 0.0  # torch's own threads would be counted
     recorded, link = recorded_by_all(
         group,
         None if workload is None else (workload, cpu_s),
@@ -182,28 +128,25 @@ def plan_from(times: StepTimes, group: dist.ProcessGroup, device: torch.device) 
     return plan_buckets(work, dataclasses.replace(link, cpu_s=cpu_s))
 
 
-def workload_of(times: StepTimes) -> Workload | None:
+def workload_of(steps: Sequence[RecordedStep]) -> Workload | None:
     """Return the medians over the recorded steps, or None if there is none."""
-    steps = list(times.steps)
     if not steps:
         return None
     buckets = tuple(
         [
             BucketTimes(
                 size_bytes,
-                statistics.median(step.ready_s[place] - step.forward_end_s for step in steps),
-                statistics.median(step.reached_s[place] for step in steps),
-                statistics.median(step.update_s[place] for step in steps),
+                statistics.median(step.buckets[place][1] - step.forward_end_s for step in steps),
+                statistics.median(step.computed_s(step.updates[place][0]) for step in steps),
+                statistics.median(step.updates[place][2] - step.updates[place][1] for step in steps),
             )
-            for place, size_bytes in enumerate(steps[-1].buckets)
+            for place, (size_bytes, _) in enumerate(steps[-1].buckets)
         ]
     )
-    forward_s = statistics.median(step.forward_end_s - step.lost_s for step in steps)
+    forward_s = statistics.median(step.computed_s(step.forward_end_s) for step in steps)
     return Workload(forward_s, max(bucket.ready_s for bucket in buckets), buckets)
 
 
-def cpu_s_of(times: StepTimes) -> float:
+def cpu_s_of(steps: Sequence[RecordedStep]) -> float:
     """Return the processor time of other threads per half of a bucket's exchange; 0 if nothing is recorded."""
-    if not times.steps:
-        return 0.0
-    return statistics.median(step.cpu_s / (2 * len(step.buckets)) for step in times.steps)
+    return statistics.median(step.cpu_s / (2 * len(step.buckets)) for step in steps) if steps else 0.0

@@ -12,7 +12,6 @@ not is brought up to date before any forward.
 """
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import Any
@@ -25,83 +24,20 @@ from crossover_ddp._ddp.compiled import OwnHook, compiled_call, compiled_modules
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 Entry = nn.Parameter | None
-
-
-class Watch:
-    """The parameters that must not be read as they are, and what to do about it.
-
-    ``stale`` says by the parameter's id what is pending for it; ``order`` when forward first reads it, as far as that
-    was seen. While ``recording``, reads extend it.
-
-    Args:
-        update: do what is pending; whatever is up to date then leaves ``stale``.
-        look: called before any read of parameters.
-        call: called before the forward of any guarded module.
-    """
-
-    def __init__(
-        self,
-        update: Callable[[Any], None],
-        look: Callable[[], None] | None = None,
-        call: Callable[[], None] | None = None,
-    ) -> None:
-        self.stale: dict[int, Any] = {}
-        self.order: dict[int, int] = {}
-        self.recording = False
-        self.reads = uncompiled(self._reads)
-        self.before_forward = uncompiled(self._before_forward)
-        self._update = update
-        self._look = look or _nothing
-        self._call = call or _nothing
-        self._blind: set[int] = set()
-
-    def _reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        """Somebody is about to read these parameters."""
-        if threading.get_ident() in self._blind:
-            return
-        self._look()
-        for parameter in parameters:
-            if parameter is not None:
-                if self.recording:
-                    self.order.setdefault(id(parameter), len(self.order))
-                pending = self.stale.get(id(parameter))
-                if pending is not None:
-                    self._update(pending)
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """See what the module's forward reads through references of its own."""
-        self._call()
-        self._reads([*dict.values(module._parameters)])
-
-    def names_in_order(self, network: nn.Module) -> list[str]:
-        """Return the names of the parameters in the order in which forward reads them."""
-        names = {id(p): name for name, p in named_entries(network)}
-        return [names[key] for key in sorted(self.order, key=lambda key: self.order[key]) if key in names]
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Let this thread read what it likes: it does not look at values."""
-        thread = threading.get_ident()
-        if thread in self._blind:
-            yield
-            return
-        self._blind.add(thread)
-        try:
-            yield
-        finally:
-            self._blind.discard(thread)
+Reads = Callable[[Iterable[torch.Tensor | None]], None]
 
 
 class GuardedParameters(dict[str, Entry]):
     """The parameters of one module, up to date whenever they are read. Copies of it are plain dictionaries."""
 
-    def __init__(self, entries: dict[str, Entry], watch: Watch) -> None:
+    def __init__(self, entries: dict[str, Entry], is_fresh: Callable[[Entry], bool], reads: Reads) -> None:
         super().__init__(entries)
-        self._watch = watch
+        self._is_fresh, self._reads = is_fresh, reads
 
     def __getitem__(self, name: str) -> Entry:
         entry = dict.__getitem__(self, name)
-        self._watch.reads((entry,))
+        if not self._is_fresh(entry):  # `reads` keeps dynamo out, which costs as much as a small layer
+            self._reads((entry,))
         return entry
 
     # Overriding it keeps ``dict(self)`` and ``{**self}`` from reading around ``__getitem__``.
@@ -114,18 +50,18 @@ class GuardedParameters(dict[str, Entry]):
 
     def items(self) -> ItemsView[str, Entry]:  # type: ignore[override]  # the view is of a private class
         """As ``dict.items``."""
-        self._watch.reads(super().values())
+        self._reads(super().values())
         return super().items()
 
     def values(self) -> ValuesView[Entry]:  # type: ignore[override]  # the same
         """As ``dict.values``."""
-        self._watch.reads(super().values())
+        self._reads(super().values())
         return super().values()
 
     def pop(self, name: str, *default: Any) -> Any:
         """As ``dict.pop``."""
         if name in self:
-            self._watch.reads((super().__getitem__(name),))
+            self._reads((super().__getitem__(name),))
         return super().pop(name, *default)
 
     def copy(self) -> dict[str, Entry]:
@@ -157,10 +93,10 @@ class _Guard:
             len(variables["_parameters"]) == self.count and variables.get("_compiled_call_impl") is self.call
         )
 
-    def up(self, watch: Watch, key: int) -> None:
+    def up(self, is_fresh: Callable[[Entry], bool], reads: Reads, key: int) -> None:
         variables = vars(self.module)
         self.plain = variables["_parameters"]
-        self.guarded = variables["_parameters"] = GuardedParameters(self.plain, watch)
+        self.guarded = variables["_parameters"] = GuardedParameters(self.plain, is_fresh, reads)
         if self.hook is not None:
             hooks = variables["_forward_pre_hooks"]
             hooks[key] = self.hook
@@ -174,10 +110,11 @@ class _Guard:
             variables["_forward_pre_hooks"].pop(key, None)
         if variables["_parameters"] is not guarded:
             return
-        now = [*dict.items(guarded)]
-        if len(now) != len(self.plain) or not all(self.plain.get(name) is entry for name, entry in now):
+        now, then = dict.values(guarded), self.plain.values()
+        if [*map(id, now)] != [*map(id, then)] or guarded.keys() != self.plain.keys():
+            entries = [*dict.items(guarded)]
             self.plain.clear()
-            self.plain.update(now)
+            self.plain.update(entries)
         variables["_parameters"] = self.plain
 
 
@@ -207,9 +144,8 @@ class Region:
 
     def _do_enter(self) -> None:
         if self._owner.are_up:
-            self._owner.watch._call()
             for guard in self.guards:
-                self._owner.watch.reads([*dict.values(guard.module._parameters)])
+                self._owner.before_forward(guard.module)
                 guard.down(self._owner.key)
 
     def _wrap(self, call: Callable[..., Any]) -> None:
@@ -229,14 +165,28 @@ class Region:
 class Guards:
     """Guards of all parameters of ``network``, up or down.
 
+    Args:
+        network: of the model.
+        is_fresh: tells whether nothing is to be done before a parameter is read.
+        reads: called with parameters that somebody is about to read; whatever is pending for them is done then.
+        before: called before the forward of any guarded module.
+
     On failure: raises ``UnsupportedConfigurationError`` for modules that cannot be guarded.
     """
 
-    def __init__(self, network: nn.Module, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        is_fresh: Callable[[Entry], bool],
+        reads: Reads,
+        before: Callable[[], None],
+    ) -> None:
         self.are_up = False
         self.network = network
-        self._before_forward = OwnHook(watch.before_forward)
+        self._is_fresh, self._reads, self._before = is_fresh, reads, before
+        self._uncompiled_reads = uncompiled(reads)
+        self._hook = OwnHook(uncompiled(self.before_forward))
         self.key = RemovableHandle(OrderedDict()).id  # of a hook, unique in the process
         self._guards: list[_Guard] = []
         self._regions: list[Region] = []
@@ -250,7 +200,7 @@ class Guards:
             self._scan()
         self.are_up = True
         for guard in self._guards:
-            guard.up(self.watch, self.key)
+            guard.up(self._is_fresh, self._uncompiled_reads, self.key)
 
     def down(self) -> None:
         """Leave the network as it was."""
@@ -258,6 +208,11 @@ class Guards:
             self.are_up = False
             for guard in self._guards:
                 guard.down(self.key)
+
+    def before_forward(self, module: nn.Module, *_: Any) -> None:
+        """See what the module's forward reads through references of its own."""
+        self._before()
+        self._reads([*dict.values(module._parameters)])
 
     def close(self) -> None:
         """Let the network go."""
@@ -274,7 +229,7 @@ class Guards:
         entries = [*compiled_modules(self.network)]
         inside = {id(module) for entry in entries for module in entry.modules()}
         self._guards = [
-            _Guard(module, None if id(module) in inside else self._before_forward)
+            _Guard(module, None if id(module) in inside else self._hook)
             for module in self.network.modules()
             if module is self.network or module._parameters
         ]
@@ -287,16 +242,6 @@ class Guards:
             guard.call = compiled_call(guard.module)
 
 
-def named_entries(network: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and parameters as they are, past all guards."""
-    seen: set[int] = set()
-    for prefix, module in network.named_modules():
-        for name, entry in dict.items(module._parameters):
-            if entry is not None and id(entry) not in seen:
-                seen.add(id(entry))
-                yield f"{prefix}.{name}" if prefix else name, entry
-
-
 def _check_not_scripted(network: nn.Module) -> None:
     scripted = [
         name or "the model" for name, m in network.named_modules() if isinstance(m, torch.jit.ScriptModule)
@@ -306,7 +251,3 @@ def _check_not_scripted(network: nn.Module) -> None:
             f"expected modules whose parameters are read in Python, got {scripted[0]} made by torch.jit; train the "
             "module that it was made of and script it afterwards, or use crossover_hook"
         )
-
-
-def _nothing() -> None:
-    """For a watch that wants to know no more."""

@@ -44,7 +44,7 @@ from torch.optim import Muon, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossover_ddp._ddp.checks import check_not_joined
-from crossover_ddp._ddp.contents import Sharded, contents_of, part_of, view_of
+from crossover_ddp._ddp.contents import contents_of, part_of, view_of
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
@@ -67,7 +67,7 @@ from crossover_ddp._owners.optimizer import (
     Update,
     copy_on,
 )
-from crossover_ddp._owners.packing import Item, packing
+from crossover_ddp._owners.packing import Item, Packing, packing
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 from .pending import Pending, Share, as_in_step, check_not_scaled
@@ -231,6 +231,7 @@ class Owners:
         _check_parameters(parameters)
         self.kept = Kept(optimizers, self.owner_of, self.rank)
         self._group, self._pending, self._take_turn = group, pending, take_turn
+        self._packings: dict[tuple[int, ...], Packing] = {}
         self._dropped: set[int] = set()
         self._skipped = 0
         self._failure: Exception | None = None
@@ -257,7 +258,7 @@ class Owners:
         """Return bytes: "state" of the optimizers, "buffers" of what is under way."""
         under_way = _owned([*self._pending.shares, *dict.fromkeys(self._pending.stale.values())])
         travelling = [each for share in under_way for each in (share.packed.there, share.packed.back)]
-        buffers = {id(each.tensor): each.tensor.nbytes for each in travelling}
+        buffers = {id(each): each.nbytes for each in travelling}
         return {"state": self.kept.nbytes, "buffers": sum(buffers.values())}
 
     # --- backward and forward --------------------------------------------------------------------------------
@@ -277,6 +278,28 @@ class Owners:
                 "expected step() between two exchanges, got a second backward() without it; accumulate gradients in "
                 "model.no_sync(), or drop them by zero_grad() of all optimizers if the step is to be skipped"
             )
+
+    def packing_of(self, bucket: dist.GradBucket) -> Packing:
+        """Return where the bucket's parameters lie by owner; looked at once in a bucket's life."""
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        key = tuple([*map(id, parameters)])
+        if (found := self._packings.get(key)) is None:
+            contents_of(bucket, buffer)  # refuses a layout that is not known
+            if any(each.dtype != buffer.dtype for each in parameters):
+                raise UnsupportedConfigurationError(
+                    f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters "
+                    "travel in their place: use owners=None"
+                )
+            items = [
+                Item(
+                    self.owner_of[id(each)],
+                    each.numel(),
+                    self.of(each).returning_numel(each.numel(), buffer.itemsize),
+                )
+                for each in parameters
+            ]
+            found = self._packings[key] = packing(self.size, tuple(items))
+        return found
 
     def check_known(self, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that have no owner."""
@@ -301,7 +324,8 @@ class Owners:
         taken = Exchange.of(self._group).carry(
             bucket, lambda _, link: summed(packed, link), turn=turn, state=state, hands_back=True
         )
-        place, views = len(self._pending.shares), packed.gradients if copies else None
+        views: Mapping[int, torch.Tensor] | None = {} if copies else None  # `land` copies none
+        place = len(self._pending.shares)
         return OwnedShare(taken, parameters, bucket.buffer(), place, views, packed=packed, owners=self)
 
     def before_forward(self, model: DistributedDataParallel | None) -> None:
@@ -378,7 +402,7 @@ class Owners:
                 f"expected step() of all optimizers once after each backward(), got a second one of "
                 f"{type(owned.optimizer).__name__} before all had stepped; call each once, one after the other"
             )
-        with pending.watch.unwatched():
+        with pending.unwatched():
             plans[number] = owned.partial.plan()
         updates = [update for share in pending.shares for update in share.updates]
         if {self.number_of[id(update.parameter)] for update in updates} <= {*plans}:
@@ -390,13 +414,12 @@ class Owners:
         """Take the step for what this rank owns, as the sums arrive; send what comes of it to the others."""
         exchange = Exchange.of(self._group)
         self._take_turn(shares[0].bucket.wait_for_sum)
-        with as_in_step(shares[0].buffer.device.type), self._pending.watch.unwatched():
+        with as_in_step(shares[0].buffer.device.type), self._pending.unwatched():
             for share in shares:
                 share.receive()
                 try:
                     for number, plan in plans.items():
-                        own = [each for each in share.owned_updates(plan) if each.is_own]
-                        self.each[number].compute(plan, own)
+                        self.each[number].compute(plan, share.own_updates(plan))
                 except Exception as error:
                     exchange.fail(share.made, error)  # other ranks wait for it
                     raise
@@ -405,9 +428,8 @@ class Owners:
         self._skipped = 0
         # Forward needs first what backward has made last.
         for share in reversed(shares):
-            back, link = share.packed.back, share.bucket.link
-            way = functools.partial(_brought_back, back)
-            share.arriving = exchange.begin(way, back.tensor.device, share.made, deferred=True, link=link)
+            way, device = functools.partial(brought_back, share.packed), share.buffer.device
+            share.arriving = exchange.begin(way, device, share.made, deferred=True, link=share.bucket.link)
 
         def take_over(share: Share) -> None:
             for number, plan in plans.items():
@@ -434,14 +456,16 @@ class Packed(NamedTuple):
     """A bucket's parameters by owner, see [Note: two buffers].
 
     Args:
+        plan: where what lies.
         there: what is summed.
         back: what owners send; the same buffer where new values travel.
-        gradients: by the parameter's id, in ``there``.
+        gradients: by the parameter's id, in ``there``, of what this rank owns.
         pieces: what comes back of it, in ``back``.
     """
 
-    there: Sharded
-    back: Sharded
+    plan: Packing
+    there: torch.Tensor
+    back: torch.Tensor
     gradients: Mapping[int, torch.Tensor]
     pieces: Mapping[int, torch.Tensor]
 
@@ -449,33 +473,18 @@ class Packed(NamedTuple):
 @torch.no_grad()
 def pack(bucket: dist.GradBucket, owners: Owners) -> Packed:
     """Return the bucket's gradients by owner, and withhold them in the bucket."""
-    buffer = bucket.buffer()
-    contents = contents_of(bucket, buffer)
-    if any(each.parameter.dtype != buffer.dtype for each in contents):
-        raise UnsupportedConfigurationError(
-            f"expected gradients of the parameters' own type, got {buffer.dtype} ones; updated parameters travel "
-            "in their place: use owners=None"
-        )
-    parameters = [each.parameter for each in contents]
-    items = [
-        Item(
-            owners.owner_of[id(parameter)],
-            span.numel,
-            owners.of(parameter).returning_numel(span.numel, buffer.itemsize),
-        )
-        for parameter, _, span in contents
-    ]
-    plan = packing(owners.size, tuple(items))
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    plan = owners.packing_of(bucket)
     there = buffer.new_empty(sum(plan.there))
     # No piece is larger than its gradient: as many elements in all means as many of each.
     back = there if sum(plan.back) == sum(plan.there) else buffer.new_empty(sum(plan.back))
-    for each, place in zip(contents, plan.items, strict=True):
-        part_of(there, place.there).copy_(part_of(buffer, each.span))
+    places = [part_of(there, place.there) for place in plan.items]
+    torch._foreach_copy_(places, buffer.split([p.numel() for p in parameters]))
     withhold(buffer)
-    placed = [*zip(parameters, plan.items, strict=True)]
-    gradients = {id(p): view_of(part_of(there, place.there), p) for p, place in placed}
-    pieces = {id(p): owners.of(p).piece(part_of(back, place.back), p) for p, place in placed}
-    return Packed(Sharded(there, plan.there), Sharded(back, plan.back), gradients, pieces)
+    placed = [*zip(parameters, plan.items, places, strict=True)]
+    gradients = {id(p): view_of(own, p) for p, place, own in placed if place.owner == owners.rank}
+    pieces = {id(p): owners.of(p).piece(part_of(back, place.back), p) for p, place, _ in placed}
+    return Packed(plan, there, back, gradients, pieces)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -502,23 +511,29 @@ class OwnedShare(Share):
         The mean goes where plain DDP would leave it: sums over matrices may depend on where these begin in memory.
         """
         self.bucket.wait_for_sum()
-        if self.factor is not None:
-            self.packed.there.part(self.owners.rank).mul_(self.factor)
-            self.factor = None
-        for update, gradient in self._own_gradients():
-            update.gradient.data.copy_(gradient)  # counts no version
+        own, factor, self.factor = [*self._own_gradients()], self.factor, None
+        if factor is not None:
+            for _, gradient in own:
+                gradient.mul_(factor)
+        if own:
+            seen = [update.gradient.data for update, _ in own]  # counts no version
+            torch._foreach_copy_(seen, [gradient for _, gradient in own])
 
     def owned_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
-        """Return what comes of the updates of one optimizer, that of ``plan``, which may reuse gradients' memory."""
+        """Return what comes of the updates of one optimizer, that of ``plan``."""
         return [
-            OwnedUpdate(
-                # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
-                Update(update.parameter, update.gradient.data),
-                self.packed.pieces[id(update.parameter)],
-                self._is_own(update),
-            )
+            OwnedUpdate(update, self.packed.pieces[id(update.parameter)], self._is_own(update))
             for update in self.updates
             if id(update.parameter) in plan.group_of
+        ]
+
+    def own_updates(self, plan: StepPlan) -> list[OwnedUpdate]:
+        """Return those that this rank owns; the optimizer may reuse the gradients' memory."""
+        # An alias: what the optimizer does to it is not the user's doing, see [Note: versions].
+        return [
+            each._replace(update=Update(each.update.parameter, each.update.gradient.data))
+            for each in self.owned_updates(plan)
+            if each.is_own
         ]
 
     def clear(self) -> None:
@@ -537,7 +552,7 @@ class OwnedShare(Share):
                 yield update, self.packed.gradients[id(update.parameter)]
 
     def _is_own(self, update: Update) -> bool:
-        return self.owners.owner_of[id(update.parameter)] == self.owners.rank
+        return id(update.parameter) in self.packed.gradients
 
     # --- as of `Share` ---------------------------------------------------------------------------------------
 
@@ -556,12 +571,12 @@ async def summed(packed: Packed, link: Link) -> None:
 
     ``step()`` begins the way back as a journey of its own on the same link, see `Owners._update`.
     """
-    await link.reduce_scatter(packed.there.tensor, packed.there.layout)
+    await link.reduce_scatter(packed.there, packed.plan.there)
 
 
-async def _brought_back(back: Sharded, link: Link) -> None:
+async def brought_back(packed: Packed, link: Link) -> None:
     """Bring what owners have made of them to all."""
-    await link.all_gather(back.tensor, back.layout)
+    await link.all_gather(packed.back, packed.plan.back)
 
 
 def _check_parameters(parameters: Sequence[torch.Tensor]) -> None:

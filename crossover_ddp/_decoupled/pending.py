@@ -12,6 +12,7 @@ it is used. Code that changes gradients or parameters mostly does so in every st
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,6 +26,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
+from crossover_ddp._ddp.checks import named_parameters_of
 from crossover_ddp._engine.buckets import Bucket
 from crossover_ddp._engine.digest import fingerprint
 from crossover_ddp._engine.journeys import Trip
@@ -33,8 +35,8 @@ from crossover_ddp._owners.optimizer import StepPlan, Update
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .clock import StepTimes
-from .guards import Guards, Watch, named_entries
+from .clock import STEPS_KEPT, RecordedStep
+from .guards import Guards
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ class Share:
             mean is copied into them then; DDP allows nothing else.
 
     ``step``: what ``optimizer.step()`` has left to do for it. ``arriving``: what that waits for.
-    ``pending``: its update is still to come.
+    ``pending``: its update is still to come. ``update_s``: when that was asked for, when everything had come, and when
+    it was done.
     """
 
     changed: ClassVar[str] = CHANGED
@@ -116,6 +119,7 @@ class Share:
     step: Callable[["Share"], None] | None = None
     pending: bool = False
     arriving: Trip = field(init=False)
+    update_s: tuple[float, float, float] | None = None
     _gradient_seal: Seal = field(init=False)
     _parameter_seal: Seal | None = None
     _separate: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -128,11 +132,16 @@ class Share:
         """Note which gradients are to be applied; one that the user has dropped is not."""
         self.check_gradients()
         self.updates = []
+        begin, end = self.buffer.data_ptr(), self.buffer.data_ptr() + self.buffer.nbytes
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if not self._is_ours(parameter, gradient):
+            if self.views is not None:
+                is_ours = self._separate.get(id(parameter)) is gradient
+            else:
+                is_ours = begin <= gradient.data_ptr() < end or not gradient.numel()
+            if not is_ours:
                 raise UnsupportedConfigurationError(
                     "expected the gradients that backward() left, got others in their place; "
                     "call flush() before you replace p.grad"
@@ -145,16 +154,14 @@ class Share:
         self._gradient_seal = Seal(self._separate.values())
 
     def land(self) -> None:
-        """Put the mean, which is whole and scaled, where gradients are."""
+        """Put the mean, which is whole and scaled, where gradients still are; the bucket's is applied."""
         if self.views is None or not self._separate:
             return
-        gradients = [gradient.data for gradient in self._separate.values()]  # counts no version
-        torch._foreach_copy_(gradients, [self.views[key] for key in self._separate])
-
-    def _is_ours(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        if self.views is None:
-            return gradient.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
-        return self._separate.get(id(parameter)) is gradient
+        kept = [p for p in self.parameters if p.grad is not None and self._separate.get(id(p)) is p.grad]
+        if kept:  # mostly `zero_grad()` has let them go
+            gradients = [p.grad.data for p in kept if p.grad is not None]  # counts no version
+            torch._foreach_copy_(gradients, [self.views[id(p)] for p in kept])
+        self.updates = [Update(parameter, self.views[id(parameter)]) for parameter, _ in self.updates]
 
     def _sealed(self) -> list[torch.Tensor]:
         return [self.buffer] if self.views is None else [*self._separate.values()]
@@ -230,23 +237,25 @@ class Pending:
         optimizers: whose steps are deferred.
         withheld: whether gradients are nobody's before ``step()``, so that they cannot be made whole.
 
-    ``shares``: the buckets that ``step()`` has not taken. ``known``: ids of the model's parameters. ``plans``: by
-    number, of the optimizers that have stepped, until all have. ``is_settled``: DDP's buckets stay as they are from
-    now on. ``steps``: how many were deferred.
+    ``shares``: the buckets that ``step()`` has not taken. ``stale``: by the parameter's id, those whose updates are
+    still to come. ``known``: ids of the model's parameters. ``plans``: by number, of the optimizers that have stepped,
+    until all have. ``is_settled``: DDP's buckets stay as they are from now on. ``steps``: how many were deferred.
+    ``order``: ids of parameters as forward first reads them, as far as guards have seen it; while ``recording``, reads
+    extend it. ``recorded``: of the last steps, which all had the same buckets.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, withheld: bool = False) -> None:
         self.optimizers = optimizers
         self.lock = threading.RLock()
-        self.times = StepTimes()
-        self.watch = Watch(self._bring_up_to_date, self.look, self.update_unseen)
-        self.stale = self.watch.stale
+        self.stale: dict[int, Share] = {}
+        self.order: dict[int, None] = {}
+        self.recorded: deque[RecordedStep] = deque(maxlen=STEPS_KEPT)
         self.guards: Guards | None = None
         self.known: set[int] = set()
         self.shares: list[Share] = []
         self.plans: dict[int, StepPlan] = {}
         self.is_open = self.is_broken = self.is_settled = False
-        self.in_forward = self.recorded = False
+        self.in_forward = self.recording = self.has_recorded = False
         self.shape: tuple[object, ...] = ()
         self.steps = self._backwards = 0
         self._last_index = -1
@@ -254,7 +263,12 @@ class Pending:
         self._always_checked = environment.is_set(environment.CHECK)
         # Told of parameters that are new, see `DecoupledState.on_update`.
         self.listeners: OrderedDict[int, Callable[[Sequence[torch.Tensor]], object]] = OrderedDict()
+        self._blind: set[int] = set()  # threads
+        self._forward_s = (0.0, 0.0)
+        self._cpu_s = 0.0
+        self._former: list[Share] = []  # of the last step that was deferred
         self._unseen: list[Share] = []  # of which it is not known that forward reads all through guards
+        self._all_seen = False  # as the last step was deferred
         self._warned_of_unseen = False
         self._early_reads = _Often(
             "parameters are read between optimizer.step() and the next forward (a moving average, "
@@ -301,10 +315,19 @@ class Pending:
         self._backwards += 1
         same, self.shape = shape == self.shape, shape
         self.is_settled = same and self._backwards > rebuilt_after
-        self.times.end()
-        if not same:
-            self.times.forget()
+        if same:
+            self._record()
+        else:
+            self.recorded.clear()
         self.raise_guards()
+
+    def _record(self) -> None:
+        """Record the step that ends, if its forward, and nobody else, has asked for every bucket."""
+        begin_s, end_s = self._forward_s
+        updates = [share.update_s for share in self._former if share.update_s is not None]
+        if len(updates) == len(self.shares) > 0 and all([begin_s <= each[0] <= end_s for each in updates]):
+            buckets, cpu_s = self.shares[0].bucket.backward.ready, _other_threads_s() - self._cpu_s
+            self.recorded.append(RecordedStep(begin_s, end_s, cpu_s, updates, buckets))
 
     def note_gradients(self) -> None:
         """Wait for gradients and note them, so that changes show; see [Note: changes that no counter sees]."""
@@ -385,28 +408,26 @@ class Pending:
     def defer(self, step: Callable[[Share], None]) -> None:
         """Have ``step`` done for each bucket that has been collected, when somebody needs its parameters."""
         with self.lock:
-            checked, order = self.is_checked, self.watch.order
+            checked = self.is_checked
             self.steps += 1
             self._unseen = []
             for share in self.shares:
                 share.defer(step, checked=checked)
-                if not all([id(update.parameter) in order for update in share.updates]):
+                if not all([id(update.parameter) in self.order for update in share.updates]):
                     self._unseen.append(share)
                 for parameter in share.parameters:
                     self.stale[id(parameter)] = share
-            if self._unseen and self.recorded and not self._warned_of_unseen:
+            self._all_seen = not self._unseen
+            if self._unseen and self.has_recorded and not self._warned_of_unseen:
                 self._tell_of_unseen()
-            self.shares = []
+            self._former, self.shares = self.shares, []
             self.raise_guards()
 
     def _tell_of_unseen(self) -> None:
         """Say what reads past the guards cost, once."""
-        if self.guards is None:
-            return
         self._warned_of_unseen = True
         updates = [update for share in self._unseen for update in share.updates]
-        unseen = {id(update.parameter) for update in updates} - {*self.watch.order}
-        names = [name for name, entry in named_entries(self.guards.network) if id(entry) in unseen]
+        names = self._names({id(update.parameter) for update in updates} - {*self.order})
         logger.warning(
             "forward does not read %d parameters (%s) through the module that has them (references kept elsewhere, a "
             "CUDA graph, a module not called in every step): correct, but their buckets arrive before forward, not "
@@ -415,7 +436,66 @@ class Pending:
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )
 
+    def names_in_order(self) -> list[str]:
+        """Return the names of the parameters in the order in which forward reads them."""
+        return self._names(self.order)
+
+    def _names(self, parameters: Iterable[int]) -> list[str]:
+        network = None if self.guards is None else self.guards.network
+        names = {} if network is None else {id(p): name for name, p in named_parameters_of(network)}
+        return [names[key] for key in parameters if key in names]
+
     # --- after step() ----------------------------------------------------------------------------------------
+
+    def forward_begins(self, *, may_record: bool) -> None:
+        """Note that forward begins to compute; of several per step the last one counts."""
+        self.recording = may_record and not self._all_seen
+        if self.recording and not self.has_recorded:
+            self.raise_guards()
+
+    def computes(self) -> None:
+        """Note the moment, see `RecordedStep`."""
+        self._forward_s, self._cpu_s = (time.monotonic(), math.inf), _other_threads_s()
+
+    def forward_ends(self) -> None:
+        """Note that forward has computed, and leave nothing open that backward would write into."""
+        self.has_recorded |= self.recording
+        self.recording = False
+        self.update_all()
+        self.make_whole()
+        self.lower_guards()
+        self._forward_s = self._forward_s[0], time.monotonic()
+        self.in_forward = False
+
+    def is_fresh(self, parameter: torch.Tensor | None) -> bool:
+        """Tell whether a read of it needs nothing of `reads`."""
+        return not (self.recording or self.shares or self.plans or id(parameter) in self.stale)
+
+    def reads(self, parameters: Iterable[torch.Tensor | None]) -> None:
+        """Somebody is about to read these parameters."""
+        if threading.get_ident() in self._blind:
+            return
+        self.look()
+        for parameter in parameters:
+            if parameter is not None:
+                if self.recording:
+                    self.order.setdefault(id(parameter))
+                share = self.stale.get(id(parameter))
+                if share is not None:
+                    self._bring_up_to_date(share)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let this thread read what it likes: it does not look at values."""
+        thread = threading.get_ident()
+        if thread in self._blind:
+            yield
+            return
+        self._blind.add(thread)
+        try:
+            yield
+        finally:
+            self._blind.discard(thread)
 
     def update_unseen(self) -> None:
         """Update what forward may read past the guards, see [Note: reads that nobody sees]."""
@@ -443,9 +523,9 @@ class Pending:
 
     def _update(self, share: Share) -> None:
         """Wait for one bucket and apply the optimizer to its parameters."""
-        begin_s = time.monotonic()
+        asked_s = time.monotonic()
         share.arriving.wait()
-        waited_s = time.monotonic()
+        came_s = time.monotonic()
         share.check_gradients()
         share.check_parameters()
         # A signal's handler may read in the middle of it, and gets what is there by then.
@@ -456,7 +536,7 @@ class Pending:
             self.stale.pop(id(parameter), None)
         if share in self._unseen:
             self._unseen.remove(share)
-        self.times.updated(share.place, begin_s, waited_s)
+        share.update_s = asked_s, came_s, time.monotonic()
         self.lower_guards()
         self.tell(share.parameters)
 
@@ -478,8 +558,12 @@ class Pending:
     def lower_guards(self) -> None:
         """Guard nothing if nothing is pending."""
         with self.lock:
-            if self.guards is not None and not (self.stale or self.shares or self.watch.recording):
+            if self.guards is not None and not (self.stale or self.shares or self.recording):
                 self.guards.down()
+
+
+def _other_threads_s() -> float:
+    return time.process_time() - time.thread_time()
 
 
 class _Often:

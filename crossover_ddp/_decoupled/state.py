@@ -237,7 +237,7 @@ class DecoupledState(Pausable):
                 on_zero_grad=functools.partial(self._zeroed, number),
                 on_look=self._look,
                 flush=self.flush,
-                unwatched=self._pending.watch.unwatched,
+                unwatched=self._pending.unwatched,
             )
             self._hooks.enter_context(methods)
         if self._owners is not None:
@@ -368,7 +368,7 @@ class DecoupledState(Pausable):
         self.flush()
         model = self._model()
         device = torch.device("cpu") if model is None else next(model.module.parameters()).device
-        return plan_from(self._pending.times, resolve_group(self.process_group), device)
+        return plan_from(self._pending.recorded, resolve_group(self.process_group), device)
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
@@ -389,7 +389,7 @@ class DecoupledState(Pausable):
         self._check_plannable("plan a codec for", "use kfac_hook with codec=, or owners=None")
         self.flush()
         group = resolve_group(self.process_group)
-        workload = workload_of(self._pending.times)
+        workload = workload_of(self._pending.recorded)
         return plan_codec_from(
             workload, group, present=self.codec, candidates=candidates, predict=decoupled_step_s
         )
@@ -435,8 +435,7 @@ class DecoupledState(Pausable):
         """
         self.flush()
         coded = {} if self._compression is None else {"codec": self._compression.state()}
-        model, watch = self._model(), self._pending.watch
-        return {"forward_order": [] if model is None else watch.names_in_order(model.module), **coded}
+        return {"forward_order": self._pending.names_in_order(), **coded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned: the residuals of a codec."""
@@ -509,7 +508,6 @@ class DecoupledState(Pausable):
             share = self._share(exchange, group, bucket, parameters)
             taken = share.bucket
             pending.shares.append(share)
-            pending.times.bucket_ready(share.buffer.numel() * share.buffer.element_size())
             if bucket.is_last():
                 self._end_backward()
         if bucket.is_last():
@@ -592,9 +590,12 @@ class DecoupledState(Pausable):
     def _adopt(self, model: DistributedDataParallel) -> None:
         if not model.gradient_as_bucket_view:
             check_copyable(model)
-        guards = Guards(model.module, self._pending.watch)
+        pending = self._pending
+        guards = Guards(
+            model.module, is_fresh=pending.is_fresh, reads=pending.reads, before=pending.update_unseen
+        )
         self._model = weakref.ref(model)
-        self._pending.guards = guards
+        pending.guards = guards
         self._hooks.callback(guards.close)
         before = model.register_forward_pre_hook(OwnHook(uncompiled(self._before_forward)), prepend=True)
         after = model.register_forward_hook(OwnHook(uncompiled(self._after_forward)))
@@ -616,15 +617,13 @@ class DecoupledState(Pausable):
         else:
             pending.update_unseen()
             pending.make_whole()  # nobody has stepped, and forward's own reads are no early looks
-        pending.watch.recording = torch.is_grad_enabled() and not compiled
-        if pending.watch.recording and not pending.recorded:
-            pending.raise_guards()
+        pending.forward_begins(may_record=torch.is_grad_enabled() and not compiled)
         self._unpack_buffers()
         if torch.is_grad_enabled():
             self._take_turn(self._wait_for_first)
         if self._exchange is not None:
             self._exchange.compute_begins()
-        pending.times.begin()
+        pending.computes()
 
     def _unpack_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None
@@ -649,22 +648,13 @@ class DecoupledState(Pausable):
             first.bucket.wait(on_host=self._turn.shared)
 
     def _after_forward(self, *_: Any) -> None:
-        """Leave nothing open that backward would write into."""
-        pending = self._pending
-        pending.recorded |= pending.watch.recording
-        pending.watch.recording = False
-        self.flush()
-        pending.lower_guards()
-        pending.times.forward_ends()
-        pending.in_forward = False
+        self._pending.forward_ends()
 
     # --- the optimizer ---------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Somebody is about to go through the optimizer's parameters."""
-        self._pending.watch.reads(())
-        if self._pending.stale:
-            self._pending.watch.reads(self._pending.parameters())
+        self._pending.reads(self._pending.parameters() if self._pending.stale else ())
 
     def _zeroed(self, number: int) -> None:
         """The user has called ``zero_grad()`` of an optimizer."""
@@ -700,7 +690,7 @@ class DecoupledState(Pausable):
             pending.make_whole()
             return original()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see
-        with pending.watch.unwatched():
+        with pending.unwatched():
             plan = self._partial.plan()
             pending.defer(lambda share: self._partial.apply(plan, share.updates))
         return None

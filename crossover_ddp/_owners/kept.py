@@ -52,8 +52,9 @@ class Kept:
 
     def stepped(self) -> None:
         """Note that owners have updated their state; what was consolidated before is old."""
-        self.is_whole = self.is_whole and all(owner == self._rank for _, _, owner in self._places)
-        self._take_out()
+        if self.is_whole:  # else it was taken out, and `check_foreign` refuses what comes there since
+            self.is_whole = all(owner == self._rank for _, _, owner in self._places)
+            self._take_out()
 
     def _adopt(self) -> None:
         self.is_whole = True

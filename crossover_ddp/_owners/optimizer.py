@@ -258,17 +258,14 @@ def copy_on(optimizer: Optimizer, groups: Iterable[tuple[Group, list[torch.Tenso
 
 def tiny_like(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make stand-ins, two elements wide, for two of these parameters."""
-    stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in _chosen(parameters))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    chosen = [trained[0], trained[-1]] if trained else []
+    stand_ins = (torch.empty((2,) * p.dim(), dtype=p.dtype, device=p.device) for p in chosen)
     return [ramp(p, 0.5 + place).requires_grad_() for place, p in enumerate(stand_ins)]
 
 
-def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return [trained[0], trained[-1]] if trained else []
-
-
 def ramp(like: torch.Tensor, start: float) -> torch.Tensor:
-    """Return numbers from ``start`` on, one more each, of the shape and type of ``like``."""
+    """Return numbers from ``start`` on, one more each, of the shape and type of ``like``: beyond any limit of norms."""
     steps = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return (steps + start).to(like.dtype).reshape(like.shape)
 

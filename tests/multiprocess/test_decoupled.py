@@ -79,6 +79,30 @@ def test_one_rank_may_look_alone() -> None:
     assert run_ranks(only_rank_0_looks, 2) == [True, True]
 
 
+def keep_gradients_until_forward_has_run(rank: int, world_size: int) -> bool:
+    """Without bucket views, what the user holds by then is copied; what he has dropped is not."""
+    one, plain = (
+        training_of(rank, "momentum", decoupled=decoupled, gradient_as_bucket_view=False)
+        for decoupled in (True, False)
+    )
+    same = True
+    for step in range(8):
+        losses = [each.loss(step) for each in (one, plain)]
+        if step:
+            for a, b in zip(one.held[1:], plain.held[1:], strict=True):
+                same &= a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+        for training, loss in zip((one, plain), losses, strict=True):
+            training.optimizer.zero_grad()
+            loss.backward()
+            training.optimizer.step()
+            training.held[0].grad = None
+    return same and one.state.stats()["steps_deferred"] > 5 and torch.equal(end(one), end(plain))
+
+
+def test_gradients_without_bucket_views_are_those_of_plain_ddp_after_forward() -> None:
+    assert run_ranks(keep_gradients_until_forward_has_run, 2) == [True, True]
+
+
 def plan(rank: int, world_size: int) -> dict[str, Any]:
     training = training_of(rank, "sgd").run(8)
     chosen = training.state.plan_buckets()

@@ -19,11 +19,11 @@ ROOM_FOR_MENDS = 2  # of today's engine
 WAYS = {
     "split": 8,
     "crossover": 16,
-    "decoupled": 14,
+    "decoupled": 13,
     "int8": 11,
     "averaged": 11,
-    "muon": 14,
-    "owned": 18,
+    "muon": 13,
+    "owned": 16,
     "kfac": 17,
 }
 

@@ -132,8 +132,9 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
     Fault(
         "whole gradients are clipped by a norm in their own type",
         "crossover_ddp/_decoupled/clipping.py",
-        "        return _clip_whole(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)\n",
-        "        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)\n",
+        "        shares, gradients = [], [",
+        "        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)\n"
+        "        shares, gradients = [], [",
         (_DEFECTS, "-k", "clipping_does_not_hang"),
     ),
     Fault(
@@ -158,6 +159,13 @@ DECOUPLED: Final[tuple[Fault, ...]] = (
         "        with as_in_step(share.buffer.device.type):\n            share.apply()\n"
         "        share.pending = False\n",
         (_DEFECTS, "-k", "signal_handler"),
+    ),
+    Fault(
+        "without bucket views gradients that are still held are not the mean",
+        "crossover_ddp/_decoupled/pending.py",
+        "        if kept:  # mostly",
+        "        if False:  # mostly",
+        ("tests/multiprocess/test_decoupled.py", "-k", "without_bucket_views"),
     ),
     Fault(
         "checkpoints far apart are taken for reads in every step",

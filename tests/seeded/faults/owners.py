@@ -118,8 +118,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "what an optimizer does to gradients is laid to the user's charge",
         "crossover_ddp/_decoupled/owned.py",
-        "Update(update.parameter, update.gradient.data)",
-        "update",
+        "Update(each.update.parameter, each.update.gradient.data)",
+        "each.update",
         (_DEFECTS, "-k", "reuse_the_memory"),
     ),
     Fault(
@@ -171,8 +171,8 @@ OWNERS: Final[tuple[Fault, ...]] = (
     Fault(
         "all matrices have the first group's momentum",
         "crossover_ddp/muon_hooks.py",
-        "DirectionSettings.of(g)",
-        "DirectionSettings.of(self.muon.param_groups[0])",
+        "DirectionSettings.of(group), group",
+        "DirectionSettings.of(self.muon.param_groups[0]), group",
         (_OWNERS, "-k", "2-muon_hook"),
     ),
     Fault(

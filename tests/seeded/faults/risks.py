@@ -101,8 +101,8 @@ RISKS: Final[tuple[Fault, ...]] = (
     Fault(
         "risk 29: waiting for a peer counts as compute",
         "crossover_ddp/_decoupled/clock.py",
-        "step.forward_end_s - step.lost_s for",
-        "step.forward_end_s for",
+        "sum([done - asked for asked, _, done in self.updates if asked < until_s])",
+        "0.0",
         (_BITS, "-k", "no_compute"),
     ),
     Fault(

@@ -87,6 +87,15 @@ def test_what_is_read_through_its_module_is_still_deferred_into_forward() -> Non
     assert pending[0] >= 1
 
 
+def test_guards_are_down_from_the_last_update_on() -> None:
+    training = Training(decoupled=True).run(4)
+    last = [module for module in training.model.modules() if isinstance(module, nn.Linear)][-1]
+    are_plain: list[bool] = []
+    last.register_forward_hook(lambda *_: are_plain.append(type(vars(last)["_parameters"]) is dict))
+    training.run(2)
+    assert are_plain == [True, True]
+
+
 def test_nobody_is_told_of_references_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
     Training(decoupled=True, net=lambda: nn.Sequential(nn.LSTM(6, 6), First(), nn.Linear(6, 6))).run(8)
     assert "does not read" not in caplog.text

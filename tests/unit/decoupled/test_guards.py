@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import timm.utils
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations
 
-from crossover_ddp._decoupled.guards import GuardedParameters, Guards, Watch
+from crossover_ddp._decoupled.guards import GuardedParameters, Guards
+from crossover_ddp._decoupled.pending import Pending
 
 pytestmark = pytest.mark.torch_version
 
@@ -30,24 +32,24 @@ class Tied(nn.Module):
         return nn.functional.linear(hidden, self.embedding.weight)
 
 
-class Watched:
+class Watched(Pending):
     """A network with all its parameters stale; counts which were brought up to date."""
 
     def __init__(self, network: nn.Module) -> None:
+        super().__init__(())
         self.network = network
         self.names = {id(p): name for name, p in network.named_parameters()}
         self.updated: list[str] = []
-        self.watch = Watch(self._update)
-        self.guards = Guards(network, self.watch)
+        self.guards: Guards = Guards(network, is_fresh=self.is_fresh, reads=self.reads, before=lambda: None)
         self.guards.up()
-        self.parameters = list(network.parameters())
+        self.held = list(network.parameters())
         self.make_stale()
 
     def make_stale(self) -> None:
-        self.watch.stale.update({id(p): p for p in self.parameters})
+        self.stale.update({id(p): p for p in self.held})  # type: ignore[misc]
 
-    def _update(self, parameter: nn.Parameter) -> None:
-        del self.watch.stale[id(parameter)]
+    def _bring_up_to_date(self, parameter: Any) -> None:
+        del self.stale[id(parameter)]
         self.updated.append(self.names[id(parameter)])
 
 
@@ -134,13 +136,11 @@ def test_a_copy_is_an_ordinary_module(copied: Callable[[nn.Module], nn.Module], 
 
 
 def test_the_order_of_the_first_reads_is_recorded(watched: Watched) -> None:
-    watched.watch.stale.clear()
-    watched.watch.recording = True
+    watched.stale.clear()
+    watched.recording = True
     watched.network(torch.ones(1, 3))
-    watched.watch.recording = False
-    names = [watched.names[key] for key in watched.watch.order]
-    assert names == ALL
-    assert list(watched.watch.order.values()) == [0, 1, 2, 3]
+    watched.recording = False
+    assert watched.names_in_order() == ALL
 
 
 def test_new_and_deleted_parameters_are_kept_after_the_end(watched: Watched) -> None:
@@ -190,7 +190,7 @@ def test_what_is_set_while_guards_are_up_stays(watched: Watched) -> None:
 def test_a_parameter_that_moves_to_a_new_module_is_guarded_there(watched: Watched) -> None:
     watched.guards.down()
     parametrizations.weight_norm(watched.network.get_submodule("0"))
-    watched.parameters = list(watched.network.parameters())
+    watched.held = list(watched.network.parameters())
     watched.names = {id(p): name for name, p in watched.network.named_parameters()}
     watched.make_stale()
     watched.guards.up()
