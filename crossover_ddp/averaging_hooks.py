@@ -41,10 +41,12 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import Agreement, Pausable, check_state, compare, guarded, split
+from crossover_ddp._engine.buckets import Agreement, check_state, compare, guarded, split
+from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import GradientFuture
 from crossover_ddp._engine.turns import check_turn
+from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment
 from crossover_ddp._tuning.link_probe import recorded_by_all
 from crossover_ddp._tuning.model import AveragingPlan, plan_averaging
@@ -61,7 +63,7 @@ _OWN: Final = "crossover_ddp."
 _KFAC: Final = "crossover_ddp._kfac"
 
 
-class AveragingState(Pausable):
+class AveragingState(Checkpointed):
     """A model whose parameters are averaged between steps; `LocalSGDState` and `ElasticState` say how.
 
     See [Note: the clock] in ``_averaging/late.py``.
@@ -96,6 +98,16 @@ class AveragingState(Pausable):
         replica = self._known()
         if replica is not None:
             self._take_mean(replica, "average()", leave=False)
+            self._mean_of = self._steps
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        if (replica := self._replica) is not None:
+            self._raise_failure()
+            self._catch_up()
+            kept = tensors_in([each.state_dict() for each in optimizers])
+            # Numbers by themselves count steps.
+            beside = [each for each in kept if each.dim() and (each.is_floating_point() or each.is_complex())]
+            self._take_mean(replica, "checkpoint()", leave=False, beside=beside)
             self._mean_of = self._steps
 
     @contextlib.contextmanager
@@ -311,15 +323,19 @@ class AveragingState(Pausable):
             )
         return self._replica
 
-    def _take_mean(self, replica: Replica, call: str, *, leave: bool) -> None:
-        """Replace parameters by their mean, for ``call``; see `Rule.at_rest`. **Collective**."""
+    def _take_mean(
+        self, replica: Replica, call: str, *, leave: bool, beside: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Replace parameters, and what is ``beside``, by their mean; see `Rule.at_rest`. **Collective**."""
         with self._noting_failure(), torch.no_grad():
             if replica.exchange.size > 1:
                 # A rank that does not call would take this exchange for its next one.
                 steps = {"steps": self._steps} if self._rule.steps_together else {}
-                compare(replica.group, {"call": call, **steps})
+                shapes = [(str(each.dtype), tuple(each.shape)) for each in beside]
+                compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})
             with self._rule.at_rest(leave=leave) if self._began else contextlib.nullcontext():
                 replica.take_mean(self._steps)
+                replica.average(beside)
 
     def _tell_apart(self, *_: Any) -> None:
         """Warn of the first state dict of one rank's own replica, which is what a saver on rank 0 writes."""
@@ -327,8 +343,8 @@ class AveragingState(Pausable):
         if differs and not self._is_told and self._replica is not None and self._replica.exchange.size > 1:
             self._is_told = True
             logger.warning(
-                "this state_dict() is of one rank's replica, which differs from the others' after step %d: enter "
-                "state.averaged(), or call state.average(), on all ranks before a checkpoint",
+                "this state_dict() is of one rank's replica, which differs from the others' after step %d: call "
+                "state.checkpoint() on all ranks before, or enter state.averaged()",
                 self._steps,
             )
 

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression
 from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import Agreement, Bucket, Pausable, check_state, guarded, told_by_all
+from crossover_ddp._engine.buckets import Agreement, Bucket, check_state, guarded, told_by_all
+from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
@@ -74,7 +75,7 @@ class FactorPlan:
         return math.nan
 
 
-class KFACState(Pausable):
+class KFACState(Checkpointed):
     """State of `kfac_hook`: gradients leave the exchange preconditioned, at the wire traffic of SGD.
 
     The training loop stays as it is: after ``backward()`` every ``p.grad`` of a Linear or Conv2d layer holds the
@@ -311,6 +312,11 @@ class KFACState(Pausable):
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""
         if self._compression is not None:
             self._compression.drain()
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        coded, group = self._compression, self._preconditioner.group
+        if coded is not None and all(told_by_all(group, coded.is_drained)):
+            coded.load({}, None)  # the next steps travel exact, as a resumed job's
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the step, and of all layers factors, solvers and counts, on the host.

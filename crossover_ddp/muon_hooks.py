@@ -31,7 +31,8 @@ from torch.optim import Muon
 from crossover_ddp._ddp.checks import check_not_capturing, model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Agreement, Bucket, Pausable, check_state, guarded
+from crossover_ddp._engine.buckets import Agreement, Bucket, check_state, guarded
+from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._owners.assignment import assign
@@ -107,7 +108,7 @@ class _Packed(NamedTuple):
         return there
 
 
-class MuonState(Pausable):
+class MuonState(Checkpointed):
     """State of `muon_hook`: each matrix of a ``torch.optim.Muon`` is orthogonalised once, on its owner.
 
     The training loop stays as it is: ``backward()``, then ``muon.step()`` and the step of the optimizer that has the
@@ -171,7 +172,7 @@ class MuonState(Pausable):
             _power_of_two(loss_scale)
         self.process_group = process_group
         self.compare_replicas = compare_replicas
-        self.muon = muon
+        self.muon = self.optimizer = muon
         self.mutex = mutex
         self.agreement = Agreement()
         group = resolve_group(process_group)
@@ -237,6 +238,9 @@ class MuonState(Pausable):
         """
         if not self.is_disabled:
             self._kept.consolidate(resolve_group(self.process_group), to)
+
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.consolidate(to)
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps: "momentum", "next_momentum", "buffers". Not collective."""

@@ -58,4 +58,3 @@ HOOKS: dict[str, MakeState] = {
     ),
     "muon": lambda model, optimizer, args: (MuonState(optimizer.muon), muon_hook),
 }
-KEEPING = (ElasticState, KFACState, LocalSGDState)

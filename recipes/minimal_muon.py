@@ -63,11 +63,10 @@ def main() -> None:
                 optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.6f}", flush=True)
-    state.consolidate(to=0)  # on all ranks; then rank 0 has what torch saves
+    saved = state.checkpoint(optimizers, to=0)  # on all ranks; rank 0 gets what torch saves
     if dist.get_rank() == 0:
         print(state)
         if args.checkpoint is not None:
-            saved = {"network": network.state_dict(), "muon": muon.state_dict(), "adamw": adamw.state_dict()}
             torch.save(saved, args.checkpoint)
     dist.destroy_process_group()
 

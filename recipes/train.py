@@ -22,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import _data
 import _models
-from _hooks import HOOKS, KEEPING
+from _hooks import HOOKS
 from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
 from _options import parse_arguments
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from crossover_ddp.comm_hooks import DecoupledState
-from crossover_ddp.muon_hooks import MuonState
 from lab.meter import StepMeter, configuration, fingerprint, log_path
 
 
@@ -64,7 +63,7 @@ class TrainingJob(NamedTuple):
     model: DistributedDataParallel
     optimizer: Any
     data: _data.Data
-    hook_state: object
+    hook_state: Any
     meter: StepMeter
 
 
@@ -163,16 +162,14 @@ def save_checkpoint(job: TrainingJob, step: int) -> None:
     """Write the state after ``step`` steps, from rank 0; a crash leaves the previous file whole."""
     if job.args.checkpoint is None:
         return
-    with averaged(job.hook_state), turn_given_away(job.hook_state):
-        # Each rank has the second-order state of its own layers: all must help to save it.
-        kept = job.hook_state.state_dict() if isinstance(job.hook_state, KEEPING) else None
-        if isinstance(job.hook_state, MuonState):
-            job.hook_state.consolidate(to=0)
+    with turn_given_away(job.hook_state):
+        if hasattr(job.hook_state, "checkpoint"):
+            state = job.hook_state.checkpoint(job.optimizer, to=0)  # all must help
+        else:
+            state = {"model": job.model.module.state_dict(), "optimizer": job.optimizer.state_dict()}
         if dist.get_rank() == 0:
-            state = {"step": step, "model": job.model.module.state_dict()}
-            state |= {"optimizer": job.optimizer.state_dict(), "hook": kept}
             unfinished = job.args.checkpoint.with_suffix(".unfinished")
-            torch.save(state, unfinished)
+            torch.save({"step": step, **state}, unfinished)
             os.replace(unfinished, job.args.checkpoint)
 
 
@@ -189,10 +186,11 @@ def load_checkpoint(job: TrainingJob) -> int:
     state = found[0]
     if state is None:
         return 0
-    job.model.module.load_state_dict(state["model"])
-    job.optimizer.load_state_dict(state["optimizer"])
-    if isinstance(job.hook_state, KEEPING):
-        job.hook_state.load_state_dict(state["hook"])
+    if hasattr(job.hook_state, "restore"):
+        job.hook_state.restore(state, job.optimizer)
+    else:
+        job.model.module.load_state_dict(state["model"])
+        job.optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 

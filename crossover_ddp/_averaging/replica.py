@@ -325,6 +325,13 @@ class Replica:
             self.check_finite(values, block.pieces(block.whole), steps)
         self.write([(block, values) for block, values, _ in sent])
 
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors of any shape by their mean over the ranks. **Collective**."""
+        for tensor in map(_real, tensors):
+            values = tensor.flatten().clone()
+            self.begin_mean(values).wait()
+            tensor.copy_(values.view_as(tensor))
+
     def copy(self) -> list[tuple[FlatBlock, torch.Tensor]]:
         return [(block, block.copy()) for block in self.blocks]
 

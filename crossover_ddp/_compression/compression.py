@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import OnlyModel, resolve_group
 from crossover_ddp._ddp.contents import Run, contents_of
-from crossover_ddp._engine.buckets import Agreement, Pausable, split
+from crossover_ddp._engine.buckets import Agreement, split, told_by_all
+from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.links import GradientFuture, Layout, Link
 from crossover_ddp._engine.turns import Turn
@@ -247,6 +248,15 @@ class Compression:
             "loss_scale": None if self._scale is None else float(self._scale),
         }
 
+    def share(self, group: dist.ProcessGroup) -> None:
+        """Let each rank go on with the mean of all ranks' residuals, as a resumed job does. **Collective**."""
+        state, means = self.state(), {}
+        own: dict[str, torch.Tensor] = state["residuals"]
+        for name in sorted({name for names in told_by_all(group, [*own]) for name in names}):
+            kept = [each for each in told_by_all(group, own.get(name)) if each is not None]
+            means[name] = torch.stack(kept).sum(0) / group.size()
+        self.load(means, state["loss_scale"])
+
     def stats(self) -> dict[str, float]:
         return {
             "steps": self.steps,
@@ -256,7 +266,7 @@ class Compression:
         }
 
 
-class CodedState(Pausable):
+class CodedState(Checkpointed):
     """What states with ``codec=`` whose buckets travel by the split have in common; see `CompressedState`."""
 
     def __init__(
@@ -287,10 +297,15 @@ class CodedState(Pausable):
         if self.compression is not None:
             self.compression.drain()
 
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        if self.compression is not None:
+            self.compression.share(resolve_group(self.process_group))
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by the parameters' names, on the host. Not collective; different on each rank.
 
-        After `drain` and a step there are none, and any number of ranks may go on without this.
+        Right after `checkpoint` they are the same on all ranks, and any number of ranks may go on with them. After
+        `drain` and a step there are none.
         """
         if self.compression is None:
             return {"residuals": {}, "loss_scale": None}

@@ -206,6 +206,17 @@ def needed_model_of(bucket: dist.GradBucket, *, state: object) -> DistributedDat
     return model
 
 
+def registered_model(state: object) -> DistributedDataParallel:
+    """Return the DDP model whose hook has ``state``; raises if there is none, or if ``gc.freeze()`` has hidden it."""
+    found = (model for look in _PLACES for model in look() if _is_hooked(model, state))
+    if (model := next(found, None)) is None:
+        raise UnsupportedConfigurationError(
+            f"expected a DDP model whose hook has this {type(state).__name__}, got none; call "
+            "model.register_comm_hook(state, hook) before, and gc.freeze() after the first backward()"
+        )
+    return model
+
+
 class OnlyModel:
     """The one DDP model that a hook's state serves; what the state keeps is of this model's buckets."""
 

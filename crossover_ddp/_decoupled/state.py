@@ -50,12 +50,12 @@ from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._engine.buckets import (
     Agreement,
     Bucket,
-    Pausable,
     after_backward,
     check_state,
     guarded,
     split,
 )
+from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
 from crossover_ddp._engine.turns import Turn
@@ -109,6 +109,12 @@ class Deferrable(Protocol):
     def said(self) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it keeps. **Collective**."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
     def enter(self, bucket: dist.GradBucket) -> None:
         """End what a backward pass has left that did not end, if another one begins with ``bucket``."""
 
@@ -127,7 +133,7 @@ class Deferrable(Protocol):
         """Start the exchange of ``bucket``. Raises what makes it impossible."""
 
 
-class DecoupledState(Pausable):
+class DecoupledState(Checkpointed):
     """State of `decoupled_hook`: lets gradients arrive, and ``optimizer.step()`` take effect, in the next forward.
 
     The training loop stays as it is. ``optimizer.step()`` returns at once; each parameter is updated by the
@@ -423,6 +429,15 @@ class DecoupledState(Pausable):
             self.flush()
             self._owners.kept.consolidate(resolve_group(self.process_group), to)
 
+    def _bring_together(self, optimizers: Sequence[Any], to: int | None) -> None:
+        self.flush()
+        self.consolidate(to)
+        if self._compression is not None:
+            self._compression.share(resolve_group(self.process_group))
+
+    def _kept_by_hook(self) -> dict[str, Any]:
+        return {**self.state_dict(), **({} if self._kfac is None else {"kfac": self._kfac.state_dict()})}
+
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes that this rank keeps with ``owners="layers"``: "state", "buffers". Not collective."""
         return {} if self._owners is None else self._owners.memory_usage()
@@ -431,15 +446,15 @@ class DecoupledState(Pausable):
         """Return the order in which forward needs the parameters, which the next job finds out by itself.
 
         Updates under way are applied first, so that model and optimizer may be saved right after. With a codec also
-        this rank's residuals, under "codec": different on each rank; after `drain` and a step there are none.
+        this rank's residuals, under "codec": different on each rank, unless `checkpoint` was called right before.
         """
         self.flush()
         coded = {} if self._compression is None else {"codec": self._compression.state()}
         return {"forward_order": self._pending.names_in_order(), **coded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned: the residuals of a codec."""
-        unknown = set(state) - {"forward_order", "codec"}
+        """Take over what `state_dict` returned, the residuals of a codec, or what a checkpoint holds, also of K-FAC."""
+        unknown = set(state) - {"forward_order", "codec", "kfac"}
         if unknown or not isinstance(state.get("forward_order"), list):
             raise ValueError(
                 f"expected a state dict with the list 'forward_order', got keys {sorted(state)}; "
@@ -447,6 +462,8 @@ class DecoupledState(Pausable):
             )
         if self._compression is not None and "codec" in state:
             self._compression.load(state["codec"]["residuals"], state["codec"]["loss_scale"])
+        if self._kfac is not None and "kfac" in state:
+            self._kfac.load_state_dict(state["kfac"])
 
     def close(self) -> None:
         """Finish what is under way and let the optimizer and the model go; later steps are those of the split hook.

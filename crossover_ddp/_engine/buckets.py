@@ -368,6 +368,6 @@ def told_by_all(group: dist.ProcessGroup, said: Said) -> list[Said]:
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {group.rank()} of {group.size()}: comparing with the other ranks failed: {error}; either one is "
-            "gone, or load_state_dict() or drain() was not called on all of them: restart the job"
+            "gone, or checkpoint(), load_state_dict() or drain() was not called on all of them: restart the job"
         ) from error
     return everyone

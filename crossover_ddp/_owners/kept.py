@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
+from crossover_ddp._engine.checkpoint import check_rank
 from crossover_ddp._engine.exchange import let_collectives_go
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -76,9 +77,9 @@ class Kept:
         """Refuse to hand out a part of the state."""
         if not self.is_whole:
             raise UnsupportedConfigurationError(
-                "expected state.consolidate() on all ranks before the optimizer's state_dict() and state.close(), got "
-                "the state of this rank's own parameters only; call it after the last step, and state_dict() where it "
-                "was consolidated to"
+                "expected state.consolidate() or checkpoint() on all ranks before the optimizer's state_dict() "
+                "and state.close(), got the state of this rank's own parameters only; call it after the last step, and "
+                "state_dict() where it was brought to"
             )
 
     def check_foreign(self) -> None:
@@ -103,10 +104,7 @@ class Kept:
 
         **Collective**: all ranks, between two steps.
         """
-        if to is not None and not 0 <= to < group.size():
-            raise ValueError(
-                f"expected 0 <= to < {group.size()}, got to={to}; pass a rank of the group, or None"
-            )
+        check_rank(to, group)
         if group.size() == 1 or not self._places:
             return
         keeps = to in (None, self._rank)

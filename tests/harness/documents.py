@@ -31,5 +31,24 @@ def added(diff: str) -> list[str]:
     return [line[1:] for line in diff.splitlines() if line.startswith("+")]
 
 
+def patched(source: str, diff: str) -> str:
+    """Apply a diff to a source with its lines, of which ``...`` leaves some out."""
+    lines, place, waiting, follows = source.splitlines(), 0, [], False
+    for line in diff.splitlines():
+        if line.strip() == "...":
+            follows = False
+        elif line.startswith("+") and not follows:
+            waiting.append(line[1:])
+        elif line.startswith("+"):
+            lines.insert(place, line[1:])
+            place += 1
+        else:
+            place = lines.index(line[1:], place)
+            lines[place : place + line.startswith("-")] = waiting
+            place += len(waiting) + (not line.startswith("-"))
+            waiting, follows = [], True
+    return "\n".join(lines)
+
+
 def _without(diff: str, sign: str) -> str:
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if not line.startswith(sign))

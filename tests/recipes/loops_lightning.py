@@ -56,7 +56,8 @@ class OnFitStart(pytorch_lightning.Callback):  # type: ignore[misc]
 
 def lightning() -> Report:
     runs = Runs()
-    line, callback, kfac = diffs("Lightning")
+    line, callback = diffs("Lightning")
+    (kfac,) = diffs("Lightning's checkpoints")
     plain = documents.before(line)
     train(runs, "plain", plain)
     train(runs, "line on a CPU", documents.after(line))

@@ -6,6 +6,7 @@ and nothing may be left in shared memory.
 
 import importlib.util
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.harness.campaign import IN_CAMPAIGN
 from tests.harness.leaks import Snapshot
 
 WORKER = Path(__file__).with_name("loops_worker.py")
+RESUMED = Path(__file__).with_name("loops_resumed.py")
 TIMEOUT_S = 150.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -219,3 +221,37 @@ def test_timms_task_takes_turns(tmp_path: Path) -> None:
         assert sum(inside_turns(pausing, training=True)) == 2
         assert pausing["forwards"]
         assert not any(inside_turns(pausing, training=False))
+
+
+def run_phase(loop: str, phase: str, directory: Path) -> list[dict[str, list[float]]]:
+    """Return the losses of each run, by rank."""
+    arguments = [loop, phase, str(directory)]
+    killed = dict.fromkeys(range(2), signal.SIGKILL) if phase == "killed" else {}
+    with spawn_script(
+        RESUMED, 2, args=arguments, environment=ENVIRONMENT, cwd=directory, forked=True
+    ) as ranks:
+        ranks.wait(TIMEOUT_S, deaths=killed)
+    return [torch.load(directory / f"{phase}-{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("loop", "package"),
+    [
+        ("imagenet", "torch"),
+        ("timm", "timm"),
+        ("lightning", "pytorch_lightning"),
+        ("accelerate", "accelerate"),
+        ("distributed_checkpoint", "torch"),
+    ],
+)
+def test_a_job_that_was_killed_in_an_epoch_has_the_losses_of_one_that_was_not(
+    loop: str, package: str, tmp_path: Path
+) -> None:
+    needs(package)
+    first, resumed = (run_phase(loop, phase, tmp_path) for phase in ("killed", "resumed"))
+    for before, after in zip(first, resumed, strict=True):
+        whole = before["whole"]
+        assert "killed" not in before
+        assert len({*whole}) == len(whole) in (8, 12)
+        assert after["resumed"] == whole[4:]
+        assert before.get("plain", whole) == whole

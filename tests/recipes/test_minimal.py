@@ -88,7 +88,7 @@ def test_muon_has_the_losses_of_plain_ddp_and_saves_what_torch_loads(tmp_path: P
     output = train("muon", "--checkpoint", str(path))
     assert losses(output) == losses(train("muon", environment=PLAIN))
     assert "MuonState(2 matrices" in output
-    state = torch.load(path, weights_only=True)["muon"]["state"]
+    state = torch.load(path, weights_only=True)["optimizer"][0]["state"]
     assert [tuple(state[index]["momentum_buffer"].shape) for index in sorted(state)] == [
         (256, 64),
         (128, 256),

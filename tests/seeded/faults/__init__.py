@@ -5,6 +5,7 @@ from typing import Final
 from tests.seeded.fault import Fault
 
 from .averaging import AVERAGING
+from .checkpoints import CHECKPOINTS
 from .codecs import CODECS
 from .command import COMMAND
 from .decoupled import DECOUPLED
@@ -26,6 +27,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     *CODECS,
     *AVERAGING,
     *OWNERS,
+    *CHECKPOINTS,
     *PIPELINE,
     *TURNS,
     *COMMAND,

@@ -106,7 +106,7 @@ AVERAGING: Final[tuple[Fault, ...]] = (
     Fault(
         "a mean pairs with another rank's next exchange",
         "crossover_ddp/averaging_hooks.py",
-        '                compare(replica.group, {"call": call, **steps})',
+        '                compare(replica.group, {"call": call, "state of the optimizers": shapes, **steps})',
         "                steps.clear()",
         ("tests/defects/test_averaging.py", "-k", "one_rank_asks_for"),
     ),
