@@ -21,7 +21,7 @@ WAYS = {
     "crossover": 16,
     "decoupled": 13,
     "int8": 11,
-    "averaged": 11,
+    "averaged": 10,
     "muon": 13,
     "owned": 16,
     "kfac": 17,
