@@ -44,7 +44,7 @@ from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._engine.buckets import Agreement, check_state, compare, guarded, split
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.links import GradientFuture
+from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.turns import check_turn
 from crossover_ddp._owners.kept import tensors_in
 from crossover_ddp._system import environment

@@ -405,7 +405,7 @@ class CodedLink(LinkAround):
         self._coded.unload()
 
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
-        """See `Coded` in ``_engine/spans.py``."""
+        """See `Link`."""
         coded, exact = self._coded, flat.numel() * flat.itemsize * (self.size - 1) // self.size
         there = len(coded.outgoing.tensor)
         return there if kind == "reduce_scatter" else (self.size - 1) * coded.gather.layout[self.rank], exact

@@ -21,7 +21,8 @@ from crossover_ddp._ddp.contents import Run, contents_of
 from crossover_ddp._engine.buckets import Agreement, split, told_by_all
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Around, Exchange
-from crossover_ddp._engine.links import GradientFuture, Layout, Link
+from crossover_ddp._engine.journeys import GradientFuture
+from crossover_ddp._engine.links import Layout, Link
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
 

@@ -27,12 +27,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import is_joined, model_of, wants_buffers_broadcast
 
 _NEEDED = ("require_forward_param_sync", "parameters_to_ignore", "_join_config")
-Agree = Callable[[int], bool]
 
 
 class Arriving(Protocol):
@@ -95,21 +93,42 @@ class BufferCopy:
         return [tensor._version for tensor in self._tensors]
 
 
-class _Source:
-    """Where the buffers of one model come from."""
+class ModuleBuffers:
+    """Where the buffers of one model come from; rank 0's count.
 
-    def __init__(self, model: DistributedDataParallel | None, state: object) -> None:
+    Args:
+        bucket: the last one of a backward pass of the model.
+        state: that the hook was registered with; tells apart models that wrap one module.
+
+    ``travel``: whether all ranks have as many bytes, which they must have agreed on.
+    """
+
+    travel = False
+
+    def __init__(self, bucket: dist.GradBucket, state: object) -> None:
+        model = model_of(bucket, state=state)
         self._model = _weakly(model)
-        self._state = _weakly(state)
-        self._has_state = state is not None
         self._module = _weakly(None if model is None else model.module)
         self._ignored: frozenset[str] = frozenset(getattr(model, "parameters_to_ignore", ()))
-        self.agreed = False
 
-    def is_for(self, state: object) -> bool:
-        return self._has_state == (state is not None) and self._state() is state
+    def nbytes(self, device: torch.device) -> int:
+        """Return how many bytes this rank would send or receive; 0 if they must stay with DDP."""
+        model, tensors = self._model(), self._tensors()
+        if model is None or not all(hasattr(model, name) for name in _NEEDED) or not _broadcasts(model):
+            return 0
+        plain = all(
+            t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors
+        )
+        return sum(tensor.nbytes for tensor in tensors) if plain else 0
 
-    def tensors(self) -> list[torch.Tensor]:
+    def copy(self, *, sends: bool) -> BufferCopy | None:
+        """Return them as they are now; None if they stay with DDP this time."""
+        model, tensors = self._model(), self._tensors()
+        if not tensors or (model is not None and not _broadcasts(model)):
+            return None
+        return BufferCopy(tensors, self._model, sends=sends)
+
+    def _tensors(self) -> list[torch.Tensor]:
         """Return the buffers, those of great elements first: each begins at a multiple of its element's size."""
         module = self._module()
         if module is None:
@@ -117,54 +136,6 @@ class _Source:
         # Looked for anew, as DDP does: a module may have replaced one.
         found = [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
         return sorted(found, key=lambda buffer: -buffer.itemsize)
-
-    def copy(self, *, sends: bool) -> BufferCopy | None:
-        model = self._model()
-        tensors = self.tensors()
-        if not tensors or (model is not None and not _broadcasts(model)):
-            return None
-        return BufferCopy(tensors, self._model, sends=sends)
-
-
-class ModuleBuffers:
-    """The buffers of all models of one process group; rank 0's count.
-
-    ``stay_with_ddp``, set on all ranks before the first backward, leaves them all to DDP, and nobody asks the others.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.stay_with_ddp = False
-        self._sources: Any = WeakTensorKeyDictionary()
-
-    def copy(self, bucket: dist.GradBucket, state: object, agree: Agree) -> BufferCopy | None:
-        """Return the buffers of the model behind ``bucket``; None if they stay with DDP, or there are none.
-
-        Args:
-            bucket: the last one of a backward pass.
-            state: that the hook was registered with; tells apart models that wrap one module.
-            agree: tells whether all ranks have this number of bytes, not 0. **Collective**; called once for each model
-                and state.
-        """
-        if self.stay_with_ddp:
-            return None
-        parameter = bucket.parameters()[0]
-        sources: list[_Source] = self._sources.setdefault(parameter, [])
-        source = next((each for each in sources if each.is_for(state)), None)
-        if source is None:
-            source = _Source(model_of(bucket, state=state), state)
-            sources.append(source)
-            source.agreed = agree(_size(source, bucket.buffer().device))
-        return source.copy(sends=self._rank == 0) if source.agreed else None
-
-
-def _size(source: _Source, device: torch.device) -> int:
-    """Return how many bytes this rank would send or receive; 0 if they must stay with DDP."""
-    model, tensors = source._model(), source.tensors()
-    if model is None or not all(hasattr(model, name) for name in _NEEDED) or not _broadcasts(model):
-        return 0
-    plain = all(t.layout == torch.strided and t.device == device and not t.is_inference() for t in tensors)
-    return sum(tensor.nbytes for tensor in tensors) if plain else 0
 
 
 def _broadcasts(model: DistributedDataParallel) -> bool:

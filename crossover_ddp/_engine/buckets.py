@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +26,8 @@ from crossover_ddp._system import environment
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
-from .journeys import Gate, Milestone, Trip
-from .links import GradientFuture, Layout, Link, Place
+from .journeys import Gate, GradientFuture, Milestone, Place, Trip, nothing
+from .links import Layout, Link
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
 Said = TypeVar("Said")
@@ -38,9 +38,6 @@ _LONGEST: Final = 300
 
 class Backward:
     """The buckets of one backward pass, up to the one that DDP calls the last.
-
-    Args:
-        number: of the pass.
 
     ``gathers``: where buckets that backward does not wait for stay until all are summed, since forward needs the last
     one first. ``is_whole``: the last one was handed out.
@@ -96,8 +93,6 @@ class Bucket(Trip):
     Args:
         grad_bucket: DDP's.
         layout: equal parts.
-        backward: the pass that it belongs to.
-        place: where its tensors are.
         timeline: is told who waits for it.
         link: that its messages belong to.
 
@@ -125,9 +120,9 @@ class Bucket(Trip):
         self.buffers: BufferCopy | None = None
         self.done_s: float | None = None
         self.keeps_turn = False
-        self.compute_ends: Callable[[], None] = _nothing
+        self.compute_ends: Callable[[], None] = nothing
         self._timeline, self._is_dropped = timeline, False
-        self._on_device: Callable[[], None] = _nothing
+        self._on_device: Callable[[], None] = nothing
 
     # --- for its journey -------------------------------------------------------------------------------------
 
@@ -228,10 +223,6 @@ def _queue(callback: Callable[[], None]) -> bool:
     return True
 
 
-def _nothing() -> None:
-    return None
-
-
 StepRecord = tuple[tuple[int, float], ...]
 """One step that backward waited for: of each bucket its bytes, and the seconds from the exchange before to its hook."""
 
@@ -294,16 +285,11 @@ def check_state(state: object, kind: type, remedy: str) -> None:
         )
 
 
-class _HasMutex(Protocol):
-    @property
-    def mutex(self) -> Any: ...
-
-
 class Pausable:
     """A state with ``mutex``, which may be None."""
 
     @contextlib.contextmanager
-    def paused(self: _HasMutex) -> Iterator[None]:
+    def paused(self: Any) -> Iterator[None]:
         """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
         with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
             yield
@@ -315,10 +301,8 @@ class Agreement:
     torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
     """
 
-    def __init__(self) -> None:
-        self.made = False
-        self.disabled = False
-        """Whether ``CROSSOVER_DISABLE=1`` was set, on all ranks, when it was made."""
+    made = disabled = False
+    """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set, on all ranks, when it was made."""
 
     def forget(self) -> None:
         """Compare again at the next bucket."""

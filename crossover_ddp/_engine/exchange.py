@@ -28,19 +28,8 @@ from crossover_ddp.errors import CrossoverError, ExchangeError
 from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward
 from .digest import Digests
 from .gloo import Gloo
-from .journeys import Journey, Trip
-from .links import (
-    Alone,
-    Begin,
-    Device,
-    GradientFuture,
-    Layout,
-    Link,
-    Native,
-    Network,
-    Place,
-    equal_layout,
-)
+from .journeys import Begin, Device, GradientFuture, Journey, Place, Trip
+from .links import Alone, Layout, Link, Native, Network, equal_lengths
 from .spans import TracedLink, timeline_of
 from .staged import Staged
 from .turns import Turn, TurnLink, behind, check_turn
@@ -55,11 +44,21 @@ _NEEDED_BY_OTHERS_S: Final = 30.0
 _DESTROYED: Final = "the process group was destroyed; make a new one"
 
 
+class _Model:
+    """What of a model travels behind its last bucket; ``buffers`` by the state that its hook was registered with."""
+
+    def __init__(self) -> None:
+        self.digests = Digests()
+        self.buffers: dict[weakref.ref[Any] | None, ModuleBuffers] = {}
+
+
 class Exchange:
     """The journeys of one process group.
 
     Args:
         group: held weakly.
+
+    ``leaves_buffers_to_ddp``: set on all ranks before the first backward: nobody asks the others.
     """
 
     _of_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange]"] = (
@@ -76,8 +75,8 @@ class Exchange:
         self._timeline = timeline_of(group)
         self._numbers = itertools.count()
         self.records = StepRecords()
-        self.buffers = ModuleBuffers(self.rank)
-        self._digests = Digests(self.rank, self.size)
+        self.leaves_buffers_to_ddp = False
+        self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
         self._backward = Backward()
         self._entered = 0
         self._checked: Any = WeakTensorKeyDictionary()  # a parameter of each bucket
@@ -167,7 +166,7 @@ class Exchange:
                 bucket.hand_back()
             journey = way(bucket, bucket.link)
         self._start(bucket, journey, bucket.place, None if turns is None or bucket.deferred else turns.take)
-        if bucket.last and self.size > 1:
+        if bucket.last and self.size > 1 and not self.leaves_buffers_to_ddp:
             self._send_buffers(bucket, grad_bucket, state, late=late_buffers or bucket.deferred)
         return bucket
 
@@ -207,14 +206,23 @@ class Exchange:
         self.compare(grad_bucket, state, wanted)
 
     def compare(self, grad_bucket: dist.GradBucket, state: object, wanted: bool | None) -> None:
-        """See `comparing`."""
         if self.size == 1 or not grad_bucket.is_last():
             return
-        model = self._digests.models.get(grad_bucket.parameters()[0])
-        if model is not None and model.steps + 1 < model.due:
-            model.steps += 1
+        digests = self._model_of(grad_bucket).digests
+        if digests.steps + 1 < digests.due:
+            digests.steps += 1
         elif (group := self._group()) is not None:
-            self._digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
+            digests.step(grad_bucket, group, state, self.begin, wanted=wanted)
+
+    def _model_of(self, last: dist.GradBucket) -> _Model:
+        """Return the model of a last bucket, into which DDP may have put other parameters just now."""
+        parameters = last.parameters()
+        if (found := self._models.get(parameters[0])) is None:
+            known = (self._models[each] for each in parameters if each in self._models)
+            found = next(known, None) or _Model()
+            for each in parameters:
+                self._models[each] = found
+        return cast(_Model, found)
 
     def _enter(self, grad_bucket: dist.GradBucket) -> Backward:
         self._check_process()
@@ -250,9 +258,8 @@ class Exchange:
         if turn is not None:
             check_turn(turn, group)
         backward.ready.append((flat.nbytes, time.monotonic()))
-        network = self.network(flat.device)
-        place = network.place
-        bucket = Bucket(grad_bucket, equal_layout(flat, network), backward, place, self._timeline, link)
+        place = self.network(flat.device).place
+        bucket = Bucket(grad_bucket, self.equal_layout(flat), backward, place, self._timeline, link)
         bucket.compute_ends = functools.partial(self._compute_ends, backward, turn)
         return bucket
 
@@ -303,8 +310,13 @@ class Exchange:
         self, bucket: Bucket, grad_bucket: dist.GradBucket, state: object, *, late: bool
     ) -> None:
         """Let rank 0's buffers travel behind the last bucket."""
-        device = grad_bucket.buffer().device
-        copy = self.buffers.copy(grad_bucket, state, lambda number: self.have_all(device, number))
+        device, sources = grad_bucket.buffer().device, self._model_of(grad_bucket).buffers
+        key = None if state is None else weakref.ref(state)
+        if (source := sources.get(key)) is None:
+            source = sources[key] = ModuleBuffers(grad_bucket, state)
+            nbytes = source.nbytes(device)
+            source.travel = self.gather_numbers([nbytes], device) == [[nbytes]] * self.size and nbytes > 0
+        copy = source.copy(sends=self.rank == 0) if source.travel else None
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
@@ -314,7 +326,8 @@ class Exchange:
 
     def equal_layout(self, flat: Tensor) -> Layout:
         """Return who owns which part of a tensor of this size, dtype and device if parts are equal."""
-        return equal_layout(flat, self.network(flat.device))
+        network = self.network(flat.device)
+        return equal_lengths(flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize))
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
         """Return every rank's numbers by rank, as many on all ranks, once all have asked.
@@ -330,11 +343,6 @@ class Exchange:
         layout = [len(numbers)] * self.size
         self.begin(lambda link: link.all_gather(flat.flatten(), layout), device, "a table of numbers").wait()
         return flat.tolist()
-
-    def have_all(self, device: torch.device, number: int) -> bool:
-        """Tell whether all ranks have this number, and it is not 0. **Collective**."""
-        everyone = self.gather_numbers([number], device)
-        return number > 0 and everyone == [[number]] * self.size
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -433,7 +441,7 @@ class Exchange:
         if not self._close_networks(_NEEDED_BY_OTHERS_S if needed else _END_S):
             self.fail("what was under way", RuntimeError("the process group was destroyed meanwhile"))
             self._close_networks(_END_S)
-            let_gloo_go()  # it may have been in an all-reduce of its own, which has failed now
+            let_collectives_go(None)  # it may have been in an all-reduce of its own, which has failed now
         with self._lock:  # what has arrived may still be used
             self._failure = self._failure or ExchangeError(_DESTROYED)
 
@@ -472,16 +480,13 @@ def on_destruction(
     return lambda: None
 
 
-def let_collectives_go(process_group: dist.ProcessGroup) -> None:
+def let_collectives_go(process_group: dist.ProcessGroup | None) -> None:
     """Wait a moment after torch's own collectives, for a process that may end right behind them.
+
+    ``process_group``: whose; None: one of gloo's, which may be gone by now.
 
     gloo's threads let go of a collective a moment after it, and abort a process that ends by then
     (https://github.com/pytorch/pytorch/pull/179291). Nothing tells when they have; other backends need no wait.
     """
-    if "gloo" in dist.get_backend(process_group):
-        let_gloo_go()
-
-
-def let_gloo_go() -> None:
-    """See `let_collectives_go`; where the group may be gone by now."""
-    time.sleep(_LET_GO_S)
+    if process_group is None or "gloo" in dist.get_backend(process_group):
+        time.sleep(_LET_GO_S)

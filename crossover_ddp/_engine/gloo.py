@@ -30,7 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ from torch import Tensor
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .journeys import Station, stop_all
-from .links import Layout, Link, Place, in_halves, living, parts
+from .journeys import Place, Station, living, stop_all
+from .links import Layout, Link, parts
 
 # gloo matches messages by an int32 tag: bit 30 is ours, far from what users count up from 0; then the channel, and the
 # number of the collective.
@@ -65,32 +65,22 @@ _MIN_RING_BYTES: Final = 4 << 20
 _UNEVEN: Final = 1.2  # the largest part over the mean
 
 
-class Channels:
-    """Numbers that set the messages of a process group's networks apart; ranks take them in the same order."""
+# Numbers that set the messages of a group's networks apart; ranks take them in the same order.
+_channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
+_taking = threading.Lock()
 
-    _used: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]"] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    @classmethod
-    def take(cls, group: dist.ProcessGroup) -> int:
-        """Return the smallest number that nobody on ``group`` has."""
-        with cls._lock:
-            used = cls._used.setdefault(group, set())
-            free = set(range(1 << _CHANNEL_BITS)) - used
-            if not free:
-                raise UnsupportedConfigurationError(
-                    f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
-                    "states that are no longer in use"
-                )
-            used.add(min(free))
-            return min(free)
-
-    @classmethod
-    def give_back(cls, group: dist.ProcessGroup | None, channel: int) -> None:
-        """Let somebody else have a number of whose messages none is under way."""
-        with cls._lock:
-            if group is not None:
-                cls._used.get(group, set()).discard(channel)
+def _take_channel(used: set[int]) -> int:
+    """Return the smallest number that is not in use, and from now on is."""
+    with _taking:
+        free = set(range(1 << _CHANNEL_BITS)) - used
+        if not free:
+            raise UnsupportedConfigurationError(
+                f"expected at most {len(used)} exchanges at a time on one process group, got one more; close() "
+                "states that are no longer in use"
+            )
+        used.add(min(free))
+        return min(free)
 
 
 class Gloo:
@@ -115,17 +105,16 @@ class Gloo:
         self.sums = _Sums(self)
         self._relays: list[Station] = []
         self._idle_relays: list[Station] = []
-        self._channel = Channels.take(group)
+        self._channels = _channels.setdefault(group, set())
+        self._channel = _take_channel(self._channels)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def link(self) -> Link:
-        """See `links.Network`."""
         return _GlooLink(self, next(self._numbers))
 
     def tag(self, number: int) -> int:
-        """Return the tag of one collective's messages."""
         return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
 
     def addends(self, part: Tensor) -> Sequence[Tensor]:
@@ -133,15 +122,13 @@ class Gloo:
         return _pieces(part, max(_MIN_ADDEND_BYTES, _ROW_BYTES // (self.size - 1)))
 
     def send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
-        """Begin to send."""
         return living(self.group).send([piece], rank, tag)
 
     def receive(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
-        """Begin to receive."""
         return living(self.group).recv([piece], rank, tag)
 
     def interrupt(self) -> None:
-        """See `links.Network`.
+        """Close all connections.
 
         gloo cannot cancel a wait, but one that runs out of time closes all connections of its group. Of a rank whose
         connection is closed already nothing is waited for, so another one is tried.
@@ -151,11 +138,10 @@ class Gloo:
                 self.receive(torch.empty(1), rank, _PRIVATE_TAG - 1).wait(timedelta(milliseconds=1))
 
     def close(self, timeout_s: float) -> bool:
-        """See `links.Network`."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            Channels.give_back(self.group(), self._channel)
+            if not self._is_closed:
+                self._channels.discard(self._channel)  # none of its messages is under way
+            self._is_closed = True
         workers = [self.reducing, self.computing, *self._relays, self.gathering, self.settling]
         return stop_all(workers, timeout_s)
 
@@ -175,7 +161,7 @@ class Gloo:
             self._idle_relays.append(relay)
 
 
-class _GlooLink:
+class _GlooLink(Link):
     """One journey's messages, see [Note: straight to the owner] and [Note: around a ring]."""
 
     in_program_order = False
@@ -186,7 +172,6 @@ class _GlooLink:
         self._tags = map(net.tag, range(_STAGES * number, _STAGES * (number + 1)))
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `links.Link`."""
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
         if net.divides:
             flat.div_(self.size)
@@ -213,7 +198,7 @@ class _GlooLink:
         return cut[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `links.Link`.
+        """Copy each owner's part to all, in one hop or around a ring.
 
         Receives may be posted before all addends of ``flat`` have left: a part comes back only after its owner has
         received them.
@@ -229,10 +214,10 @@ class _GlooLink:
             work.wait()
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """See `links.Link`, and [Note: two addends]."""
+        """See [Note: two addends]."""
         net = self._net
         if self.size > 2 or flat.dtype not in _ADDED_ALIKE:
-            await in_halves(self, flat, layout)
+            await super().all_reduce(flat, layout)
             return
         work = living(net.group).allreduce([flat.div_(self.size) if net.divides else flat])
         await net.gathering
@@ -254,7 +239,6 @@ class _GlooLink:
         net.give_back(relay)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `links.Link`."""
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
         works = [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
         works += [net.send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
@@ -263,11 +247,10 @@ class _GlooLink:
             work.wait()
 
     async def compute(self) -> None:
-        """See `links.Link`."""
         await self._net.computing
 
     async def settle(self) -> None:
-        """See `links.Link`: one thread for all, or a journey would wait for a later step's turn."""
+        """Go on on one thread for all, or a journey would wait for a later step's turn."""
         await self._net.settling
 
 
@@ -314,7 +297,6 @@ class _Sums:
         return (rows.popleft() for _ in pieces)
 
     def done(self, row: _Row) -> None:
-        """Take a row's memory back."""
         with self._lock:
             self._free.append(row.memory)
             self._posted.popleft()

@@ -1,24 +1,40 @@
-"""Coroutines that go from thread to thread.
+"""Coroutines that go from thread to thread, and the devices that their work is issued on.
 
 A journey runs on the thread that starts it until it awaits something that it cannot have at once. What it awaits keeps
 the rest of it, and lets it go on later, on a thread of its own choice.
 
 [Note: threads] What belongs to a thread (grad mode, a stream, a lock) may not be held by a ``with`` around an
 ``await``: it would be entered on one thread and left on another. `Journey` enters it around each piece of the way.
+
+[Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
+whoever starts a journey, and whoever waits for a journey has his stream follow it. `Journey` makes it current around
+each piece of the way, so that memory which a journey allocates belongs to it, too.
+
+[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
+stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
+that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
 """
 
 import functools
 import threading
 import types
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
+from crossover_ddp._system.cuda_driver import adopt_thread
 from crossover_ddp._system.worker import Job, Worker
 
+GradientFuture = torch.futures.Future[torch.Tensor]
+Begin = Callable[[], Awaitable[None]]
 Stop = Callable[[Job], None]
 """What a coroutine yields: it is given the rest, and has it called once."""
 Stops = Generator[Stop, None, None]
+_AS_IT_IS: Final = nullcontext()
 
 
 class Station(Worker):
@@ -34,13 +50,11 @@ def stop_all(stations: Sequence[Station], timeout_s: float) -> bool:
 
     A thread that takes longer still ends the next one when it ends itself. One that gives work to another comes before.
     """
-    _stop_in_order(stations)
+    stop: Job = nothing
+    for station in reversed(stations):
+        stop = functools.partial(station.stop, stop)
+    stop()
     return all(station.join(timeout_s) for station in stations)
-
-
-def _stop_in_order(stations: Sequence[Station]) -> None:
-    if stations:
-        stations[0].stop(then=functools.partial(_stop_in_order, stations[1:]))
 
 
 class Gate:
@@ -52,7 +66,6 @@ class Gate:
         self.is_open = False
 
     def __await__(self) -> Stops:
-        """Go on when it is open."""
         yield self._put
 
     @types.coroutine
@@ -195,6 +208,108 @@ class Trip(Milestone):
         self.journey: Journey | None = None
 
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
-        """Let nobody wait any more."""
         self.journey = None  # no cycle that keeps its tensors
         self.reach(error, follow)
+
+
+class Place:
+    """Where the tensors of journeys are: a CPU, where what has been called has been done."""
+
+    def follow(self) -> Begin:
+        """Note, on the thread that starts a journey, what it comes after; it awaits what the result returns."""
+        return _at_once
+
+    def side(self) -> AbstractContextManager[object]:
+        return _AS_IT_IS
+
+    def mark(self) -> Callable[[], None]:
+        """Return what orders its caller's work behind all that journeys have issued until now."""
+        return nothing
+
+    def reached(self) -> Callable[[], None]:
+        """Return what blocks until all that journeys have issued until now is done."""
+        return nothing
+
+    def future(self) -> GradientFuture:
+        """Make a Future; who waits for it is ordered behind what the stream that completes it has been given."""
+        return GradientFuture()
+
+    def adopt_thread(self) -> None:
+        """Make the calling thread, which is ours, fit for journeys: gradients are not recorded there."""
+        torch.set_grad_enabled(False)
+
+    def close(self, timeout_s: float) -> bool:
+        """End threads; return whether they did in time."""
+        return True
+
+
+class Device(Place):
+    """A CUDA device, see [Note: the side stream].
+
+    Args:
+        device: its number is known.
+        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
+    """
+
+    def __init__(self, device: torch.device, *, by_host: bool) -> None:
+        self.device, self.stream, self._by_host = device, torch.cuda.Stream(device), by_host
+        self._following = Station("crossover-follow", self.adopt_thread)
+
+    def follow(self) -> Begin:
+        current = torch.cuda.current_stream(self.device)
+        if not self._by_host:
+            self.stream.wait_stream(current)
+            return _at_once
+        there = current.record_event(sleeping_event())
+
+        async def reached() -> None:
+            await self._following
+            there.synchronize()
+
+        return reached
+
+    def side(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Callable[[], None]:
+        event = self.stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def reached(self) -> Callable[[], None]:
+        event = self.stream.record_event(sleeping_event())
+        return lambda: event.synchronize()
+
+    def future(self) -> GradientFuture:
+        return GradientFuture(devices=[self.device])
+
+    def adopt_thread(self) -> None:
+        """Choose the device, too.
+
+        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: each rank would make
+        a context there, half a gigabyte.
+        """
+        super().adopt_thread()
+        torch.cuda.set_device(self.device)
+        adopt_thread()
+
+    def close(self, timeout_s: float) -> bool:
+        return stop_all([self._following], timeout_s)
+
+
+def sleeping_event() -> torch.cuda.Event:
+    """Make an event whose waiter sleeps instead of spinning on a core."""
+    return torch.cuda.Event(blocking=True)
+
+
+def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    if (found := group()) is None:
+        raise RuntimeError("the process group was destroyed while an exchange was under way")
+    return found
+
+
+async def _at_once() -> None:
+    return None
+
+
+def nothing() -> None:
+    """Do nothing."""

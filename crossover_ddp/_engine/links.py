@@ -1,41 +1,28 @@
 """How the ranks of one process group exchange flat tensors: a few collectives, the same whatever carries them.
 
-A link is the ranks for one journey; a network makes links; a place orders the work on the tensors' device.
-
-[Note: the side stream] All that journeys issue on a device, they issue on one stream of ours. It follows the stream of
-whoever starts a journey, and whoever waits for a journey has his stream follow it. `Journey` makes it current around
-each piece of the way, so that memory which a journey allocates belongs to it, too.
-
-[Note: who waits for the compute stream] Where the host drives journeys (gloo), one of our threads waits for the compute
-stream before a journey begins. If the side stream waited instead, the copies of an earlier journey, enqueued behind
-that, would wait for gradients that are not theirs. Where the device drives them (NCCL), the side stream waits.
+A link is the ranks for one journey; a network makes links.
 
 [Note: one order] Ranks that issue a backend's own collectives in different orders wait for each other for ever. So all
 are issued by the thread that starts the journey, among the model's own: nothing there is awaited.
 """
 
-import contextlib
+import functools
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crossover_ddp._system.cuda_driver import adopt_thread
+from .journeys import Place, Station, living, stop_all
 
-from .journeys import Station, stop_all
-
-GradientFuture = torch.futures.Future[torch.Tensor]
-Begin = Callable[[], Awaitable[None]]
 Layout = Sequence[int]
 """Number of elements of each rank's part of a flat tensor, in rank order."""
 # Torch 2.14 gave them new names, and warns of the old ones.
 _REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_AS_IT_IS: Final = contextlib.nullcontext()
 
 
 class Link(Protocol):
@@ -63,7 +50,8 @@ class Link(Protocol):
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
         """Do both, where nothing happens in between; the bits are the same."""
-        await in_halves(self, flat, layout)
+        await self.reduce_scatter(flat, layout)
+        await self.all_gather(flat, layout)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         """Send each other rank its part of ``outgoing``, and receive its part of ``incoming`` from each.
@@ -77,37 +65,9 @@ class Link(Protocol):
     async def settle(self) -> None:
         """Go on where a journey may block for somebody else; it issues nothing afterwards."""
 
-
-class Place:
-    """Where the tensors of journeys are: a CPU, where what has been called has been done."""
-
-    def follow(self) -> Begin:
-        """Note, on the thread that starts a journey, what it comes after; it awaits what the result returns."""
-        return _at_once
-
-    def side(self) -> contextlib.AbstractContextManager[object]:
-        """Be where a journey's work is issued."""
-        return _AS_IT_IS
-
-    def mark(self) -> Callable[[], None]:
-        """Return what orders its caller's work behind all that journeys have issued until now."""
-        return _nothing
-
-    def reached(self) -> Callable[[], None]:
-        """Return what blocks until all that journeys have issued until now is done."""
-        return _nothing
-
-    def future(self) -> GradientFuture:
-        """Make a Future; who waits for it is ordered behind what the stream that completes it has been given."""
-        return GradientFuture()
-
-    def adopt_thread(self) -> None:
-        """Make the calling thread, which is ours, fit for journeys: gradients are not recorded there."""
-        torch.set_grad_enabled(False)
-
-    def close(self, timeout_s: float) -> bool:
-        """End threads; return whether they did in time."""
-        return True
+    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int] | None:
+        """Return what this rank sent in the half of this kind, and would have as it is; None: ``flat`` itself."""
+        return None
 
 
 class Network(Protocol):
@@ -139,15 +99,11 @@ def parts(flat: Tensor, layout: Layout) -> list[Tensor]:
     return list(flat.split(list(layout)))
 
 
+@functools.cache
 def equal_lengths(numel: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the elements of each part if all are equal, and multiples; the last one has what is left over, too."""
     share = numel // parts // multiple * multiple
     return (*(share,) * (parts - 1), numel - share * (parts - 1))
-
-
-def equal_layout(flat: Tensor, network: Network) -> Layout:
-    """Cut equally, where the network likes it."""
-    return equal_lengths(flat.numel(), network.size, max(1, network.alignment_bytes // flat.itemsize))
 
 
 def all_finite(values: Tensor) -> bool | Tensor:
@@ -158,54 +114,31 @@ def all_finite(values: Tensor) -> bool | Tensor:
     return math.isfinite(values.sum()) or bool(torch.isfinite(values).all())
 
 
-def living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
-    """Return the group."""
-    if (found := group()) is None:
-        raise RuntimeError("the process group was destroyed while an exchange was under way")
-    return found
-
-
-async def in_halves(link: Link, flat: Tensor, layout: Layout) -> None:
-    """Average ``flat`` by a reduce-scatter and an all-gather."""
-    await link.reduce_scatter(flat, layout)
-    await link.all_gather(flat, layout)
-
-
-class LinkAround:
-    """A link around a link, which does all that a subclass leaves to it.
-
-    Args:
-        link: does the work.
-    """
+class LinkAround(Link):
+    """A link around a link, which does all that a subclass leaves to it."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.rank, self.size, self.in_program_order = link.rank, link.size, link.in_program_order
-        self.all_to_all, self.settle = link.all_to_all, link.settle
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`."""
         return await self._link.reduce_scatter(flat, layout)
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
         await self._link.all_gather(flat, layout)
 
-    async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`: by its own halves."""
-        await in_halves(self, flat, layout)
+    async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
+        await self._link.all_to_all(outgoing, to, incoming, of)
 
     async def compute(self) -> None:
-        """See `Link`."""
         await self._link.compute()
+
+    async def settle(self) -> None:
+        await self._link.settle()
 
 
 class Alone(Link):
-    """One rank, whose own values are the mean: a network, and its own link.
-
-    Args:
-        place: of its tensors.
-    """
+    """One rank, whose own values are the mean, and what it has is there: a network, and its own link."""
 
     rank, size, alignment_bytes, in_program_order = 0, 1, 1, False
 
@@ -214,42 +147,34 @@ class Alone(Link):
         self._settling = Station("crossover-settle", place.adopt_thread)
 
     def link(self) -> Link:
-        """See `Network`."""
         return self
 
     def interrupt(self) -> None:
         """See `Network`: there are no waits."""
 
     def close(self, timeout_s: float) -> bool:
-        """See `Network`."""
         return all([self.place.close(timeout_s), stop_all([self._settling], timeout_s)])
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`."""
         return flat
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
+        pass
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `Link`."""
+        pass
 
     async def compute(self) -> None:
-        """See `Link`."""
+        pass
 
     async def settle(self) -> None:
-        """See `Link`."""
         await self._settling
 
 
 class Native(Alone):
     """A backend's own collectives, NCCL's and its like: as `Alone` a network, and its own link, see [Note: one order].
 
-    On a device all goes to the stream that is current, which `Journey` has chosen.
-
-    Args:
-        group: whose collectives; held weakly.
-        place: of its tensors.
+    On a device all goes to the stream that is current, which `Journey` has chosen. The group is held weakly.
     """
 
     in_program_order = True
@@ -271,7 +196,6 @@ class Native(Alone):
         return parts(flat, layout)[self.rank]
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
         group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
         if front.numel():
             _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
@@ -279,7 +203,6 @@ class Native(Alone):
             _wait(dist.broadcast(part, group=group, group_src=owner, async_op=True))
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `Link`."""
         sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
         _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))
 
@@ -290,78 +213,6 @@ class Native(Alone):
             front, last = flat[: share * self.size], flat[share * self.size :]
             return front, [(self.size - 1, last)] if last.numel() else []
         return flat[:0], [(owner, part) for owner, part in enumerate(parts(flat, layout)) if part.numel()]
-
-
-class Device(Place):
-    """A CUDA device, see [Note: the side stream].
-
-    Args:
-        device: its number is known.
-        by_host: whether the host drives journeys, see [Note: who waits for the compute stream].
-    """
-
-    def __init__(self, device: torch.device, *, by_host: bool) -> None:
-        self.device, self.stream, self._by_host = device, torch.cuda.Stream(device), by_host
-        self._following = Station("crossover-follow", self.adopt_thread)
-
-    def follow(self) -> Begin:
-        """See `Place`."""
-        current = torch.cuda.current_stream(self.device)
-        if not self._by_host:
-            self.stream.wait_stream(current)
-            return _at_once
-        there = current.record_event(sleeping_event())
-
-        async def reached() -> None:
-            await self._following
-            there.synchronize()
-
-        return reached
-
-    def side(self) -> contextlib.AbstractContextManager[object]:
-        """See `Place`."""
-        return torch.cuda.stream(self.stream)
-
-    def mark(self) -> Callable[[], None]:
-        """See `Place`."""
-        event = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
-
-    def reached(self) -> Callable[[], None]:
-        """See `Place`."""
-        event = self.stream.record_event(sleeping_event())
-        return lambda: event.synchronize()
-
-    def future(self) -> GradientFuture:
-        """See `Place`."""
-        return GradientFuture(devices=[self.device])
-
-    def adopt_thread(self) -> None:
-        """See `Place`.
-
-        A new thread's device is number 0, and leaving a stream's ``with`` block goes back to it: each rank would make
-        a context there, half a gigabyte.
-        """
-        super().adopt_thread()
-        torch.cuda.set_device(self.device)
-        adopt_thread()
-
-    def close(self, timeout_s: float) -> bool:
-        """See `Place`."""
-        return stop_all([self._following], timeout_s)
-
-
-def sleeping_event() -> torch.cuda.Event:
-    """Make an event whose waiter sleeps instead of spinning on a core."""
-    return torch.cuda.Event(blocking=True)
-
-
-async def _at_once() -> None:
-    return None
-
-
-def _nothing() -> None:
-    return None
 
 
 def _wait(work: dist.Work | None) -> None:

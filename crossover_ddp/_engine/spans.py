@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import weakref
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,50 +25,34 @@ _of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, Timeline]" = weakref.We
 _lock = threading.Lock()
 
 
-@runtime_checkable
-class Coded(Protocol):
-    """A link that sends something else than the tensors that it is given."""
-
-    def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int]:
-        """Return what this rank has sent in the half of this kind, and what it would have sent of ``flat`` as it is."""
-
-
 class TracedLink(LinkAround):
-    """A link around a link that tells a timeline when its halves began and ended.
-
-    Args:
-        link: does the work.
-        timeline: is told.
-        details: of what travels.
-    """
+    """A link around a link that tells a timeline when its halves began and ended, and ``details`` of what travels."""
 
     def __init__(self, link: Link, timeline: Timeline, **details: Detail) -> None:
         super().__init__(link)
         self._timeline, self._details = timeline, details
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`."""
         begin_s = time.monotonic()
         own = await super().reduce_scatter(flat, layout)
         self._tell("reduce_scatter", begin_s, flat)
         return own
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`."""
         begin_s = time.monotonic()
         await super().all_gather(flat, layout)
         self._tell("all_gather", begin_s, flat)
 
     async def compute(self) -> None:
-        """See `Link`: an owner works on what comes back."""
+        """Tell that an owner works on what comes back."""
         self._details["owner"] = 1
         await super().compute()
 
     def _tell(self, kind: str, begin_s: float, flat: Tensor) -> None:
         # `nbytes` of a view may be that of its storage.
         said = {"bytes": flat.numel() * flat.itemsize, "device_type": flat.device.type, **self._details}
-        if isinstance(self._link, Coded):
-            said["sent_bytes"], said["exact_bytes"] = self._link.sent_bytes(kind, flat)
+        if (sent := self._link.sent_bytes(kind, flat)) is not None:
+            said["sent_bytes"], said["exact_bytes"] = sent
         self._timeline.span(kind, begin_s, time.monotonic(), **said)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .journeys import Station, stop_all
-from .links import Device, Layout, Link, Network, parts, sleeping_event
+from .journeys import Device, Station, sleeping_event, stop_all
+from .links import Layout, Link, LinkAround, Network, parts
 
 Pair = tuple[Tensor, Tensor]
 """Where to, where from."""
@@ -36,15 +36,13 @@ class Staged:
         self._copying = Station("crossover-copy", place.adopt_thread)
 
     def link(self) -> Link:
-        """See `links.Network`."""
         return _StagedLink(self, self._inner.link())
 
     def interrupt(self) -> None:
-        """See `links.Network`."""
         self._inner.interrupt()
 
     def close(self, timeout_s: float) -> bool:
-        """See `links.Network`: in the order in which journeys come by."""
+        """End the threads, in the order in which journeys come by."""
         closed = [self.place.close(timeout_s), stop_all([self._copying], timeout_s)]
         return all([*closed, self._inner.close(timeout_s)])
 
@@ -66,46 +64,33 @@ class Staged:
         self.place.stream.wait_stream(self._up)
 
 
-class _StagedLink(Link):
-    """One journey's collectives."""
+class _StagedLink(LinkAround):
+    """One journey's collectives; owners compute where those of the host do: launching kernels takes time, too."""
 
-    in_program_order = False
-
-    def __init__(self, net: Staged, inner: Link) -> None:
-        self._net, self._inner = net, inner
-        self.rank, self.size = net.rank, net.size
+    def __init__(self, net: Staged, link: Link) -> None:
+        super().__init__(link)
+        self._net = net
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `links.Link`."""
         host, own = _pinned(flat), parts(flat, layout)[self.rank]
         flat.div_(self.size)
         await self._net.down([(host, flat)])
-        self._net.up([(own, await self._inner.reduce_scatter(host, layout))])
+        self._net.up([(own, await self._link.reduce_scatter(host, layout))])
         return own
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `links.Link`."""
         host = _pinned(flat)
         pairs = list(zip(parts(flat, layout), parts(host, layout), strict=True))
         own, own_host = pairs.pop(self.rank)
         await self._net.down([(own_host, own)])
-        await self._inner.all_gather(host, layout)
+        await self._link.all_gather(host, layout)
         self._net.up(pairs)
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
-        """See `links.Link`."""
         leaving, coming = _pinned(outgoing), _pinned(incoming)
         await self._net.down([(leaving, outgoing)])
-        await self._inner.all_to_all(leaving, to, coming, of)
+        await self._link.all_to_all(leaving, to, coming, of)
         self._net.up([(incoming, coming)])
-
-    async def compute(self) -> None:
-        """See `links.Link`: launching kernels takes a thread's time, too."""
-        await self._inner.compute()
-
-    async def settle(self) -> None:
-        """See `links.Link`."""
-        await self._inner.settle()
 
 
 def _pinned(like: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .buckets import Bucket
-from .links import GradientFuture, Layout, Link, LinkAround
+from .journeys import GradientFuture
+from .links import Layout, Link, LinkAround
 
 
 class Turn(Protocol):
@@ -69,21 +70,20 @@ class TurnLink(LinkAround):
         self._reached = bucket.place.reached()
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """See `Link`."""
         own = await super().reduce_scatter(flat, layout)
         if not self._bucket.keeps_turn:
             self._half_way()
         return own
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`: owners' work is done."""
+        """End the turn if owners' work, which is done, was part of it."""
         if self._bucket.keeps_turn:
             self._bucket.compute_ends()
             self._half_way()
         await super().all_gather(flat, layout)
 
     async def all_reduce(self, flat: Tensor, layout: Layout) -> None:
-        """See `Link`: between two ranks one message is dearer than to ask for the turn a little later."""
+        """Leave one message one: between two ranks a second is dearer than to ask for the turn a little later."""
         if self.size == 2 and not self.in_program_order:
             await self._link.all_reduce(flat, layout)
             self._half_way()

@@ -129,7 +129,7 @@ class PipelineRunner:
                 state = _ReplicaState(len(stage.devices), hook, hook_state(group) if hook_state else group)
                 model = DistributedDataParallel(module, process_group=group, **_OWN_BUFFERS)
                 model.register_comm_hook(state, _summing_hook)
-                Exchange.of(group).buffers.stay_with_ddp = True
+                Exchange.of(group).leaves_buffers_to_ddp = True
                 self._models[number] = model
         # A rank's last backward of a stage is the one whose gradients are exchanged.
         self._final = {

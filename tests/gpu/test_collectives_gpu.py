@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.links import Device, Link, Native, equal_lengths
+from crossover_ddp._engine.journeys import Device
+from crossover_ddp._engine.links import Link, Native, equal_lengths
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -89,8 +89,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "digests that differ are nobody's error",
         "crossover_ddp/_engine/digest.py",
-        "if 0 in digests or len({*digests}) == 1:",
-        "if 0 in digests or len(digests) > 1:",
+        "if 0 not in digests and len({*digests}) > 1:",
+        "if 0 not in digests and len(digests) < 1:",
         (_REPLICAS, "-k", "one_error and split"),
     ),
     Fault(
@@ -103,8 +103,8 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "a rank that is told not to compare sends nothing, and the others wait for it",
         "crossover_ddp/_engine/digest.py",
-        "if model.steps & (model.steps - 1) == 0 or",
-        "if wanted and model.steps & (model.steps - 1) == 0 or",
+        "if self.steps & (self.steps - 1) == 0 or",
+        "if wanted and self.steps & (self.steps - 1) == 0 or",
         (_REPLICAS, "-k", "purpose and argument"),
     ),
     Fault(
@@ -221,14 +221,14 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the side stream does not follow the compute stream",
-        _LINKS,
+        _JOURNEYS,
         "            self.stream.wait_stream(current)\n",
         "            pass\n",
         (_DEVICES, "-k", "late_changes and nccl"),
     ),
     Fault(
         "a journey begins before the device has its gradients",
-        _LINKS,
+        _JOURNEYS,
         "            there.synchronize()\n",
         "            pass\n",
         (_DEVICES, "-k", "late_changes and gloo"),
@@ -256,7 +256,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "whoever waits for an average is not ordered behind it",
-        _LINKS,
+        _JOURNEYS,
         "return lambda: torch.cuda.current_stream(self.device).wait_event(event)",
         "return lambda: None",
         (_DEVICES, "-k", "late_changes and averaged"),
@@ -277,7 +277,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "threads of journeys work on device 0",
-        _LINKS,
+        _JOURNEYS,
         "        torch.cuda.set_device(self.device)\n",
         "        pass\n",
         (_DEVICES, "-k", "no_thread_makes"),
@@ -299,7 +299,7 @@ ENGINE: Final[tuple[Fault, ...]] = (
     Fault(
         "a coded bucket does not tell what it sent",
         _SPANS,
-        'said["sent_bytes"], said["exact_bytes"] = self._link.sent_bytes(kind, flat)',
+        'said["sent_bytes"], said["exact_bytes"] = sent',
         "pass",
         (_TOLD, "-k", "int8"),
     ),

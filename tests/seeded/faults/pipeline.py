@@ -10,7 +10,7 @@ PIPELINE: Final[tuple[Fault, ...]] = (
     Fault(
         "replicas ask each other about buffers within their first backward, before they send gradients on",
         "crossover_ddp/pipeline/run.py",
-        "                Exchange.of(group).buffers.stay_with_ddp = True\n",
+        "                Exchange.of(group).leaves_buffers_to_ddp = True\n",
         "",
         (_RUN, "-k", "keeps_back"),
     ),
