@@ -19,11 +19,11 @@ ROOM_FOR_MENDS = 2  # of today's engine
 WAYS = {
     "split": 6,
     "crossover": 16,
-    "decoupled": 13,
+    "decoupled": 12,
     "int8": 11,
     "averaged": 10,
-    "muon": 13,
-    "owned": 16,
+    "muon": 12,
+    "owned": 15,
     "kfac": 16,
 }
 
