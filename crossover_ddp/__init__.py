@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from crossover_ddp.gpu_mutex import GPUMutex
     from crossover_ddp.kfac_hooks import KFACState, kfac_hook
+    from crossover_ddp.metrics import metrics_of
     from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 __version__ = "0.2.0"
@@ -61,11 +62,23 @@ __all__ = [
     "elastic_hook",
     "kfac_hook",
     "local_sgd_hook",
+    "metrics_of",
     "muon_hook",
     "reduce_scatter_all_gather_hook",
 ]
 
-_MODULES = ("averaging_hooks", "codecs", "comm_hooks", "errors", "gpu_mutex", "kfac_hooks", "muon_hooks")
+_MODULES = (
+    *(
+        "averaging_hooks",
+        "codecs",
+        "comm_hooks",
+        "errors",
+        "gpu_mutex",
+        "kfac_hooks",
+        "metrics",
+        "muon_hooks",
+    ),
+)
 
 if not TYPE_CHECKING:
 

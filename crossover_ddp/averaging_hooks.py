@@ -41,7 +41,7 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import Agreement, check_state, compare, guarded, split
+from crossover_ddp._engine.buckets import Agreement, check_state, compare, guarded, meter_of, split
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import GradientFuture
@@ -165,9 +165,12 @@ class AveragingState(Checkpointed):
         return plan_averaging(max(known_s), sum(block.nbytes for block in blocks), link)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of this rank: steps, exchanges, their bytes, and seconds spent waiting. Not collective."""
-        waited_s = 0.0 if self._replica is None else self._replica.waited_s
-        return {"steps": self._steps, "waited_s": waited_s, **self._rule.stats()}
+        """Return what all states tell, and counters of this rank: exchanges, their bytes, "waited_s". Not collective.
+
+        The table is in docs/choosing.md.
+        """
+        common = self._told(not_deferred="gradients stay on their rank, or are averaged in backward()")
+        return {**common, "steps": self._steps, "waited_s": self.meter.exposed_s, **self._rule.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clock, and what is kept beside the model, by the parameters' names, on the host.
@@ -248,6 +251,8 @@ class AveragingState(Checkpointed):
                     self._hooks.callback(_keep_own_buffers(model))
                 with torch.no_grad():
                     self._rule.begin(self._replica)
+            meter = meter_of(self, self.meter, exchange.rank)
+            meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
             future.set_result(gradients)
             if bucket.is_last():
@@ -266,7 +271,7 @@ class AveragingState(Checkpointed):
         if self._rule.has_local_steps:
             _check_waits_for_nobody(model)
         check_not_joined(model, _WITHOUT_DATA)
-        replica = Replica(blocks_of(model), group, self.mutex)
+        replica = Replica(blocks_of(model), group, self.mutex, self.meter)
         self._model = weakref.ref(model)
         before = OwnHook(torch.compiler.disable(self._before_forward))
         self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)

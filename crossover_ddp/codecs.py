@@ -85,12 +85,12 @@ class CompressedState(CodedState):
         self.mutex = mutex
         logger.info("%r", self)
 
-    def stats(self) -> dict[str, float]:
-        """Return "steps", "sent_bytes", "rate" (over an exact exchange's) and "residual_bytes". Not collective.
+    def stats(self) -> dict[str, Any]:
+        """Return what all states tell, and with a codec "sent_bytes" and "residual_bytes". Not collective.
 
-        Bytes and rate are those of the coded steps. Empty without a codec.
+        These bytes and "rate" are those of the coded steps, over an exact exchange's. The table is in docs/choosing.md.
         """
-        return {} if self.compression is None else self.compression.stats()
+        return {**({} if self.compression is None else self.compression.stats()), **super().stats()}
 
     def __repr__(self) -> str:
         return f"CompressedState(codec={self.codec!r})"

@@ -151,12 +151,12 @@ class CrossoverState(CodedState):
         return self.turn.mutex if isinstance(self.turn, JobTurn) else cast(GPUMutex, self.turn)
 
     def stats(self) -> dict[str, Any]:
-        """Return the mutex's counters, see `GPUMutex.stats`, once the first exchange has ended.
+        """Return what all states tell, and the mutex's counters once the job has joined, see `GPUMutex.stats`.
 
-        With a codec also "codec", what `CompressedState.stats` returns.
+        Not collective. The table is in docs/choosing.md.
         """
-        counters = self.mutex.stats() if self.mutex is not None else {}
-        return counters if self.compression is None else {**counters, "codec": self.compression.stats()}
+        turns = {} if self.mutex is None else self.mutex.stats()
+        return {**super().stats(), **turns}
 
     def close(self) -> None:
         """Leave the siblings for good, with all models of the process group; steps go on without turns.
@@ -255,7 +255,7 @@ def crossover_wrapper(hook: Hook) -> Hook:
                 compare()
             future = hook(state.hook_state, bucket)
             check_not_capturing(bucket)
-            return exchange.follow(future, bucket, turn=_turn_of(state, bucket))
+            return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
 
         return guarded(bucket, answer)
 

@@ -300,13 +300,14 @@ class KFACState(Checkpointed):
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return what went wrong with this rank's layers: "strained" and "dropped". Not collective.
+        """Return what all states tell, and what went wrong with this rank's layers: "strained" and "dropped".
 
-        With a codec also "codec", what `CompressedState.stats` returns.
+        As part of a `DecoupledState` what travels is counted there. Not collective. The table is in docs/choosing.md.
         """
         own = self._preconditioner.curvatures.values()
         found = {"strained": sum(each.strained for each in own), "dropped": sum(each.dropped for each in own)}
-        return found if self._compression is None else {**found, "codec": self._compression.stats()}
+        coded = None if self._compression is None else self._compression.stats()
+        return {**self._told(codec=self.codec, coded=coded), **found}
 
     def drain(self) -> None:
         """Let the next step travel exact, residuals included; see `CompressedState.drain`. **Collective**."""

@@ -16,7 +16,7 @@ PAGES = {
 }
 MODULES = (
     *("comm_hooks", "codecs", "averaging_hooks", "muon_hooks", "kfac_hooks"),
-    *("gpu_mutex", "pipeline", "errors"),
+    *("gpu_mutex", "metrics", "pipeline", "errors"),
 )
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.gloo import tree_sum
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite, parts
 from crossover_ddp.errors import ExchangeError
 
@@ -107,10 +107,13 @@ class Centre:
         exchange: among the owners.
         start: the vectors that the centre begins with, the same on all ranks; own parts are copied out of them.
         rate: α.
+        meter: counts what travels.
     """
 
-    def __init__(self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float) -> None:
-        self._exchange, self._rate = exchange, rate
+    def __init__(
+        self, exchange: Exchange, start: Sequence[torch.Tensor], rate: float, meter: Meter | None
+    ) -> None:
+        self._exchange, self._rate, self._meter = exchange, rate, meter
         self._layouts = [exchange.equal_layout(vector) for vector in start]
         self._parts = [
             parts(vector, layout)[exchange.rank].clone()
@@ -121,7 +124,10 @@ class Centre:
         """Begin `pull` of the block in this place. **Collective** among the owners."""
         layout, centre = self._layouts[place], self._parts[place]
         return self._exchange.begin(
-            lambda link: pull(values, layout, link, centre, self._rate, pulls), centre.device, "parameters"
+            lambda link: pull(values, layout, link, centre, self._rate, pulls),
+            centre.device,
+            "parameters",
+            meter=self._meter,
         )
 
     def gathered(self) -> list[torch.Tensor]:
@@ -159,6 +165,7 @@ class Rounds:
         group: the ranks, which exchange host memory by messages.
         start: the vectors that the centre begins with, the same on all ranks; none: nothing but tables travels.
         moving_rate: α, or None for 0.9 / ranks.
+        meter: counts what travels; training does not wait for it.
 
     On failure: the thread ends, and every later call raises what ended it.
 
@@ -166,14 +173,18 @@ class Rounds:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, start: Sequence[torch.Tensor], moving_rate: float | None
+        self,
+        group: dist.ProcessGroup,
+        start: Sequence[torch.Tensor],
+        moving_rate: float | None,
+        meter: Meter | None = None,
     ) -> None:
         rate = moving_rate_for(group.size(), moving_rate)
         # What is registered first comes last: after the exchange's own end.
         self._forget = [on_destruction(group, self._join)]
         self._exchange = Exchange(group)
         self._forget.append(on_destruction(group, self._tell))
-        self.centre = Centre(self._exchange, start, rate)
+        self.centre = Centre(self._exchange, start, rate, meter)
         self.log: deque[ElasticRound] = deque(maxlen=_ROUNDS_KEPT)
         self._vectors = [torch.empty_like(vector) for vector in start]
         self._changed = threading.Condition()
@@ -310,7 +321,9 @@ class Rounds:
         if any(pulls):
             # One block after the other, so that only one centre is under way.
             for place, vector in enumerate(self._vectors):
-                self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls).wait()
+                trip = self.centre.begin_pull(place, vector if steps is not None else vector[:0], pulls)
+                trip.waits = None
+                trip.wait()
             with self._changed:
                 self.log.append(ElasticRound(self._number, offered))
                 if steps is not None:

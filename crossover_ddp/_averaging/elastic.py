@@ -36,7 +36,7 @@ class TogetherElastic(Rule):
     def begin(self, replica: Replica) -> None:
         super().begin(replica)
         rate = moving_rate_for(replica.exchange.size, self._given_rate)
-        self._centre = Centre(replica.exchange, self._start(replica.exchange), rate)
+        self._centre = Centre(replica.exchange, self._start(replica.exchange), rate, replica.meter)
         self._counts["exchanged_bytes"] = 0
 
     def _start(self, exchange: Exchange, device: torch.device | None = None) -> list[torch.Tensor]:
@@ -99,7 +99,9 @@ class OwnPaceElastic(TogetherElastic):
     def begin(self, replica: Replica) -> None:
         self.replica = replica
         group = self._host_group()
-        self._rounds = Rounds(group, self._start(Exchange.of(group), _HOST_MEMORY), self._given_rate)
+        self._rounds = Rounds(
+            group, self._start(Exchange.of(group), _HOST_MEMORY), self._given_rate, replica.meter
+        )
 
     def _host_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Return a group of the model's ranks, or some, that exchanges host memory by messages. **Collective**."""
@@ -212,7 +214,7 @@ class WildElastic(OwnPaceElastic):
         self._shared, self._leaders, mates = share(group, start)
         self._first = mates.index(group.rank()) / len(mates)
         if len(self._leaders) > 1 and group.rank() in self._leaders:
-            self._rounds = Rounds(self._host_group(self._leaders), start, None)
+            self._rounds = Rounds(self._host_group(self._leaders), start, None, replica.meter)
         self._watch = Rounds(group, (), None)
         self._counts["own_pulls"] = 0
 

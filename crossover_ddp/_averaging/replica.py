@@ -1,7 +1,6 @@
 """One rank's model as flat vectors, without moving it, and what travels of them outside of a backward pass."""
 
 import contextlib
-import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Trip
+from crossover_ddp._engine.journeys import Meter, Trip
 from crossover_ddp._engine.links import Layout, Link, all_finite
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -243,12 +242,16 @@ def from_first_rank(exchange: Exchange, values: torch.Tensor) -> torch.Tensor:
 
 
 class Replica:
-    """The model of one rank, and the ranks with which it is averaged; ``turn`` is given away while training waits."""
+    """The model of one rank, and the ranks with which it is averaged.
 
-    def __init__(self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None) -> None:
-        self.blocks, self.group, self._turn = blocks, group, turn
+    ``turn`` is given away while training waits; ``meter`` counts what travels, and for how long.
+    """
+
+    def __init__(
+        self, blocks: Sequence[FlatBlock], group: dist.ProcessGroup, turn: Turn | None, meter: Meter
+    ) -> None:
+        self.blocks, self.group, self._turn, self.meter = blocks, group, turn, meter
         self.exchange = Exchange.of(group)
-        self.waited_s = 0.0
         self._unread: deque[tuple[int, torch.cuda.Event, torch.Tensor]] = deque()
 
     def begin_mean(
@@ -264,17 +267,17 @@ class Replica:
             values.device,
             "parameters",
             deferred=sent is not None,
+            meter=self.meter,
         )
 
     def wait(self, trip: Trip, *, without_turn: bool = False) -> None:
-        """Wait for an exchange, and note for how long; ``without_turn`` a sibling may compute meanwhile."""
-        begin_s, turn = time.monotonic(), self._turn if without_turn else None
+        """Wait for an exchange; ``without_turn`` a sibling may compute meanwhile."""
+        turn = self._turn if without_turn else None
         if turn is not None:
             turn.release()
         try:
             trip.wait()
         finally:
-            self.waited_s += time.monotonic() - begin_s
             if turn is not None:
                 turn.request()
                 turn.acquire()

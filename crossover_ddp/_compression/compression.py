@@ -284,6 +284,11 @@ class CodedState(Checkpointed):
         self.compression = None if codec is None else Compression(codec, loss_scale, self)
         self.agreement = Agreement()
 
+    def stats(self) -> dict[str, Any]:
+        """See `Pausable`."""
+        coded = None if self.compression is None else self.compression.stats()
+        return self._told(codec=self.codec, coded=coded)
+
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
         way = None if self.compression is None else self.compression.around(bucket, exchange)

@@ -429,7 +429,8 @@ class Owners:
         # Forward needs first what backward has made last.
         for share in reversed(shares):
             way, device = functools.partial(brought_back, share.packed), share.buffer.device
-            share.arriving = exchange.begin(way, device, share.made, deferred=True, link=share.bucket.link)
+            link, meter = share.bucket.link, share.bucket.meter
+            share.arriving = exchange.begin(way, device, share.made, deferred=True, link=link, meter=meter)
 
         def take_over(share: Share) -> None:
             for number, plan in plans.items():

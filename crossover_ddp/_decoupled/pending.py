@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _CHECKED_STEPS: Final = 3
 _EARLY_STEPS_TO_WARN: Final = 3
 _STEPS_CLOSE_TOGETHER: Final = 10
+BEGINS: Final = "the first steps are not, until DDP's buckets stay as they are"
 CHANGED: Final = (
     "expected the gradients that backward() left, got gradients that were changed in place (by "
     "torch.nn.utils.clip_grad_norm_ on a list of parameters made earlier, p.grad.mul_, p.grad.data.mul_) while only "
@@ -256,6 +257,7 @@ class Pending:
         self.plans: dict[int, StepPlan] = {}
         self.is_open = self.is_broken = self.is_settled = False
         self.in_forward = self.recording = self.has_recorded = False
+        self.why_whole: str | None = BEGINS  # the last step's gradients, if they were
         self.shape: tuple[object, ...] = ()
         self.steps = self._backwards = 0
         self._last_index = -1
@@ -409,7 +411,7 @@ class Pending:
         """Have ``step`` done for each bucket that has been collected, when somebody needs its parameters."""
         with self.lock:
             checked = self.is_checked
-            self.steps += 1
+            self.steps, self.why_whole = self.steps + 1, None
             self._unseen = []
             for share in self.shares:
                 share.defer(step, checked=checked)

@@ -74,7 +74,7 @@ from .clipping import clip
 from .clock import Trial, plan_from, workload_of
 from .guards import Guards
 from .owned import Owners
-from .pending import CHANGED, Pending, Share, check_not_scaled
+from .pending import BEGINS, CHANGED, Pending, Share, check_not_scaled
 
 logger = logging.getLogger(__name__)
 
@@ -382,13 +382,24 @@ class DecoupledState(Checkpointed):
             self._compression.drain()
 
     def stats(self) -> dict[str, Any]:
-        """Tell what is deferred: "deferred", buckets whose updates are still to come; "steps_deferred". Not collective.
+        """Return what all states tell, and "deferred", buckets whose updates are still to come. Not collective.
 
-        "steps_deferred" counts the steps whose updates did not come within ``optimizer.step()``, since the state was
-        made. With a codec also "codec", what `CompressedState.stats` returns.
+        "steps_deferred" counts the steps whose updates did not come within ``optimizer.step()``. The table is in
+        docs/choosing.md.
         """
-        coded = {} if self._compression is None else {"codec": self._compression.stats()}
-        return {"deferred": self._pending.count, "steps_deferred": self._pending.steps, **coded}
+        coded = None if self._compression is None else self._compression.stats()
+        common = self._told(codec=self.codec, coded=coded, not_deferred=self._why_not_deferred())
+        return {**common, "steps_deferred": self._pending.steps, "deferred": self._pending.count}
+
+    def _why_not_deferred(self) -> str | None:
+        """Return why the last step was not deferred; None if it was."""
+        if self._is_disabled or self._closed:
+            return "CROSSOVER_DISABLE=1 is set" if self._is_disabled else "close() was called"
+        if self._trial is not None and not self._trial.defers:
+            if self._trial.is_over:
+                return "the trial has found steps faster that are not deferred"
+            return "some steps are not, while a trial finds out what is faster"
+        return self._pending.why_whole
 
     def plan_codec(self, candidates: Sequence[AnyCodec] = CANDIDATES) -> CodecPlan:
         """Choose a codec; see `CompressedState.plan_codec`. Not with ``kfac`` or ``owners``. **Collective**."""
@@ -700,10 +711,14 @@ class DecoupledState(Checkpointed):
         pending = self._pending
         pending.collect()
         if not pending.shares:
+            pending.why_whole = "parameters or gradients are looked at between backward() and step()"
             return original()
         check_not_scaled(optimizer, CHANGED)
         if not pending.is_settled or self._partial.is_watched():
             # DDP may still rebuild its buckets, or somebody wants to see the parameters after this step.
+            pending.why_whole = (
+                "a hook of the optimizer's step sees parameters" if pending.is_settled else BEGINS
+            )
             pending.make_whole()
             return original()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler wants to see

@@ -9,6 +9,8 @@ does carry the exception.
 """
 
 import contextlib
+import functools
+import logging
 import statistics
 import threading
 import time
@@ -26,8 +28,11 @@ from crossover_ddp._system import environment
 from crossover_ddp._timeline.record import Timeline
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
-from .journeys import Gate, GradientFuture, Milestone, Place, Trip, nothing
+from .journeys import Gate, GradientFuture, Meter, Milestone, Place, Trip, nothing
 from .links import Layout, Link
+from .stats import TOLD_AFTER, line, told
+
+_log = logging.getLogger(__name__)
 
 BucketWay = Callable[["Bucket", Link], Coroutine[Any, Any, None]]
 Said = TypeVar("Said")
@@ -52,6 +57,7 @@ class Backward:
         self._watching = 0
         self._error: BaseException | None = None
         self.compute_ended = False
+        self.waits_since_s: float | None = None  # backward for its buckets, as far as that was counted
 
     def watch(self, *, is_last: bool) -> None:
         """Have a failure raised when DDP is through with this backward pass; call it in each bucket's hook.
@@ -121,6 +127,7 @@ class Bucket(Trip):
         self.done_s: float | None = None
         self.keeps_turn = False
         self.compute_ends: Callable[[], None] = nothing
+        self.sent = link.sent
         self._timeline, self._is_dropped = timeline, False
         self._on_device: Callable[[], None] = nothing
 
@@ -184,6 +191,28 @@ class Bucket(Trip):
             self.wait()
 
     # --- for the exchange ------------------------------------------------------------------------------------
+
+    def count(self, meter: Meter) -> None:
+        """Have what travels counted; it is not refused any more."""
+        self.meter = self.waits = self.half.waits = meter
+        meter.is_timed = not self.link.in_program_order
+        if self.last:
+            meter.steps += 1
+
+    def begins(self) -> None:
+        """See `Trip`; from the last one on backward waits."""
+        super().begins()
+        if self.last and not self.deferred:
+            self.backward.waits_since_s = self.begun_s
+
+    def ends(self, end_s: float) -> None:
+        """See `Trip`; the turn is no part of it."""
+        end_s = self.done_s or end_s
+        super().ends(end_s)
+        since_s = self.backward.waits_since_s
+        if self.meter is not None and since_s is not None and end_s > since_s:
+            self.meter.exposed_s += end_s - since_s
+            self.backward.waits_since_s = end_s
 
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         """Complete the Future, or leave the error to be raised after backward, if that waits for it."""
@@ -286,13 +315,38 @@ def check_state(state: object, kind: type, remedy: str) -> None:
 
 
 class Pausable:
-    """A state with ``mutex``, which may be None."""
+    """A state with ``mutex``, which may be None; what its hook does is counted."""
+
+    @functools.cached_property
+    def meter(self) -> Meter:
+        """What the engine has counted."""
+        return Meter()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what all states tell, see docs/choosing.md. Not collective."""
+        return self._told()
+
+    def _told(self, **said: Any) -> dict[str, Any]:
+        return told(self.meter, mutex=self.mutex, **said)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def paused(self: Any) -> Iterator[None]:
         """Give the turn away during the block: evaluation, a checkpoint; see `GPUMutex.paused`."""
         with self.mutex.paused() if self.mutex is not None else contextlib.nullcontext():
             yield
+
+
+def meter_of(state: object, without_state: Meter, rank: int) -> Meter:
+    """Return what counts for a hook; after its first steps rank 0 says once what they did."""
+    meter = state.meter if isinstance(state, Pausable) else without_state
+    if meter.steps == TOLD_AFTER and not meter.is_told:
+        meter.is_told = True
+        if rank == 0:
+            name, said = "split", told(meter)
+            if isinstance(state, Pausable):
+                name, said = type(state).__name__, state.stats()
+            _log.info("%s: %s", name, line(said))
+    return meter
 
 
 class Agreement:

@@ -25,10 +25,10 @@ from crossover_ddp._ddp.module_buffers import ModuleBuffers
 from crossover_ddp._timeline.record import Detail
 from crossover_ddp.errors import CrossoverError, ExchangeError
 
-from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward
+from .buckets import Backward, Bucket, BucketWay, StepRecords, after_backward, meter_of
 from .digest import Digests
 from .gloo import Gloo
-from .journeys import Begin, Device, GradientFuture, Journey, Place, Trip
+from .journeys import Begin, Device, GradientFuture, Journey, Meter, Place, Trip
 from .links import Alone, Layout, Link, Native, Network, equal_lengths
 from .spans import TracedLink, timeline_of
 from .staged import Staged
@@ -74,7 +74,7 @@ class Exchange:
         self._networks: dict[torch.device, Network] = {}
         self._timeline = timeline_of(group)
         self._numbers = itertools.count()
-        self.records = StepRecords()
+        self.records, self.meter = StepRecords(), Meter()  # of hooks without a state
         self.leaves_buffers_to_ddp = False
         self._models: Any = WeakTensorKeyDictionary()  # by the parameters of a last bucket
         self._backward = Backward()
@@ -104,6 +104,7 @@ class Exchange:
         *,
         deferred: bool = False,
         link: Link | None = None,
+        meter: Meter | None = None,
     ) -> Trip:
         """Begin a journey that belongs to no bucket.
 
@@ -113,6 +114,7 @@ class Exchange:
             name: of what travels, in errors.
             deferred: other ranks may need it although this one ends.
             link: of an earlier journey, whose messages these belong to; None draws one.
+            meter: counts what travels, and waits for the trip.
 
         **Collective**: all ranks begin the same journeys in the same order.
         """
@@ -121,6 +123,7 @@ class Exchange:
         if link is None:
             details = {"step": next(self._numbers), "bucket": -1, "largest_bytes": 0, "owner": 0}
             link = self._traced(network.link(), **details)
+        trip.sent, trip.meter, trip.waits = link.sent, meter, meter
         self._start(trip, way(link), network.place)
         return trip
 
@@ -143,7 +146,7 @@ class Exchange:
                 raises, before its first ``await`` too, is final, see [Note: failed]: an ``async def`` cannot refuse.
             turn: given away after the last bucket, taken again before the last Future completes; not if that was
                 handed back.
-            state: that the hook was registered with; see `ModuleBuffers`.
+            state: that the hook was registered with; see `ModuleBuffers`. Its meter counts, if it has one.
             around: makes the link that the bucket travels on of the group's, where there are several ranks; may raise,
                 to refuse the bucket.
             hands_back: backward does not wait for the bucket; see `Bucket.hand_back`.
@@ -152,7 +155,7 @@ class Exchange:
 
         Raises what refuses the bucket.
         """
-        backward = self._enter(grad_bucket)
+        backward, meter = self._enter(grad_bucket), meter_of(state, self.meter, self.rank)
         link = self.network(grad_bucket.buffer().device).link()  # also for a refused one: ranks count alike
         with self._refusing(grad_bucket, backward, turn):
             bucket = self._bucket(grad_bucket, link, backward, turn)
@@ -165,24 +168,28 @@ class Exchange:
             if hands_back:
                 bucket.hand_back()
             journey = way(bucket, bucket.link)
+        bucket.count(meter)
         self._start(bucket, journey, bucket.place, None if turns is None or bucket.deferred else turns.take)
         if bucket.last and self.size > 1 and not self.leaves_buffers_to_ddp:
             self._send_buffers(bucket, grad_bucket, state, late=late_buffers or bucket.deferred)
         return bucket
 
-    def follow(self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn) -> GradientFuture:
+    def follow(
+        self, future: GradientFuture, grad_bucket: dist.GradBucket, *, turn: Turn, state: object
+    ) -> GradientFuture:
         """Put the turn around somebody else's collective, whose result for ``grad_bucket`` is ``future``.
 
         The Future of a step's last bucket is replaced by one that completes when all the step's Futures are
         done and the turn is taken again.
         """
-        backward = self._enter(grad_bucket)
+        backward, meter = self._enter(grad_bucket), meter_of(state, self.meter, self.rank)
         backward.futures.append(future)
         if not grad_bucket.is_last():
             return future
         link = self.network(grad_bucket.buffer().device).link()
         with self._refusing(grad_bucket, backward, turn):
             bucket = self._bucket(grad_bucket, link, backward, turn)
+        bucket.count(meter)
         self._start(bucket, behind(backward.futures, bucket, link, turn), bucket.place)
         return bucket.future
 
@@ -274,9 +281,13 @@ class Exchange:
         ends_compute = isinstance(trip, Bucket) and trip.last and not trip.keeps_turn
         launched = cast(Bucket, trip).compute_ends if ends_compute else None
         ended = functools.partial(self._ended, trip, place)
-        journey = trip.journey = Journey(_between(place.follow(), way, then), ended, place.side, launched)
+        journey = trip.journey = Journey(
+            _between(trip, place.follow(), way, then), ended, place.side, launched
+        )
         with self._lock:
             self._under_way.add(trip)
+            if trip.meter is not None:
+                trip.meter.begin()
             failure = self._failure
         if failure is not None:
             way.close()
@@ -320,7 +331,9 @@ class Exchange:
         if copy is not None:
             flat, layout = copy.flat, [copy.flat.numel()] + [0] * (self.size - 1)
             name = f"bucket {grad_bucket.index()}'s buffers"
-            copy.arrived = self.begin(lambda link: link.all_gather(flat, layout), device, name)
+            copy.arrived = self.begin(
+                lambda link: link.all_gather(flat, layout), device, name, meter=bucket.meter
+            )
             after_backward(copy.claim if late else copy.claim_and_unpack)
         bucket.buffers = copy
 
@@ -392,6 +405,7 @@ class Exchange:
         failure = None if error is None else self.fail(trip.name, error)
         with self._lock:
             self._under_way.discard(trip)
+            trip.ends(time.monotonic())
         if isinstance(trip, Bucket) and trip.last:
             trip.compute_ends()  # kept for owners' work that was not done
             if failure is None and not trip.deferred:
@@ -449,12 +463,13 @@ class Exchange:
         return all([network.close(timeout_s) for network in list(self._networks.values())])
 
 
-async def _between(begin: Begin, way: Coroutine[Any, Any, None], then: Step | None) -> None:
+async def _between(trip: Trip, begin: Begin, way: Coroutine[Any, Any, None], then: Step | None) -> None:
     try:
         await begin()
     except BaseException:
         way.close()
         raise
+    trip.begins()
     await way
     if then is not None:
         await then()

@@ -170,6 +170,16 @@ class _GlooLink(Link):
         self._net = net
         self.rank, self.size = net.rank, net.size
         self._tags = map(net.tag, range(_STAGES * number, _STAGES * (number + 1)))
+        self._sent_bytes = 0
+
+    def sent(self) -> int:
+        """See `links.Link`."""
+        sent, self._sent_bytes = self._sent_bytes, 0
+        return sent
+
+    def _send(self, piece: Tensor, rank: int, tag: int) -> dist.Work:
+        self._sent_bytes += piece.numel() * piece.itemsize
+        return self._net.send(piece, rank, tag)
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         net, tag, cut = self._net, next(self._tags), parts(flat, layout)
@@ -184,14 +194,14 @@ class _GlooLink(Link):
             added, first = [self.rank], [(owner, owner) for owner in net.others]
         sums = [(part, piece) for part in added for piece in cut_up(cut[part])]
         rows = net.sums.post([piece for _, piece in sums], sources, tag, ahead_bytes)
-        leaving = [net.send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
+        leaving = [self._send(piece, to, tag) for part, to in first for piece in cut_up(cut[part])]
         await net.reducing
         for (part, piece), row in zip(sums, rows, strict=True):
             for work in row.arriving:
                 work.wait()
             tree_sum(row.addends, piece)
             if part != self.rank:
-                leaving.append(net.send(piece, right, tag))
+                leaving.append(self._send(piece, right, tag))
             net.sums.done(row)
         for work in leaving:
             work.wait()
@@ -208,7 +218,7 @@ class _GlooLink(Link):
             await self._gather_around(cut, tag)
             return
         works = [net.receive(piece, owner, tag) for owner in net.others for piece in _pieces(cut[owner])]
-        works += [net.send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
+        works += [self._send(piece, rank, tag) for piece in _pieces(cut[self.rank]) for rank in net.others]
         await net.gathering
         for work in reversed(works):  # the last one first: fewer wake-ups
             work.wait()
@@ -219,6 +229,7 @@ class _GlooLink(Link):
         if self.size > 2 or flat.dtype not in _ADDED_ALIKE:
             await super().all_reduce(flat, layout)
             return
+        self._sent_bytes += flat.numel() * flat.itemsize  # half of it there, half of it back
         work = living(net.group).allreduce([flat.div_(self.size) if net.divides else flat])
         await net.gathering
         work.wait()
@@ -227,13 +238,13 @@ class _GlooLink(Link):
         net, right, left = self._net, self._net.others[0], self._net.others[-1]
         coming = [(part, piece) for part in net.others[::-1] for piece in _ring_pieces(cut[part])]
         arriving = [net.receive(piece, left, tag) for _, piece in coming]
-        leaving = [net.send(piece, right, tag) for piece in _ring_pieces(cut[self.rank])]
+        leaving = [self._send(piece, right, tag) for piece in _ring_pieces(cut[self.rank])]
         relay = net.relay()
         await relay
         for (part, piece), work in zip(coming, arriving, strict=True):
             work.wait()
             if part != right:
-                leaving.append(net.send(piece, right, tag))
+                leaving.append(self._send(piece, right, tag))
         for work in leaving:
             work.wait()
         net.give_back(relay)
@@ -241,7 +252,7 @@ class _GlooLink(Link):
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         net, tag, leaving, coming = self._net, next(self._tags), parts(outgoing, to), parts(incoming, of)
         works = [net.receive(piece, rank, tag) for rank in net.others for piece in _pieces(coming[rank])]
-        works += [net.send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
+        works += [self._send(piece, rank, tag) for rank in net.others for piece in _pieces(leaving[rank])]
         await net.reducing
         for work in works:
             work.wait()

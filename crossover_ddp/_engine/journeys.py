@@ -16,7 +16,9 @@ that, would wait for gradients that are not theirs. Where the device drives them
 """
 
 import functools
+import math
 import threading
+import time
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
@@ -168,8 +170,40 @@ class Journey:
             return self._is_parked
 
 
+class Meter:
+    """What has travelled for one hook, and for how long the program has waited; see [Note: stats] in ``stats.py``.
+
+    ``steps``: backward passes. ``bytes_sent``: by this rank. ``under_way_s``: in which any journey was under way.
+    ``exposed_s``: in which the program waited for one. ``is_timed``: whether the host sees when journeys end.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.bytes_sent = self._count = 0
+        self.under_way_s = self.exposed_s = 0.0
+        self.is_timed, self.is_told = True, False
+        self._since_s = math.inf
+
+    def begin(self) -> None:
+        """Count a journey that begins. One call at a time, as of `end`."""
+        self._count += 1
+
+    def end(self, begun_s: float, end_s: float, sent_bytes: int) -> None:
+        """Count a journey that has ended."""
+        self.bytes_sent += sent_bytes
+        self._count -= 1
+        self._since_s = min(self._since_s, begun_s)
+        if not self._count:
+            self.under_way_s += max(0.0, end_s - self._since_s)
+            self._since_s = math.inf
+
+
 class Milestone:
-    """A place on a journey's way that the program waits for."""
+    """A place on a journey's way that the program waits for.
+
+    ``waits``: counts for how long.
+    """
+
+    waits: Meter | None = None
 
     def __init__(self) -> None:
         self._arrived = threading.Event()
@@ -181,7 +215,12 @@ class Milestone:
 
         Raises what has ended the journeys of the group, if anything has.
         """
-        self._arrived.wait()
+        if self.waits is None or self._arrived.is_set():
+            self._arrived.wait()
+        else:
+            since_s = time.monotonic()
+            self._arrived.wait()
+            self.waits.exposed_s += time.monotonic() - since_s
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._follow is not None:
@@ -200,12 +239,26 @@ class Trip(Milestone):
     Args:
         name: of what travels, in errors.
         deferred: the program goes on without it; other ranks may need it although this one ends.
+
+    ``meter``: counts what travels, as ``sent`` tells. ``begun_s``: when that was there, on a device, too.
     """
 
     def __init__(self, name: str, *, deferred: bool = False) -> None:
         super().__init__()
         self.name, self.deferred = name, deferred
         self.journey: Journey | None = None
+        self.meter: Meter | None = None
+        self.sent: Callable[[], int] = int
+        self.begun_s = math.inf
+
+    def begins(self) -> None:
+        """Note that what travels is there."""
+        self.begun_s = time.monotonic()
+
+    def ends(self, end_s: float) -> None:
+        """Count what has travelled until this moment; one call at a time of a meter."""
+        if self.meter is not None:
+            self.meter.end(self.begun_s, end_s, self.sent())
 
     def end(self, error: BaseException | None, follow: Callable[[], None]) -> None:
         self.journey = None  # no cycle that keeps its tensors

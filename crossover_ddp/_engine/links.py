@@ -6,6 +6,7 @@ A link is the ranks for one journey; a network makes links.
 are issued by the thread that starts the journey, among the model's own: nothing there is awaited.
 """
 
+import copy
 import functools
 import math
 import weakref
@@ -68,6 +69,9 @@ class Link(Protocol):
     def sent_bytes(self, kind: str, flat: Tensor) -> tuple[int, int] | None:
         """Return what this rank sent in the half of this kind, and would have as it is; None: ``flat`` itself."""
         return None
+
+    def sent(self) -> int:
+        """Return how many bytes this rank has sent since this was called before, those of its parts of sums."""
 
 
 class Network(Protocol):
@@ -136,6 +140,9 @@ class LinkAround(Link):
     async def settle(self) -> None:
         await self._link.settle()
 
+    def sent(self) -> int:
+        return self._link.sent()
+
 
 class Alone(Link):
     """One rank, whose own values are the mean, and what it has is there: a network, and its own link."""
@@ -170,11 +177,16 @@ class Alone(Link):
     async def settle(self) -> None:
         await self._settling
 
+    def sent(self) -> int:
+        """See `Link`."""
+        return 0
+
 
 class Native(Alone):
-    """A backend's own collectives, NCCL's and its like: as `Alone` a network, and its own link, see [Note: one order].
+    """A backend's own collectives, NCCL's and its like: a network, and copies of it as links, see [Note: one order].
 
-    On a device all goes to the stream that is current, which `Journey` has chosen. The group is held weakly.
+    On a device all goes to the stream that is current, which `Journey` has chosen. The group is held weakly. Bytes are
+    those of an exchange around a ring.
     """
 
     in_program_order = True
@@ -182,13 +194,23 @@ class Native(Alone):
 
     def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
         super().__init__(place)
-        self._group = weakref.ref(group)
+        self._group, self._sent_bytes = weakref.ref(group), 0
         self.rank, self.size = group.rank(), group.size()
+
+    def link(self) -> Link:
+        """See `Network`."""
+        return copy.copy(self)
+
+    def sent(self) -> int:
+        """See `Link`."""
+        sent, self._sent_bytes = self._sent_bytes, 0
+        return sent
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """See `Link`: an equal front in one collective, each longer part's rest by itself."""
         group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
         flat.div_(self.size)
+        self._sent_bytes += (sum(layout) - layout[self.rank]) * flat.itemsize
         if front.numel():
             _wait(_REDUCE_SCATTER(front.chunk(self.size)[self.rank], front, group=group, async_op=True))
         for owner, part in rest:
@@ -197,6 +219,7 @@ class Native(Alone):
 
     async def all_gather(self, flat: Tensor, layout: Layout) -> None:
         group, (front, rest) = living(self._group), self._front_and_rest(flat, layout)
+        self._sent_bytes += (sum(layout) - layout[(self.rank + 1) % self.size]) * flat.itemsize
         if front.numel():
             _wait(_ALL_GATHER(front, front.chunk(self.size)[self.rank], group=group, async_op=True))
         for owner, part in rest:
@@ -204,6 +227,7 @@ class Native(Alone):
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:
         sizes = {"output_split_sizes": [*of], "input_split_sizes": [*to]}
+        self._sent_bytes += (sum(to) - to[self.rank]) * outgoing.itemsize
         _wait(dist.all_to_all_single(incoming, outgoing, **sizes, group=living(self._group), async_op=True))
 
     def _front_and_rest(self, flat: Tensor, layout: Layout) -> tuple[Tensor, list[tuple[int, Tensor]]]:

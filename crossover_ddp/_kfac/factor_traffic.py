@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._engine.exchange import Exchange
-from crossover_ddp._engine.journeys import Gate, Trip
+from crossover_ddp._engine.journeys import Gate, Meter, Trip
 from crossover_ddp._engine.links import Link, parts
 from crossover_ddp.errors import UnsupportedConfigurationError
 
@@ -179,6 +179,7 @@ class FactorTraffic:
         capture: where the factors are; its callbacks are taken.
         group: the ranks of the job.
         local: whether owners take their own factors, and none travels.
+        meter: returns what counts them on their way.
 
     Attributes:
         trails: whether the factors of the step that is under way leave behind its gradients.
@@ -195,9 +196,10 @@ class FactorTraffic:
         capture: FactorCapture,
         group: dist.ProcessGroup,
         local: bool,
+        meter: Callable[[], Meter | None],
     ) -> None:
         self._layers, self._owners, self._curvatures = layers, owners, curvatures
-        self._capture, self._group, self._local = capture, group, local
+        self._capture, self._group, self._local, self._meter = capture, group, local, meter
         self._on_host = all(layer.weight.device.type == "cpu" for layer in layers)
         self._in_order: list[int] = []  # those of the last step that were called once
         capture.on_input = self._input_came
@@ -343,7 +345,7 @@ class FactorTraffic:
                     self._add(factor, mean, decay)
             here.open()
 
-        self._newest = exchange.begin(bring, like.device, "factors of K-FAC")
+        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self._meter())
 
     def _alone(self, factor: Factor) -> tuple[Factor, BatchFactor]:
         """Return an own factor as a mean of one rank's."""

@@ -14,7 +14,7 @@ from crossover_ddp._ddp.checks import flat_gradients, model_of
 from crossover_ddp._ddp.contents import Content, contents_of
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Bucket
-from crossover_ddp._engine.journeys import Gate
+from crossover_ddp._engine.journeys import Gate, Meter
 from crossover_ddp._engine.links import Link
 from crossover_ddp._system import environment
 from crossover_ddp.errors import UnsupportedConfigurationError
@@ -139,11 +139,16 @@ class Preconditioner:
             capture=self.capture,
             group=self.group,
             local=self.local,
+            meter=self._meter,
         )
         self.free: dict[int, Tensor] = {}
         self._step: Step | None = None
         self._is_refused = self._model_seen = self._closed = False
         self._prepare_step()
+
+    def _meter(self) -> Meter | None:
+        state = self.registered()
+        return None if state is None else cast(Meter, state.meter)
 
     def curvature(self, index: int) -> Curvature:
         """Make what an owner of a layer has, with nothing known yet."""

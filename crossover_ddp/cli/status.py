@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from crossover_ddp._system.shared_memory import SHARED_MEMORY
 from crossover_ddp._turns.view import Look, Mode, Slot, look
@@ -15,9 +16,55 @@ _EXAMPLES = """\
 examples:
   crossover-ddp status                     over one second
   watch -n 1 crossover-ddp status          live
+  crossover-ddp status --prometheus > /var/lib/node_exporter/crossover.prom
 exit codes: 0 jobs were found; 1 none, or files that are no segments; 2 wrong usage
 """
 _GONE = {"--watch": "watch -n 1 crossover-ddp status", "--group": "all groups are shown"}
+
+
+class Job(NamedTuple):
+    """One job on one device."""
+
+    group: str
+    device: str
+    number: int
+    slots: Sequence[Slot]
+    alive: bool
+
+    @property
+    def name(self) -> str:
+        """Return what the table calls it."""
+        return f"{self.number:x}"[:8]
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is inside a turn."""
+        return any(slot.started > slot.returned for slot in self.slots)
+
+    @property
+    def queues(self) -> bool:
+        """Whether it waits for siblings' turns to end."""
+        return not self.computes and any(slot.queued > slot.started for slot in self.slots)
+
+    @property
+    def mode(self) -> int:
+        """Return how it computes beside its siblings."""
+        return int(max(slot.mode for slot in self.slots))
+
+
+_FIGURES: Final[Mapping[str, tuple[str, str, Callable[[Job], float]]]] = {
+    "turns_total": ("counter", "Turns given back.", lambda job: max(slot.turns for slot in job.slots)),
+    "computes": ("gauge", "1 inside of a turn.", lambda job: job.alive and job.computes),
+    "queues": ("gauge", "1 while it waits for siblings' turns to end.", lambda job: job.alive and job.queues),
+    "side_by_side": ("gauge", "1 where turns do not pay.", lambda job: job.mode == Mode.SIDE_BY_SIDE),
+    "alive": ("gauge", "0 if it has ended without leaving.", lambda job: job.alive),
+    "processes": ("gauge", "Ranks of the job here.", lambda job: len(job.slots)),
+    "lease_seconds": (
+        "gauge",
+        "Longest turn that siblings bear.",
+        lambda job: max(s.lease_s for s in job.slots),
+    ),
+}
 HEAD = ("group", "device", "job", "state", "turn", "turns/s", "ranks", "PIDs", "lease")
 
 
@@ -26,16 +73,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     about = "Show the jobs of this user that take turns, and who holds the turn, over one second."
     parser = declare(commands, "status", run, "who holds the turn, who queues?", about, _EXAMPLES)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    parser.add_argument(
+        "--prometheus", action="store_true", help="figures as Prometheus reads them, of this moment"
+    )
     forget(parser, _GONE)
 
 
 def run(arguments: argparse.Namespace, *, base: str = SHARED_MEMORY) -> int:
     """Look twice, show one table; return the exit code."""
-    before = look(base)
-    time.sleep(_INTERVAL_S)
-    after = look(base)
+    before = after = look(base)
+    if not arguments.prometheus:
+        time.sleep(_INTERVAL_S)
+        after = look(base)
     shown = [*rows(before, after)]
-    if arguments.json:
+    if arguments.prometheus:
+        sys.stdout.write(exposition(after))
+    elif arguments.json:
         write_json([dict(zip(HEAD, row, strict=True)) for row in shown])
     elif shown:
         sys.stdout.write(columns(HEAD, shown))
@@ -52,31 +105,51 @@ def rows(before: Look, after: Look) -> Iterator[list[str]]:
         place.slot.incarnation: place.slot.turns for segment in before.segments for place in segment.places
     }
     seconds = (after.at_ns - before.at_ns) / 1e9
-    for segment in after.segments:
-        for device, job in sorted({(place.device, place.slot.job) for place in segment.places}):
-            places = [each for each in segment.places if (each.device, each.slot.job) == (device, job)]
+    for job in _jobs(after):
+        slots = job.slots
+        taken = max(slot.turns - turns.get(slot.incarnation, slot.turns) for slot in slots)
+        yield [
+            job.group,
+            job.device,
+            job.name,
+            _state(job) if job.alive else "gone",
+            str(max(slot.started for slot in slots)),
+            f"{taken / seconds:.1f}" if seconds else "?",
+            f"{','.join(str(slot.rank) for slot in slots)} of {max(slot.world_size for slot in slots)}",
+            ",".join(str(slot.pid) for slot in slots),
+            f"{max(slot.lease_s for slot in slots):.3g} s",
+        ]
+
+
+def exposition(seen: Look) -> str:
+    """Return what Prometheus reads: a line for each figure of each job, of its text format 0.0.4."""
+    lines = []
+    for name, (kind, about, figure) in _FIGURES.items():
+        lines += [f"# HELP crossover_{name} {about}", f"# TYPE crossover_{name} {kind}"]
+        for job in _jobs(seen):
+            labels = {"group": job.group, "device": job.device, "job": job.name}
+            said = ",".join(f'{label}="{_escaped(value)}"' for label, value in labels.items())
+            lines.append(f"crossover_{name}{{{said}}} {float(figure(job))!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"")
+
+
+def _jobs(seen: Look) -> Iterator[Job]:
+    for segment in seen.segments:
+        for device, number in sorted({(place.device, place.slot.job) for place in segment.places}):
+            places = [each for each in segment.places if (each.device, each.slot.job) == (device, number)]
             places = [each for each in places if each.alive] or places
             slots = sorted((place.slot for place in places), key=lambda slot: slot.rank)
-            taken = max(slot.turns - turns.get(slot.incarnation, slot.turns) for slot in slots)
-            yield [
-                segment.group,
-                device,
-                f"{job:x}"[:8],
-                _state(slots) if places[0].alive else "gone",
-                str(max(slot.started for slot in slots)),
-                f"{taken / seconds:.1f}" if seconds else "?",
-                f"{','.join(str(slot.rank) for slot in slots)} of {max(slot.world_size for slot in slots)}",
-                ",".join(str(slot.pid) for slot in slots),
-                f"{max(slot.lease_s for slot in slots):.3g} s",
-            ]
+            yield Job(segment.group, device, number, slots, places[0].alive)
 
 
-def _state(slots: Sequence[Slot]) -> str:
-    mode, lead = max(((slot.mode, slot) for slot in slots), key=lambda each: each[0])
-    if mode == Mode.SIDE_BY_SIDE:
+def _state(job: Job) -> str:
+    lead = max(job.slots, key=lambda slot: slot.mode)
+    if job.mode == Mode.SIDE_BY_SIDE:
         slower = f": turns were {100 * (lead.turns_s / lead.side_s - 1):.0f} % slower" if lead.pairs else ""
         return f"side by side{slower}"
-    trying = ", trial" if mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
-    if any(slot.started > slot.returned for slot in slots):
-        return f"computes{trying}"
-    return f"{'queues' if any(slot.queued > slot.started for slot in slots) else 'between turns'}{trying}"
+    trying = ", trial" if job.mode in (Mode.TRYING_TURNS, Mode.TRYING_SIDE_BY_SIDE) else ""
+    return f"{'computes' if job.computes else 'queues' if job.queues else 'between turns'}{trying}"

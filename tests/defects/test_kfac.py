@@ -156,10 +156,11 @@ def test_closed_it_goes_on_with_what_it_knows(decoupled: bool) -> None:
     training.step()
     training.kfac.close()
     before, found = training.kfac.stats(), []
+    wrong = {name: before[name] for name in ("strained", "dropped")}
     for _ in range(3):
         training.backward()
         found.append(training.gradients())
-    assert training.kfac.stats() == before
+    assert training.kfac.stats().items() >= wrong.items()
     plain = network()
     plain.load_state_dict(training.model.module.state_dict())
     loss_of(plain, 1).backward()
@@ -249,7 +250,7 @@ def test_a_weight_used_beside_its_module_is_noticed(caplog: pytest.LogCaptureFix
         return
     loss_of(plain).backward()
     passes = torch.allclose(inner.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
-    told = "layer" in caplog.text or any(training.state.stats().values())
+    told = "layer" in caplog.text or any(training.kfac.stats()[name] for name in ("strained", "dropped"))
     assert passes or told
 
 

@@ -155,7 +155,7 @@ def errors(rank: int, world_size: int, plan: Plan) -> list[float]:
             training.scaler.step(training.optimizer)
             training.scaler.update()
             training.steps += 1
-        assert training.kfac.stats() == {"strained": 0, "dropped": 0}
+        assert training.kfac.stats().items() >= {"strained": 0, "dropped": 0}.items()
         seen = oracle.least_scale < 1
         assert seen == (plan.settings.kl_clip is not None), "the clip is to be seen at work"
         training.close()

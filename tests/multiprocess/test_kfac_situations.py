@@ -23,7 +23,7 @@ def train_unevenly(rank: int, world_size: int, decoupled: bool) -> list[float]:
     with Join([training.model]):
         for _ in range(4 if rank == 0 else 2):
             found.append(training.step())
-    assert training.kfac.stats() == {"strained": 0, "dropped": 0}
+    assert training.kfac.stats().items() >= {"strained": 0, "dropped": 0}.items()
     assert training.kfac.steps == 7
     return [*found, float(training.parameters().sum())]
 

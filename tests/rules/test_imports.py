@@ -13,7 +13,7 @@ import crossover_ddp
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "crossover_ddp"
 HOOKS = ("averaging_hooks", "codecs", "comm_hooks", "kfac_hooks", "muon_hooks")
-PUBLIC = {*HOOKS, "errors", "gpu_mutex", "pipeline"}
+PUBLIC = {*HOOKS, "errors", "gpu_mutex", "metrics", "pipeline"}
 BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mutex"}
 # The first part of a module's name is its row. A module may import its own row and what stands here.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_engine": {"_ddp", "_system", "_timeline.record", "errors"},
     "_tuning": {"_engine", "_system", "errors"},
     "gpu_mutex": {"_turns", "_system", "errors"},
+    "metrics": {"_engine"},
     "_owners": {"_engine", "_ddp", "_tuning", "errors"},
     **dict.fromkeys(("_decoupled", "_kfac", "_averaging", "_compression"), BELOW),
     **{hooks: {*BELOW, f"_{hooks.removesuffix('_hooks')}"} for hooks in HOOKS},

@@ -17,6 +17,7 @@ from .owners import OWNERS
 from .pipeline import PIPELINE
 from .recipes import RECIPES
 from .risks import RISKS
+from .stats import STATS
 from .turns import TURNS
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -34,4 +35,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
     *RECIPES,
     *RISKS,
     *DEVICE,
+    *STATS,
 )

@@ -4,9 +4,12 @@ import argparse
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from crossover_ddp import cli
 from crossover_ddp._turns.rules import Mode
@@ -72,8 +75,8 @@ def look_at(group: str) -> Look:
     return seen._replace(segments=tuple(each for each in seen.segments if each.group == group))
 
 
-def run(base: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = cli_status.run(argparse.Namespace(json=False), base=str(base))
+def run(base: Path, capsys: pytest.CaptureFixture[str], *, prometheus: bool = False) -> tuple[int, str]:
+    code = cli_status.run(argparse.Namespace(json=False, prometheus=prometheus), base=str(base))
     return code, capsys.readouterr().out
 
 
@@ -103,6 +106,53 @@ def test_what_a_trial_has_found_is_shown(tmp_path: Path, capsys: pytest.CaptureF
     segment.publish(turns_s=0.0107, side_s=0.01, pairs=2)
     assert "side by side: turns were 7 % slower" in run(tmp_path, capsys)[1]
     segment.leave()
+
+
+def scraped(text: str) -> dict[tuple[str, str, str], float]:
+    """Return what Prometheus' own parser makes of a page that is served over loopback: by figure, device and job."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server, ThreadPoolExecutor(1) as thread:
+        served = thread.submit(server.handle_request)
+        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+        served.result(30)
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families for sample in family.samples]
+    return {(s.name, s.labels["device"], s.labels["job"]): s.value for s in samples}
+
+
+def test_prometheus_reads_who_computes_who_queues_and_who_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = 'card "0" \\ of node'
+    waiting = join_at(tmp_path, job=1, device=device)
+    with Process(tmp_path, job=2) as holder:
+        turn = holder.call("draw_turn")
+        holder.call("publish", started=turn)
+        waiting.publish(queued=waiting.draw_turn(), turns=7, mode=Mode.SIDE_BY_SIDE)
+        code, text = run(tmp_path, capsys, prometheus=True)
+        found = scraped(text)
+        assert code == 0
+        assert (found["crossover_computes", DEVICE, "2"], found["crossover_queues", DEVICE, "2"]) == (1, 0)
+        holder.kill()
+    ended = scraped(run(tmp_path, capsys, prometheus=True)[1])
+    assert ended["crossover_computes", DEVICE, "2"] == ended["crossover_alive", DEVICE, "2"] == 0
+    assert {
+        name.removeprefix("crossover_"): ended[name, device, "1"] for name, _, job in ended if job == "1"
+    } == {
+        **{"turns_total": 7, "computes": 0, "queues": 1, "side_by_side": 1, "alive": 1, "processes": 1},
+        "lease_seconds": pytest.approx(found["crossover_lease_seconds", device, "1"]),
+    }
+    waiting.leave()
 
 
 def test_no_jobs_and_files_that_are_none_change_the_exit_code(

@@ -78,5 +78,5 @@ def test_gpt_2_trains() -> None:
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    assert state.stats() == {"strained": 0, "dropped": 0}
+    assert state.stats().items() >= {"strained": 0, "dropped": 0}.items()
     assert all(layer["solver"] for layer in state.state_dict()["layers"].values())

@@ -1,0 +1,220 @@
+"""What hooks tell while they run: the same keys of every state, bytes as sent, seconds as waited."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossover_ddp import metrics_of
+from tests.harness import run_ranks
+from tests.harness.training import WAYS, Training
+
+STEPS = 12
+TYPES: Mapping[str, Any] = {
+    "steps": int,
+    "steps_deferred": int,
+    "not_deferred_because": str | None,
+    "bytes_sent": int,
+    "exposed_s": float,
+    "hidden_s": float,
+    "codec": dict | None,
+    "rate": float,
+    "turns": int,
+    "no_turns_because": str | None,
+}
+WITH_STATE = [way for way in WAYS if way != "split"]
+# What two ranks send of the gradients' bytes, from the second step on; a wrapped hook's own sends are not counted.
+EXACT = {"split": 1.0, "crossover": 1.0, "decoupled": 1.0, "owned": 1.0, "wrapped": 0.0}
+
+
+@contextlib.contextmanager
+def sending(*, slow_s: float = 0.0) -> Iterator[list[int]]:
+    """Note the bytes of all that is handed to gloo by Python; ``slow_s``: arrivals take so much longer."""
+    sent: list[int] = []
+    send, receive, reduce = dist.ProcessGroup.send, dist.ProcessGroup.recv, dist.ProcessGroup.allreduce
+
+    class Slow:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self, *timeout: Any) -> bool:
+            time.sleep(slow_s)
+            return bool(self.work.wait(*timeout))
+
+    def noted(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        sent.extend(each.numel() * each.itemsize for each in tensors)
+        return (send if len(rest) == 2 else reduce)(group, tensors, *rest)
+
+    def all_reduce(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        return Slow(noted(group, tensors, *rest)) if slow_s else noted(group, tensors, *rest)
+
+    def receive_slowly(group: Any, *rest: Any) -> Any:
+        return Slow(receive(group, *rest)) if slow_s else receive(group, *rest)
+
+    names = {"send": noted, "recv": receive_slowly, "allreduce": all_reduce}
+    with contextlib.ExitStack() as stack:
+        for name, call in names.items():
+            stack.enter_context(patch.object(dist.ProcessGroup, name, call))
+        yield sent
+
+
+def gradients_bytes(training: Training) -> int:
+    return sum(p.numel() * p.itemsize for p in training.model.parameters())
+
+
+def settle(training: Training) -> None:
+    """Let all arrive that is under way."""
+    for name in ("flush", "state_dict") if training.state is not None else ():
+        getattr(training.state, name, lambda: None)()
+
+
+def told(rank: int, world_size: int, way: str) -> dict[str, Any]:
+    with sending() as sent:
+        training = Training(way, rank).run(9)  # ranks compare replicas in the 8th step, and then in the 16th
+        settle(training)
+        begin, before = sum(sent), training.state.stats()
+        training.run(STEPS - 9)
+        settle(training)
+        after = training.state.stats()
+        seen = sum(sent) - begin
+    training.close()
+    return {"before": before, "after": after, "sent": seen, "gradients": gradients_bytes(training)}
+
+
+@pytest.mark.parametrize("way", WITH_STATE)
+def test_every_state_tells_the_same_keys_and_the_bytes_that_were_sent(way: str) -> None:
+    for found in run_ranks(told, 2, args=(way,)):
+        stats = found["after"]
+        assert {name: isinstance(stats[name], kind) for name, kind in TYPES.items()} == dict.fromkeys(
+            TYPES, True
+        )
+        assert stats["steps"] == STEPS
+        seconds = stats["exposed_s"], stats["hidden_s"]
+        assert min(seconds) >= 0 and sum(seconds) < 60
+        sent = stats["bytes_sent"] - found["before"]["bytes_sent"]
+        if way in EXACT:
+            assert sent == (STEPS - 9) * EXACT[way] * found["gradients"]
+        if way == "wrapped":
+            assert sent == 0 < found["sent"]
+        elif way != "elastic":  # its state dict gathers the centre
+            assert sent == found["sent"] > 0
+        assert (stats["codec"] is not None) == (way == "int8") == (stats["rate"] != 1.0)
+        assert (stats["steps_deferred"] > 0) == (way in ("decoupled", "owned"))
+        assert (stats["not_deferred_because"] is None) == (way in ("decoupled", "owned"))
+
+
+def waited(rank: int, world_size: int, way: str, pause_s: float) -> tuple[float, dict[str, float]]:
+    with sending(slow_s=0.02):
+        training = Training(way, rank).run(3)
+        settle(training)
+        for parameter in training.model.parameters():
+            parameter.register_hook(lambda gradient: time.sleep(0.01))
+        read, begin_s = metrics_of(training.state), time.monotonic()
+        for _ in range(5):
+            training.step()
+            time.sleep(pause_s)
+        settle(training)
+        lasted_s = time.monotonic() - begin_s
+        found = read()
+    training.close()
+    return lasted_s, found
+
+
+@pytest.mark.parametrize(
+    ("way", "pause_s"),
+    [("split", 0.1), ("crossover", 0.1), ("int8", 0.1), ("decoupled", 0.3), ("decoupled", 0.0)],
+)
+def test_on_a_slow_link_what_is_waited_for_and_what_is_hidden_add_up_to_no_more_than_the_clock(
+    way: str, pause_s: float
+) -> None:
+    for lasted_s, found in run_ranks(waited, 2, args=(way, pause_s)):
+        exposed_s, hidden_s = (5e-3 * found[f"{name}_ms_per_step"] for name in ("exposed", "hidden"))
+        assert exposed_s + hidden_s < lasted_s
+        assert hidden_s > 5 * 0.02, "buckets travel while backward computes the next ones"
+        if way == "decoupled" and pause_s:
+            assert hidden_s > exposed_s, "the pause after step() hides what comes late"
+        else:
+            assert exposed_s > 5 * 0.02, "backward, or else forward, waits for one bucket at least"
+
+
+def lines(rank: int, world_size: int, way: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("crossover_ddp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        training = Training(way, rank).run(103)
+        training.close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return [each for each in said if "MB a step" in each]
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("split", "split: waited"),
+        ("decoupled", "DecoupledState: deferred 9"),
+        ("int8", "CompressedState: Int8(block=256) sent"),
+        ("averaged", "LocalSGDState: 50 exchanges of parameters"),
+        ("crossover", "CrossoverState: took"),
+    ],
+)
+def test_one_line_after_a_hundred_steps_says_on_the_first_rank_what_the_hook_did(
+    way: str, words: str
+) -> None:
+    first, second = run_ranks(lines, 2, args=(way,))
+    assert len(first) == 1 and first[0].startswith(words), first
+    assert " ms a step" in first[0] and second == []
+
+
+class Writer:
+    """Takes what TensorBoard's SummaryWriter takes, which is not installed for tests, as that does."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, float, int | None]] = []
+
+    def add_scalars(
+        self,
+        main_tag: str,
+        tag_scalar_dict: Mapping[str, float],
+        global_step: int | None = None,
+        walltime: float | None = None,
+    ) -> None:
+        self.points += [
+            (f"{main_tag}/{tag}", float(value), global_step) for tag, value in tag_scalar_dict.items()
+        ]
+
+
+def written(rank: int, world_size: int, way: str) -> tuple[list[Any], int]:
+    training, writer = Training(way, rank).run(3), Writer()
+    read = metrics_of(training.state)
+    assert read() == {}
+    for step in range(2):
+        training.run(2)
+        settle(training)
+        writer.add_scalars("crossover", read(), step)
+    with pytest.raises(TypeError, match="expected a state of crossover_ddp"):
+        metrics_of(training.model)
+    training.close()
+    return writer.points, gradients_bytes(training)
+
+
+@pytest.mark.parametrize("way", ["split", "decoupled"])
+def test_metrics_are_numbers_of_the_steps_since_they_were_read_last(way: str) -> None:
+    for points, gradients in run_ranks(written, 2, args=(way,)):
+        found = {(name, step): value for name, value, step in points}
+        for step in range(2):
+            assert found["crossover/steps", step] == 2
+            assert found["crossover/bytes_per_step", step] == gradients
+            assert found["crossover/deferred", step] == (way == "decoupled")
+            assert found["crossover/rate", step] == 1.0
