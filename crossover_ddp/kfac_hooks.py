@@ -35,7 +35,7 @@ from crossover_ddp._kfac.factors import WeightSharing
 from crossover_ddp._kfac.journeys import Hyper, Hypers, Packed
 from crossover_ddp._kfac.layers import find_layers, group_of, unwrapped
 from crossover_ddp._kfac.placement import loads_s, place
-from crossover_ddp._kfac.preconditioner import Preconditioner, check_held, learning_rates
+from crossover_ddp._kfac.preconditioner import Preconditioner, learning_rates
 from crossover_ddp._kfac.settings import (
     agree,
     check_any,
@@ -189,8 +189,13 @@ class KFACState(Checkpointed):
         spread_steps = inverse_steps if codec is None and solver == "inverse" else None
         agreed = agree(layer_costs(model, layers, group.size(), spread_steps), layers, group, arguments)
         check_any(layers, self.passing)
-        self._named = [layer.parameters() for layer in layers]
-        self._learning_rates(kl_clip is not None)  # says what is wrong with them
+        named = [layer.parameters() for layer in layers]
+
+        def rates() -> dict[int, float]:
+            return learning_rates(self.optimizer, named)
+
+        if kl_clip is not None:
+            rates()  # says what is wrong with them
         if group.rank() == 0:
             warn_of_large(self.passing)
             warn_of_adaptive(optimizer, layers)
@@ -210,7 +215,7 @@ class KFACState(Checkpointed):
             local=factors == "local",
             keeps_turn=mutex is not None,
             loss_scale=loss_scale if callable(loss_scale) else lambda: float(loss_scale),
-            learning_rates=self._learning_rates,
+            rates=rates,
             registered=weakref.ref(self),
         )
         scale = self._preconditioner.loss_scale
@@ -220,14 +225,6 @@ class KFACState(Checkpointed):
     def said(self) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
         return {"codec": self.codec, "steps of KFACState": self._preconditioner.steps}
-
-    def _learning_rates(self, clips: bool) -> dict[int, float]:
-        """Return those of this moment by the parameters' ids; raise if the clip would miss one."""
-        if not clips:
-            return {}
-        rates = learning_rates(self.optimizer)
-        check_held(self._named, rates)
-        return rates
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -422,8 +419,6 @@ class KFACState(Checkpointed):
     def refuse(self, bucket: dist.GradBucket) -> None:
         """Note that ``bucket`` is not exchanged."""
         self._preconditioner.refuse(bucket)
-        if bucket.is_last():
-            self._preconditioner.end()
 
     def exchange(
         self,
@@ -436,12 +431,7 @@ class KFACState(Checkpointed):
     ) -> Bucket:
         """Start the exchange of ``bucket``; for the hooks. Raises what makes it impossible.
 
-        Args:
-            group: resolved.
-            bucket: DDP's.
-            state: that the hook is registered with.
-            turn: given away after the step's last bucket.
-            hands_back: see `Exchange.carry`.
+        ``group`` is resolved; the rest as in `Exchange.carry`.
         """
 
         @functools.cache

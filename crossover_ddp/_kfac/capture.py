@@ -51,6 +51,7 @@ from .placement import most_columns
 logger = logging.getLogger(__name__)
 
 _NO_BACKWARD: Final = -1
+_NEVER: Final = -1  # the number of no call
 _NOTHING_SEEN: Final = (
     "K-FAC has seen no call of any layer whose gradient came, so gradients stay as they are: layers are seen in "
     "training mode, in calls after the KFACState was made. Call train() on the model, not eval() (a Dropout or "
@@ -97,7 +98,6 @@ class Sum:
     calls: int = 0
 
     def add(self, part: BatchFactor | None, calls: int = 1) -> None:
-        """Add the factor of some calls, or its columns."""
         self.calls += calls
         value = self.value
         if value is None or part is None:
@@ -137,7 +137,6 @@ class GradientMark:
         self._left: tuple[weakref.ref[Tensor], int] | None = None
 
     def left(self, gradient: Tensor | None, micro_batches: Iterable[int]) -> None:
-        """A pass has added the gradient of ``micro_batches``."""
         self.micro_batches.update(micro_batches)
         self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -146,7 +145,6 @@ class GradientMark:
         return self._left is not None and self._left[0]() is gradient and self._left[1] == gradient._version
 
     def clear(self) -> None:
-        """Nothing of this step is in it any more."""
         self.micro_batches.clear()
         self._left = None
 
@@ -162,36 +160,29 @@ class LayerSums:
         self.a, self.g = map(Sum, rooms)
         self.trials: dict[int, PassSums] = {}  # by the number of the backward pass, see [Note: on trial]
         self.open: weakref.WeakSet[Call] = weakref.WeakSet()  # whose A is counted nowhere
-        # Numbers of calls whose A was taken ahead, and whose backward has not come.
-        self._ahead: set[int] = set()
+        # Numbers of calls whose A was taken ahead, and whose backward has not come: if there are any in the end, A was
+        # not the step's.
+        self.ahead: set[int] = set()
         self._took_ahead = False
-        self._spoiled = False
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether A that was sent ahead of backward turned out not to be the step's."""
-        return self._spoiled or bool(self._ahead)
 
     def trial(self, task: int) -> PassSums:
-        """Return what the backward pass ``task`` has brought."""
         return self.trials.setdefault(task, PassSums(Sum(self.g.room)))
 
     def commit(self, trial: PassSums) -> None:
-        """The pass of ``trial`` has added to the weight's gradient."""
         self._count(trial.calls)
-        self._ahead -= {call.number for call in trial.calls}
+        self.ahead -= {call.number for call in trial.calls}
         self.g.add(trial.g.value, trial.g.calls)
 
     def look_ahead(self) -> None:
         """Count all calls so far, assuming that their backward will come."""
-        self._ahead |= {call.number for call in self.open}
+        self.ahead |= {call.number for call in self.open}
         self._count(self.open)
         self._took_ahead = True
 
     def drop(self) -> None:
-        """What was committed in this step was given up."""
         self.a, self.g = Sum(self.a.room), Sum(self.g.room)
-        self._spoiled = self._spoiled or self._took_ahead
+        if self._took_ahead:
+            self.ahead.add(_NEVER)
 
     def _count(self, calls: Iterable[Call]) -> None:
         for call in sorted(calls, key=lambda call: call.number):
@@ -337,7 +328,7 @@ class FactorCapture:
         """Return G of a layer as of now, or its columns, and forget it; None as `take_input`."""
         sums = self._sums[index]
         found = sums.g.take(self._output_scale)
-        if not sums.spoiled:
+        if not sums.ahead:
             return found
         how = "was taken from a forward whose backward was not the step's"
         return self._spoiled(index, self._layers[index].shape.g_dim, how, "call plan_factors(early=False)")
@@ -464,7 +455,6 @@ class FactorCapture:
             self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        """Drop what belongs to gradients that were cleared since."""
         written: dict[int, Tensor] = {}
         for index, (mark, layer) in enumerate(zip(self._marks, self._layers, strict=True)):
             gradient = layer.weight.grad
@@ -502,7 +492,6 @@ class FactorCapture:
 
 
 def _in_small(columns: Columns, room: int) -> BatchFactor:
-    """Return columns if there is room for them, else the factor."""
     return columns.scaled() if 0 < columns.width <= room else columns.factor()
 
 
@@ -520,7 +509,6 @@ def _samples_of(inputs: Iterable[object]) -> int | None:
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
@@ -568,11 +556,9 @@ class WaitingDirections:
             layer.weight.register_post_accumulate_grad_hook(WeakHook(self, "_added", index))
 
     def wait(self, layers: Iterable[int]) -> None:
-        """Note that the gradients of ``layers`` have been exchanged."""
         self._waits.update((index, None) for index in layers)
 
     def check(self, layers: Iterable[int]) -> None:
-        """Refuse gradients of ``layers`` that have a direction in them."""
         for index in layers:
             added = self._waits.get(index)
             if added is not None and bool(added):

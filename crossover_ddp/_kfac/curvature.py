@@ -15,7 +15,6 @@ from .factors import BatchFactor, at_least_float32, is_finite, multiplied, updat
 from .layers import LayerShape
 from .spread import SpreadSolver
 
-Start = Literal["batch", "identity"]
 One = TypeVar("One", bound="Solver")
 _PI_RANGE: Final = (1e-8, 1e8)
 _RETRIES: Final = 8
@@ -83,7 +82,6 @@ class DampedInverse(Solver):
         return cls(a_inverse, g_inverse, a_strained + g_strained)
 
     def precondition(self, matrix: Tensor) -> Tensor:
-        """Multiply by both inverses."""
         return self.g_inverse @ (matrix.to(self.a_inverse.dtype) @ self.a_inverse)
 
 
@@ -120,12 +118,13 @@ class Eigenbasis(Solver):
 SOLVERS: Final[dict[str, type[Solver]]] = {"inverse": DampedInverse, "eigen": Eigenbasis}
 
 
+@dataclass(eq=False)
 class Curvature:
     """The second-order state of one layer on its owner.
 
     Args:
         shape: of the layer.
-        solver: how the factors are inverted.
+        kind: how the factors are inverted.
         pi: whether the damping is shared out between both factors by their traces.
         start: whether the running mean begins with the first batch or with the identity.
 
@@ -134,17 +133,16 @@ class Curvature:
         strained: how many times a factor had to be damped further before it could be inverted.
     """
 
-    def __init__(self, shape: LayerShape, *, solver: type[Solver], pi: bool, start: Start) -> None:
-        self._shape = shape
-        self._solver_type = solver
-        self._pi = pi
-        self._start: Start = start
-        self._a: Tensor | None = None
-        self._g: Tensor | None = None
-        self.solver: Solver | None = None
-        self._spread: SpreadSolver | None = None
-        self._dropped: Tensor | int = 0
-        self.strained = 0
+    shape: LayerShape
+    kind: type[Solver]
+    pi: bool
+    start: Literal["batch", "identity"]
+    solver: Solver | None = None
+    strained: int = 0
+    _a: Tensor | None = None
+    _g: Tensor | None = None
+    _spread: SpreadSolver | None = None
+    _dropped: Tensor | int = 0
 
     @property
     def dropped(self) -> int:
@@ -162,8 +160,8 @@ class Curvature:
             # The host must not wait for the device: the old mean is its own mean with itself.
             a = torch.where(usable, multiplied(a), self._a)
             g = torch.where(usable, multiplied(g), self._g)
-        self._a = update_running(self._a, a, decay, start=self._start)
-        self._g = update_running(self._g, g, decay, start=self._start)
+        self._a = update_running(self._a, a, decay, start=self.start)
+        self._g = update_running(self._g, g, decay, start=self.start)
 
     @property
     def lacks_solver(self) -> bool:
@@ -174,7 +172,7 @@ class Curvature:
         """Make a new solver of the running factors; the former one serves on if they are not finite."""
         if self._a is None or self._g is None:
             return
-        solver = self._solver_type.compute(self._a, self._g, damping, pi=self._pi)
+        solver = self.kind.compute(self._a, self._g, damping, pi=self.pi)
         if solver is not None:
             self.strained += solver.strained
             self.solver, self._spread = solver, None
@@ -188,14 +186,12 @@ class Curvature:
     def _spread_of(self, root: Tensor | None) -> SpreadSolver | None:
         if not isinstance(self.solver, DampedInverse):
             return None
-        return SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self._shape, root)
+        return SpreadSolver.of(self.solver.a_inverse, self.solver.g_inverse, self.shape, root)
 
     def factor_bytes(self) -> int:
-        """Memory of the running factors."""
         return sum(factor.nbytes for factor in (self._a, self._g) if factor is not None)
 
     def solver_bytes(self) -> int:
-        """Memory of what the solver keeps."""
         tensors = [] if self.solver is None else list(self.solver.tensors().values())
         if self._spread is not None:
             tensors.append(self._spread.root)
@@ -215,9 +211,9 @@ class Curvature:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take back what :meth:`state_dict` gave. Raises ``ValueError`` if it is of another layer's shape."""
-        dims = (self._shape.a_dim, self._shape.g_dim)
+        dims = (self.shape.a_dim, self.shape.g_dim)
         for factor, dim in zip((state["a"], state["g"]), dims, strict=True):
-            expected = (self._shape.groups, dim, dim)
+            expected = (self.shape.groups, dim, dim)
             if factor is not None and tuple(factor.shape) != expected:
                 raise ValueError(
                     f"expected a factor of shape {expected}, got {tuple(factor.shape)}; "
@@ -229,7 +225,7 @@ class Curvature:
         self.solver, self._spread = None, None
         if state["solver"] is not None:
             tensors = {name: tensor.to(device, copy=True) for name, tensor in state["solver"].items()}
-            self.solver = self._solver_type.from_tensors(tensors)
+            self.solver = self.kind.from_tensors(tensors)
             root = state.get("root")  # as all ranks had it, if the layer was spread
             self._spread = None if root is None else self._spread_of(root.to(device, copy=True))
         self.strained, self._dropped = state["strained"], state["dropped"]

@@ -25,13 +25,15 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._engine.buckets import told_by_all
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import Gate, Meter, Trip
 from crossover_ddp._engine.links import Link, parts
@@ -65,12 +67,10 @@ class Factor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's."""
         value = self.value.source if isinstance(self.value, Columns) else self.value
         return 0 if value is None else value.nbytes
 
     def form(self) -> int:
-        """Return how it travels."""
         if self.value is None:
             return _NONE
         return self.value.width if isinstance(self.value, Columns) else _TRIANGLE
@@ -80,7 +80,6 @@ class Factor(NamedTuple):
         return self.triangle_numel if form == _TRIANGLE else self.groups * self.dim * form
 
     def pack(self, form: int, out: Tensor) -> None:
-        """Write it."""
         if self.value is None:
             out.zero_()
         elif form == _TRIANGLE:
@@ -113,7 +112,6 @@ class FactorMessages:
 
     Args:
         factors: the same in the same order on all ranks.
-        rank, size: of this process.
         like: a parameter on their device; what is added up is at least float32.
         tells: whether ranks first tell the owners what comes, see [Note: forms of a factor].
     """
@@ -169,14 +167,14 @@ def _numels(factors: Sequence[Factor], forms: Sequence[int]) -> list[int]:
     return [factor.numel(form) for factor, form in zip(factors, forms, strict=True)]
 
 
+@dataclass(eq=False, kw_only=True)
 class FactorTraffic:
     """Decides for each step what of the factors travels, and when; the same on all ranks.
 
     Args:
-        layers: of the model.
-        owners: of each layer.
+        layers, owners: of the model.
         curvatures: of the layers that this rank owns; they take the factors.
-        capture: where the factors are; its callbacks are taken.
+        capture: where the factors are; its callback is taken.
         group: the ranks of the job.
         local: whether owners take their own factors, and none travels.
         meter: returns what counts them on their way.
@@ -187,22 +185,18 @@ class FactorTraffic:
         arrived: opened when all factors that have left so far are in the running means.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        owners: Sequence[int],
-        *,
-        curvatures: Mapping[int, Curvature],
-        capture: FactorCapture,
-        group: dist.ProcessGroup,
-        local: bool,
-        meter: Callable[[], Meter | None],
-    ) -> None:
-        self._layers, self._owners, self._curvatures = layers, owners, curvatures
-        self._capture, self._group, self._local, self._meter = capture, group, local, meter
-        self._on_host = all(layer.weight.device.type == "cpu" for layer in layers)
+    layers: Sequence[Layer]
+    owners: Sequence[int]
+    curvatures: Mapping[int, Curvature]
+    capture: FactorCapture
+    group: dist.ProcessGroup
+    local: bool
+    meter: Callable[[], Meter | None]
+
+    def __post_init__(self) -> None:
+        self._on_host = all(layer.weight.device.type == "cpu" for layer in self.layers)
         self._in_order: list[int] = []  # those of the last step that were called once
-        capture.on_input = self._input_came
+        self.capture.on_input = self._input_came
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self.trails = False
         self.early: Groups = ()
@@ -217,7 +211,7 @@ class FactorTraffic:
     @property
     def can_trail(self) -> bool:
         """Whether factors that are not needed yet can travel behind the gradients."""
-        return self._group.size() > 1 and not self._local and self._on_host
+        return self.group.size() > 1 and not self.local and self._on_host
 
     def adopt(self, model: DistributedDataParallel | None) -> None:
         """Take the DDP model, which knows whether a forward is the last of its step; None if it is hidden."""
@@ -227,7 +221,7 @@ class FactorTraffic:
     def end_step(self) -> None:
         """Note that the step's last bucket is on its way."""
         self._early_left = 0
-        if calls := self._capture.calls:
+        if calls := self.capture.calls:
             # Of a layer that is called several times the last call cannot be recognised.
             self._in_order = [index for index, count in calls.items() if count == 1]
 
@@ -235,24 +229,21 @@ class FactorTraffic:
 
     def plan(self, *, early: bool) -> Groups:
         """See ``KFACState.plan_factors``."""
-        if self._local or not self._on_host:
+        if self.local or not self._on_host:
             raise UnsupportedConfigurationError(
                 "expected factors that travel between CPU devices, got "
-                + ("factors='local'" if self._local else "a model on a GPU")
+                + ("factors='local'" if self.local else "a model on a GPU")
                 + "; leave the plan out: factors then leave with the gradients' buckets, or do not travel"
             )
-        order = self._in_order
-        sizes = [self._factor(index, "a").triangle_numel for index in order]
-        answer: list[Any] = [
-            tuple(tuple(order[place] for place in group) for group in in_equal_groups(sizes, _EARLY_GROUPS))
-        ]
-        dist.broadcast_object_list(answer, group=self._group, group_src=0)
-        if early and not answer[0]:
+        order = told_by_all(self.group, self._in_order)[0]
+        if early and not order:
             raise UnsupportedConfigurationError(
                 "expected layers that are called once in a forward, got none on rank 0 so far; train some steps that "
                 "take factors first, or leave the plan out"
             )
-        self.early = answer[0] if early else ()
+        sizes = [self._factor(index, "a").triangle_numel for index in order]
+        groups = in_equal_groups(sizes, _EARLY_GROUPS) if early else ()
+        self.early = tuple(tuple(order[place] for place in group) for group in groups)
         return self.early
 
     def _input_came(self) -> None:
@@ -261,30 +252,29 @@ class FactorTraffic:
         if self.trails or (model is not None and not model.require_backward_grad_sync):
             return
         while self._early_left < len(self.early) and all(
-            self._capture.calls[each] for each in self.early[self._early_left]
+            self.capture.calls[each] for each in self.early[self._early_left]
         ):
             self._send_early()
 
     def send_rest(self) -> None:
-        """Send all groups of early factors that have not left yet."""
         while self._early_left < len(self.early):
             self._send_early()
 
     def _send_early(self) -> None:
         group = self.early[self._early_left]
         self._early_left += 1
-        self.send([self._factor(index, "a", self._capture.take_input_ahead(index)) for index in group])
+        self.send([self._factor(index, "a", self.capture.take_input_ahead(index)) for index in group])
 
     # --- beside the gradients, or behind them ----------------------------------------------------------------
 
     def taken(self, index: int) -> list[Factor]:
         """Take a layer's factors of this step, without what has left early."""
-        if self._local and index not in self._curvatures:
+        if self.local and index not in self.curvatures:
             return []
-        g = self._factor(index, "g", self._capture.take_output(index))
+        g = self._factor(index, "g", self.capture.take_output(index))
         if not self.trails and any(index in group for group in self.early):
             return [g]
-        return [g, self._factor(index, "a", self._capture.take_input(index))]
+        return [g, self._factor(index, "a", self.capture.take_input(index))]
 
     def hold(self, taken: Sequence[Sequence[Factor]], groups: int, decay: float) -> None:
         """Keep a step's factors, by layer, which leave in so many groups at most, see [Note: late factors]."""
@@ -309,15 +299,14 @@ class FactorTraffic:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the late factors that are held."""
         return sum(factor.nbytes for group in self._late for factor in group)
 
     # --- all -------------------------------------------------------------------------------------------------
 
     def _factor(self, index: int, which: Literal["a", "g"], value: BatchFactor | None = None) -> Factor:
-        shape = self._layers[index].shape
+        shape = self.layers[index].shape
         dim = shape.a_dim if which == "a" else shape.g_dim
-        return Factor(index, self._owners[index], which, shape.groups, dim, value)
+        return Factor(index, self.owners[index], which, shape.groups, dim, value)
 
     @torch.no_grad()
     def send(self, factors: Sequence[Factor], decay: float = 0.0, after: Gate | None = None) -> None:
@@ -325,9 +314,9 @@ class FactorTraffic:
 
         They leave ``after`` a gate was opened, and are added when those have been which left before.
         """
-        exchange, like = Exchange.of(self._group), self._layers[0].weight
+        exchange, like = Exchange.of(self.group), self.layers[0].weight
         messages = None  # if no other rank has a share in them
-        if exchange.size > 1 and not self._local:
+        if exchange.size > 1 and not self.local:
             tells = exchange.sends_messages(like.device)
             messages = FactorMessages(factors, exchange.rank, exchange.size, like, tells=tells)
         former, self.arrived = self.arrived, Gate()
@@ -345,11 +334,11 @@ class FactorTraffic:
                     self._add(factor, mean, decay)
             here.open()
 
-        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self._meter())
+        self._newest = exchange.begin(bring, like.device, "factors of K-FAC", meter=self.meter())
 
     def _alone(self, factor: Factor) -> tuple[Factor, BatchFactor]:
         """Return an own factor as a mean of one rank's."""
-        weight = self._layers[factor.layer].weight
+        weight = self.layers[factor.layer].weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         if factor.value is None:
             return factor, factor.mean((), weight.new_empty(0, dtype=dtype))
@@ -364,7 +353,7 @@ class FactorTraffic:
         halves[factor.which] = mean
         if len(halves) == 2:
             del self._halves[factor.layer]
-            self._curvatures[factor.layer].add(halves["a"], halves["g"], decay)
+            self.curvatures[factor.layer].add(halves["a"], halves["g"], decay)
 
 
 def in_equal_groups(sizes: Sequence[int], count: int) -> Iterator[list[int]]:

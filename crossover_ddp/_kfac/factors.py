@@ -66,7 +66,6 @@ class Columns(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of columns."""
         sizes = self.source.shape
         return sizes[2] if len(sizes) == 3 else sizes[1:4].numel()
 
@@ -231,7 +230,6 @@ BatchFactor = Tensor | Columns
 
 
 def multiplied(batch: BatchFactor) -> Tensor:
-    """Return the factor itself."""
     return batch.factor() if isinstance(batch, Columns) else batch
 
 

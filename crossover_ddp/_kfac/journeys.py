@@ -120,12 +120,10 @@ class Everyone(Gate):
         self._left = 1  # until `passes` is called for the backward pass itself
 
     def expect(self) -> None:
-        """Expect one more."""
         with self._lock:
             self._left += 1
 
     def passes(self) -> None:
-        """Let one pass."""
         with self._lock:
             self._left -= 1
             is_last = self._left <= 0
@@ -167,7 +165,6 @@ class Step:
     is_refused: bool = False
 
     def expect(self) -> None:
-        """Expect one more bucket."""
         self.worked.expect()
         self.written.expect()
 
@@ -201,11 +198,8 @@ class BucketLayer:
     """A layer whose gradients DDP's buckets have brought.
 
     Args:
-        index, layer: its number, and itself.
         weight, bias: gradients in DDP's buckets.
-        lr, bias_lr: of its weight and its bias.
         whole: to be opened when it is written, if an earlier bucket has a part of it.
-        owner: a rank.
         curvature: of the layer, if this rank owns it.
         is_spread: whether all ranks are to have its solver.
         solver: that all ranks have.
@@ -238,7 +232,6 @@ class Whole(BucketLayer):
         return [(self.owner, self.weight.numel() + (0 if self.bias is None else self.bias.numel()))]
 
     def pack(self, flat: Tensor) -> None:
-        """Write the gradients."""
         (span,) = self.spans
         middle = span.start + self.weight.numel()
         self._weight = flat[span.start : middle].view(self.weight.shape)
@@ -300,14 +293,12 @@ class Rows(BucketLayer):
         return [(rank, rows.numel * self._width) for rank, rows in enumerate(self._rows)]
 
     def pack(self, flat: Tensor) -> None:
-        """Write each rank's rows of T ∇."""
         self._parts = [flat[span.start : span.stop].view(-1, self._width) for span in self.spans]
         matrix = gradient_matrix(self.shape, self.weight, self.bias)[0]
         for rows, part in zip(self._rows, self._parts, strict=True):
             self.solver.before(matrix, rows, part)
 
     def needs_solver(self, now: HyperNow) -> bool:
-        """Tell that all ranks have it."""
         return False
 
     def work(self, now: HyperNow, rank: int) -> Tensor | None:
@@ -337,12 +328,9 @@ class Packed:
     of what passes through.
 
     Args:
-        number: of the bucket.
-        buffer: of the bucket, flat.
-        contents: of the bucket.
+        number, buffer, contents: of the bucket; flat.
         layers: those that the bucket completes.
         passes: spans of ``buffer`` that pass through.
-        rank, size: of this process.
         free: by number of a bucket, memory that has travelled for it before.
         solvers: of spread layers.
         factors: opened when all factors that have left so far are in the running means.
@@ -424,7 +412,6 @@ class Packed:
         return torch.autocast(self.flat.device.type, enabled=False)
 
     def done(self) -> None:
-        """Give the memory back."""
         self.free[self.number] = self.flat
 
     def runs(self) -> list[Run]:

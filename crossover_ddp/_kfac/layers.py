@@ -127,7 +127,6 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _wrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``model`` and what it wraps, inwards."""
     while True:
         yield model
         if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -31,8 +31,10 @@ from .spread import SpreadSolver
 _MOST_GROUPS: Final = 16  # of late factors; each costs messages
 
 
-def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[int, float]:
-    """Return the learning rates of this moment, by the parameters' ids."""
+def learning_rates(
+    optimizer: Optimizer | Sequence[Optimizer] | None, named: Sequence[Mapping[str, nn.Parameter]]
+) -> dict[int, float]:
+    """Return those of this moment, by the parameters' ids; refuse optimizers that do not hold all of the layers."""
     optimizers = listed(optimizer)
     for each in optimizers:
         if not hasattr(each, "param_groups"):
@@ -41,7 +43,15 @@ def learning_rates(optimizer: Optimizer | Sequence[Optimizer] | None) -> dict[in
                 "torch.optim.Optimizer objects"
             )
     groups = [group for each in optimizers for group in each.param_groups]
-    return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+    rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
+    if missing:
+        raise UnsupportedConfigurationError(
+            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
+            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
+            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
+        )
+    return rates
 
 
 def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -52,41 +62,25 @@ def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]
     return [cast(Optimizer, optimizer)] if one else list(cast(Sequence[Optimizer], optimizer))
 
 
-def check_held(named: Sequence[Mapping[str, nn.Parameter]], rates: Mapping[int, float]) -> None:
-    """Refuse optimizers that do not hold the layers' parameters: their learning rates enter the KL clip."""
-    missing = [name for layer in named for name, parameter in layer.items() if id(parameter) not in rates]
-    if missing:
-        raise UnsupportedConfigurationError(
-            f"expected an optimizer that holds all parameters of K-FAC's layers, got none for {', '.join(missing[:3])} "
-            f"({len(missing)} in all), whose learning rates the KL clip needs; pass the optimizer that updates them, "
-            "several as a sequence, or name the layers in skip=, or pass kl_clip=None"
-        )
-
-
 @dataclass(eq=False, kw_only=True)
 class Preconditioner:
     """Packs each bucket, counts steps, and has the layers that this rank owns.
 
     Args:
         model: weakly, since DDP holds the state where no collector sees it; without what wraps it.
-        layers: of the model.
-        costs: of the layers, in the same order.
-        owners: of the layers, at first.
+        layers, costs, owners: in one order; owners may change with `begin`.
         hypers, group, solver, pi, sharing, accumulated: see ``KFACState``.
         local: whether factors do not travel.
         keeps_turn: whether making solvers is compute inside the job's turn.
-        loss_scale: of this moment.
-        learning_rates: of this moment, by the parameters' ids; its argument says whether there is a KL clip.
+        loss_scale: returns that of this moment.
+        rates: returns `learning_rates`.
         registered: the state that the model's hook is registered with, weakly.
 
     Attributes:
         inverse_steps: how often solvers are made at the beginning.
         spread: the layers that all ranks precondition together, see [Note: spread layers] in `spread`.
-        steps: how many have been.
         curvatures: of the layers that this rank owns, by index.
         solvers: of spread layers, which all ranks have; none before the first, and after factors that were no numbers.
-        capture: of this rank's factors.
-        traffic: how they travel.
         free: by bucket, what has travelled in its place.
     """
 
@@ -103,7 +97,7 @@ class Preconditioner:
     local: bool
     keeps_turn: bool
     loss_scale: Callable[[], float]
-    learning_rates: Callable[[bool], dict[int, float]]
+    rates: Callable[[], dict[int, float]]
     registered: weakref.ref[Any]
 
     def __post_init__(self) -> None:
@@ -133,8 +127,8 @@ class Preconditioner:
             ranks=1 if self.local else self.world_size,
         )
         self.traffic = FactorTraffic(
-            self.layers,
-            self.owners,
+            layers=self.layers,
+            owners=self.owners,
             curvatures=self.curvatures,
             capture=self.capture,
             group=self.group,
@@ -152,12 +146,8 @@ class Preconditioner:
 
     def curvature(self, index: int) -> Curvature:
         """Make what an owner of a layer has, with nothing known yet."""
-        return Curvature(
-            self.layers[index].shape,
-            solver=SOLVERS[self.solver],
-            pi=self.pi,
-            start="identity" if self.sharing == "kfac-pytorch" else "batch",
-        )
+        start: Any = "identity" if self.sharing == "kfac-pytorch" else "batch"
+        return Curvature(self.layers[index].shape, SOLVERS[self.solver], self.pi, start)
 
     def close(self) -> None:
         """Take no factors and make no solvers from now on."""
@@ -195,11 +185,13 @@ class Preconditioner:
         self._is_refused = True
         if self._step is not None:
             self._step.refuse()
-            if bucket.is_last():
+        if bucket.is_last():
+            if self._step is not None:
                 self._step.end()
+            self.end()
 
     def end(self) -> None:
-        """The step's last bucket is under way, or refused."""
+        """Count a step whose last bucket is under way, or refused, and prepare the next one."""
         ended, self._step, after = self._step, None, None
         if ended is not None:
             after = ended.written
@@ -214,7 +206,7 @@ class Preconditioner:
 
     def _begin(self, device: torch.device) -> Step:
         now = self._now()
-        rates = self.learning_rates(now.kl_clip is not None)
+        rates = {} if now.kl_clip is None else self.rates()
         step = Step(now, rates, self.loss_scale(), device)
         if self._is_refused:
             step.refuse()

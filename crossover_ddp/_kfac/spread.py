@@ -104,7 +104,6 @@ class SpreadSolver:
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
         return self.root.nbytes + self.right.nbytes
 
 

@@ -46,8 +46,8 @@ KFAC: Final[tuple[Fault, ...]] = (
     Fault(
         "the KL clip has the first step's learning rate for good",
         "crossover_ddp/_kfac/preconditioner.py",
-        "rates = self.learning_rates(now.kl_clip is not None)",
-        "rates = self.__dict__.setdefault('rates', self.learning_rates(now.kl_clip is not None))",
+        "else self.rates()",
+        "else self.__dict__.setdefault('_first', self.rates())",
         ("tests/conformance/test_conformance.py", "-k", "gloo-kfac-schedule"),
     ),
     Fault(

@@ -17,7 +17,7 @@ STATS: Final[tuple[Fault, ...]] = (
     Fault(
         "factors of K-FAC are not counted",
         "crossover_ddp/_kfac/factor_traffic.py",
-        ", meter=self._meter())",
+        ", meter=self.meter())",
         ")",
         (_STATS, "-k", "same_keys and kfac"),
     ),
