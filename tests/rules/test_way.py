@@ -20,7 +20,7 @@ WAYS = {
     "split": 6,
     "crossover": 15,
     "decoupled": 12,
-    "int8": 11,
+    "int8": 10,
     "averaged": 10,
     "muon": 12,
     "owned": 15,
