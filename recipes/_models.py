@@ -128,6 +128,10 @@ PRESETS: Mapping[str, Preset] = {
     ),
     # For tests: a step takes some ten milliseconds.
     "tiny": Preset("timm:vit_tiny_patch16_224", 8, 0.05, "adamw", 1e-3, _vit(32, 4, 2), image_size=32),
+    # Models of timm's as they are, on small images.
+    "vit_tiny": Preset("timm:vit_tiny_patch16_224", 16, 5.0, "adamw", 1e-3, channels=3),
+    "convnext_atto": Preset("timm:convnext_atto", 8, 4.0, "adamw", 1e-3, channels=3),
+    "regnety_002": Preset("timm:regnety_002", 16, 3.0, "sgd", 0.05, channels=3),
     # The last bucket holds the tied embedding, more than half of all bytes.
     "gpt": Preset("gpt", 40, 0.12, "adamw", 1e-3, {"dim": 96, "depth": 2, "heads": 3}, vocabulary=3072),
 }
