@@ -352,6 +352,11 @@ class KFACState(Checkpointed):
         """
         self._flush()
         owned = self._preconditioner
+        if "layers" not in state:
+            raise ValueError(
+                f"expected the state dict of a KFACState, got keys {sorted(state)}; pass what its state_dict() "
+                "returned, or checkpoint() with kfac_hook"
+            )
         expected, got = [layer.name for layer in owned.layers], list(state["layers"])
         if sorted(expected) != sorted(got) or state["solver"] != owned.solver:
             raise ValueError(
