@@ -22,7 +22,6 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._averaging.centre import ElasticRound, moving_rate_for
@@ -33,7 +32,6 @@ from crossover_ddp._ddp.checks import (
     OnlyModel,
     check_forward,
     check_group,
-    check_not_capturing,
     check_not_joined,
     flat_gradients,
     needed_model_of,
@@ -41,7 +39,7 @@ from crossover_ddp._ddp.checks import (
     wants_buffers_broadcast,
 )
 from crossover_ddp._ddp.compiled import OwnHook
-from crossover_ddp._engine.buckets import Agreement, check_state, compare, guarded, meter_of, split
+from crossover_ddp._engine.buckets import Agreement, answered, compare, meter_of, split
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.journeys import GradientFuture
@@ -80,7 +78,7 @@ class AveragingState(Checkpointed):
         self._hooks = contextlib.ExitStack()
         self._steps = self._acted = 0
         self._mean_of: int | None = None
-        self._is_told = self._began = self._is_closed = self._is_disabled = False
+        self._is_told = self._began = self._is_closed = False
         self._failure: Exception | None = None
         self._begin_s: float | None = None  # of a step's compute
 
@@ -235,14 +233,7 @@ class AveragingState(Checkpointed):
         if self._is_closed:
             return exchange.carry(bucket, split, state=self).future
         self._raise_failure()
-        gradients = bucket.buffer()
-        if bucket.parameters()[0] not in self._only.names:  # once for each bucket
-            flat_gradients(bucket)
-            self._only.enter(bucket, self)
-        if self._replica is None:
-            self._replica = self._adopt(bucket, resolve_group(self.process_group))
-        if not self.agreement.made:
-            self.agreement.make(self._replica.group, self._said)
+        gradients, replica = bucket.buffer(), self._entered(bucket)
         if self._rule.is_local(self._steps):
             if not self._began:
                 self._began, self._acted = True, self._steps
@@ -250,7 +241,7 @@ class AveragingState(Checkpointed):
                 if model is not None and wants_buffers_broadcast(model):
                     self._hooks.callback(_keep_own_buffers(model))
                 with torch.no_grad():
-                    self._rule.begin(self._replica)
+                    self._rule.begin(replica)
             meter = meter_of(self, self.meter, exchange.rank)
             meter.steps += bucket.is_last()
             future = exchange.network(gradients.device).place.future()
@@ -279,9 +270,22 @@ class AveragingState(Checkpointed):
         logger.info("averaging: %s with %s", type(model.module).__name__, self._rule.settings)
         return replica
 
-    def _said(self) -> Mapping[str, object]:
-        assert self._replica is not None
-        return {"steps": self._steps, **self._rule.settings, "model": _digest_of(self._replica.blocks)}
+    def said(self, bucket: dist.GradBucket) -> Mapping[str, object]:
+        """Return what all ranks must have in common."""
+        if self._is_closed:
+            return {}
+        self._raise_failure()
+        model = _digest_of(self._entered(bucket).blocks)
+        return {"steps": self._steps, **self._rule.settings, "model": model}
+
+    def _entered(self, bucket: dist.GradBucket) -> Replica:
+        """Return the replica of the model of ``bucket``, which it belongs to."""
+        if bucket.parameters()[0] not in self._only.names:  # once for each bucket
+            flat_gradients(bucket)
+            self._only.enter(bucket, self)
+        if self._replica is None:
+            self._replica = self._adopt(bucket, resolve_group(self.process_group))
+        return self._replica
 
     # --- between two steps -----------------------------------------------------------------------------------
 
@@ -551,19 +555,10 @@ def answer_bucket(
 ) -> torch.futures.Future[torch.Tensor]:
     """Answer for both hooks, whose state is of ``kind``."""
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        check_state(state, kind, "register the hook of that state, or make another one")
-        if not state.agreement.made:
-            state._is_disabled = environment.is_set(environment.DISABLE)
-        if state._is_disabled:
-            group = resolve_group(state.process_group)
-            state.agreement.make(group, dict)
-            return allreduce_hook(group, bucket)
-        if bucket.buffer().is_cuda:
-            check_not_capturing(bucket)
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
         return state._answer(bucket)
 
-    return guarded(bucket, answer)
+    return answered(state, bucket, kind, "register the hook of that state, or make another one", carry)
 
 
 # --- what cannot train without waiting -----------------------------------------------------------------------------

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.choice import CodecChoice, PerPair
 from crossover_ddp._compression.codec import Codec, Half, Int8
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import CodecPlan
 from crossover_ddp._compression.sparse import SIDCo, Threshold
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import check_state, guarded
+from crossover_ddp._engine.buckets import answered
 from crossover_ddp._engine.exchange import Exchange
 
 from .gpu_mutex import GPUMutex
@@ -123,14 +121,8 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         model.register_comm_hook(CompressedState(codec=Int8()), compressed_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        check_state(state, CompressedState, "pass codec= to that state instead, and register its own hook")
-        if not state.agreement.made:
-            state.agreement.make(resolve_group(state.process_group), lambda: {"codec": state.codec})
-        if state.agreement.disabled:
-            return allreduce_hook(resolve_group(state.process_group), bucket)
-        if bucket.buffer().is_cuda:
-            check_not_capturing(bucket)
-        return state._carry(bucket, Exchange.of(state.process_group), state.mutex)
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        return state._carry(bucket, Exchange.of(group), state.mutex)
 
-    return guarded(bucket, answer)
+    remedy = "pass codec= to that state instead, and register its own hook"
+    return answered(state, bucket, CompressedState, remedy, carry)

@@ -13,17 +13,16 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import CodedState
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
+from crossover_ddp._ddp.checks import resolve_group
 from crossover_ddp._decoupled.state import DecoupledState, decoupled_hook
-from crossover_ddp._engine.buckets import after_backward, check_state, guarded, split
+from crossover_ddp._engine.buckets import after_backward, answered, guarded, split
 from crossover_ddp._engine.exchange import Exchange, on_destruction
 from crossover_ddp._engine.turns import Turn
 from crossover_ddp._system import environment
@@ -50,6 +49,8 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 _joining = threading.Lock()
 _mutexes: "weakref.WeakKeyDictionary[dist.ProcessGroup, GPUMutex]" = weakref.WeakKeyDictionary()
 _warned_partial: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+_REMEDY: Final = "make a CrossoverState, or register the hook of that state"
 
 
 def reduce_scatter_all_gather_hook(
@@ -166,6 +167,12 @@ class CrossoverState(CodedState):
         if self.mutex is not None:
             self.mutex.close()
 
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """See `CodedState`."""
+        # Whoever passes a mutex has named its group.
+        siblings = environment.sibling_group() if isinstance(self.turn, JobTurn) else None
+        return {**super().said(bucket), environment.GROUP: siblings}
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives in this process only, as torch's own hook states do."""
         logger.warning(
@@ -206,15 +213,10 @@ def crossover_hook(state: CrossoverState, bucket: dist.GradBucket) -> torch.futu
         model.register_comm_hook(CrossoverState(), crossover_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        _agree(state)
-        if state.agreement.disabled:
-            return allreduce_hook(resolve_group(state.process_group), bucket)
-        if bucket.buffer().is_cuda:
-            check_not_capturing(bucket)
-        return state._carry(bucket, Exchange.of(state.process_group), _turn_of(state, bucket))
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        return state._carry(bucket, Exchange.of(group), _turn_of(state, bucket))
 
-    return guarded(bucket, answer)
+    return answered(state, bucket, CrossoverState, _REMEDY, carry)
 
 
 def crossover_wrapper(hook: Hook) -> Hook:
@@ -239,40 +241,26 @@ def crossover_wrapper(hook: Hook) -> Hook:
     def crossover_wrapped_hook(
         state: CrossoverState, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        def answer() -> torch.futures.Future[torch.Tensor]:
-            _agree(state)
+        def plain(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return hook(state.hook_state, bucket)
+
+        def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
             if state.codec is not None:
                 raise UnsupportedConfigurationError(
                     f"expected codec=None for crossover_wrapper, got codec={state.codec!r}: the wrapped hook decides "
                     "what travels; leave codec out, or register crossover_hook"
                 )
-            if state.agreement.disabled:
-                return hook(state.hook_state, bucket)
-            exchange = Exchange.of(state.process_group)
+            exchange = Exchange.of(group)
             compare = functools.partial(exchange.compare, bucket, state, state.compare_replicas)
             # Not before backward has ended: any thread may issue the other hook's collectives.
             if not after_backward(compare):
                 compare()
             future = hook(state.hook_state, bucket)
-            check_not_capturing(bucket)
             return exchange.follow(future, bucket, turn=_turn_of(state, bucket), state=state)
 
-        return guarded(bucket, answer)
+        return answered(state, bucket, CrossoverState, _REMEDY, carry, plain=plain)
 
     return crossover_wrapped_hook
-
-
-def _agree(state: CrossoverState) -> None:
-    """Let the ranks compare, once, what they must have in common."""
-    check_state(state, CrossoverState, "make a CrossoverState, or register the hook of that state")
-
-    def said() -> dict[str, object]:
-        # Whoever passes a mutex has named its group.
-        siblings = environment.sibling_group() if isinstance(state.turn, JobTurn) else None
-        return {"codec": state.codec, environment.GROUP: siblings}
-
-    if not state.agreement.made:
-        state.agreement.make(resolve_group(state.process_group), said)
 
 
 def _turn_of(state: CrossoverState, bucket: dist.GradBucket) -> Turn:

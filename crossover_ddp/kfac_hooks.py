@@ -20,13 +20,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Optimizer
 
 from crossover_ddp._compression.choice import CodecChoice
 from crossover_ddp._compression.compression import Compression
-from crossover_ddp._ddp.checks import check_not_capturing, resolve_group
-from crossover_ddp._engine.buckets import Agreement, Bucket, check_state, guarded, told_by_all
+from crossover_ddp._ddp.checks import resolve_group
+from crossover_ddp._engine.buckets import Agreement, Bucket, answered, told_by_all
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
@@ -46,7 +45,6 @@ from crossover_ddp._kfac.settings import (
     warn_of_gone,
     warn_of_large,
 )
-from crossover_ddp._system import environment
 
 from .errors import UnsupportedConfigurationError
 from .gpu_mutex import GPUMutex
@@ -222,7 +220,7 @@ class KFACState(Checkpointed):
         self._compression = None if codec is None else Compression(codec, scale, self, has_work=True)
         logger.info("%s", self)
 
-    def said(self) -> dict[str, object]:
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
         return {"codec": self.codec, "steps of KFACState": self._preconditioner.steps}
 
@@ -478,30 +476,21 @@ def kfac_hook(state: KFACState, bucket: dist.GradBucket) -> torch.futures.Future
         model.register_comm_hook(KFACState(model, optimizer), kfac_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        _check_state(state)
-        group = resolve_group(state.process_group)
-        if not state.agreement.made:
-            state.agreement.make(group, state.said)
-        if environment.is_set(environment.DISABLE):
-            return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        if state._is_deferred:
+            raise UnsupportedConfigurationError(
+                "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
+                "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
+            )
         turn = cast(Turn | None, state.mutex)
         with Exchange.of(group).comparing(bucket, state, state.compare_replicas):
             return state.exchange(group, bucket, state=state, turn=turn).future
 
-    return guarded(bucket, answer)
-
-
-def _check_state(state: KFACState) -> None:
-    check_state(
+    return answered(
         state,
+        bucket,
         KFACState,
         "K-FAC needs its gradients whole before optimizer.step(), so it cannot be combined with another state: pass "
         "mutex= to share the device",
+        carry,
     )
-    if state._is_deferred:
-        raise UnsupportedConfigurationError(
-            "expected decoupled_hook for a KFACState that is part of a DecoupledState, got kfac_hook; register "
-            "DecoupledState(optimizer, kfac=...) with decoupled_hook, or make another KFACState"
-        )

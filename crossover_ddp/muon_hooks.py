@@ -25,13 +25,12 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import Muon
 
-from crossover_ddp._ddp.checks import check_not_capturing, model_of, resolve_group
+from crossover_ddp._ddp.checks import model_of, resolve_group
 from crossover_ddp._ddp.contents import contents_of, part_of
 from crossover_ddp._ddp.layout import Span
-from crossover_ddp._engine.buckets import Agreement, Bucket, check_state, guarded
+from crossover_ddp._engine.buckets import Agreement, Bucket, answered
 from crossover_ddp._engine.checkpoint import Checkpointed
 from crossover_ddp._engine.exchange import Exchange
 from crossover_ddp._engine.links import Link
@@ -174,7 +173,7 @@ class MuonState(Checkpointed):
         self.compare_replicas = compare_replicas
         self.muon = self.optimizer = muon
         self.mutex = mutex
-        self.agreement = Agreement()
+        self.agreement = Agreement(turns_disabled())
         group = resolve_group(process_group)
         self._rank, self._world_size = group.rank(), group.size()
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
@@ -194,7 +193,7 @@ class MuonState(Checkpointed):
         self._waiting: _Round | None = None
         self._latest: _Round | None = None
         self.newton_schulz_calls = 0
-        self.is_disabled = turns_disabled()
+        self.is_disabled = self.agreement.disabled
         if self.is_disabled:
             return
         owner_of = {id(matrix): owner for matrix, owner in zip(self._matrices, self.owners, strict=True)}
@@ -275,7 +274,7 @@ class MuonState(Checkpointed):
 
     # --- the hook --------------------------------------------------------------------------------------------
 
-    def _said(self) -> dict[str, object]:
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
         settings = [
             {name: value for name, value in each.items() if name != "params"}
@@ -501,16 +500,11 @@ def muon_hook(state: MuonState, bucket: dist.GradBucket) -> torch.futures.Future
         model.register_comm_hook(MuonState(muon), muon_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        check_state(state, MuonState, "pass MuonState(muon), with mutex= to share the device")
-        group = resolve_group(state.process_group)
-        state.agreement.make(group, state._said)
-        if state.is_disabled:
-            return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
         return state._take(group, bucket)
 
-    return guarded(bucket, answer)
+    remedy = "pass MuonState(muon), with mutex= to share the device"
+    return answered(state, bucket, MuonState, remedy, carry)
 
 
 def muon_parameters(

@@ -289,6 +289,10 @@ class CodedState(Checkpointed):
         coded = None if self.compression is None else self.compression.stats()
         return self._told(codec=self.codec, coded=coded)
 
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
+        """Return what all ranks must have in common."""
+        return {"codec": self.codec}
+
     def _carry(self, bucket: dist.GradBucket, exchange: Exchange, turn: Turn | None) -> GradientFuture:
         """Begin the split of ``bucket``, with the codec if there is one, in its hook."""
         way = None if self.compression is None else self.compression.around(bucket, exchange)

@@ -27,7 +27,6 @@ from typing import Any, Final, Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -38,7 +37,6 @@ from crossover_ddp._compression.planning import plan_from as plan_codec_from
 from crossover_ddp._ddp.checks import (
     check_copyable,
     check_forward,
-    check_not_capturing,
     flat_gradients,
     names_of,
     needed_model_of,
@@ -51,8 +49,7 @@ from crossover_ddp._engine.buckets import (
     Agreement,
     Bucket,
     after_backward,
-    check_state,
-    guarded,
+    answered,
     split,
 )
 from crossover_ddp._engine.checkpoint import Checkpointed
@@ -106,7 +103,7 @@ class Deferrable(Protocol):
     def defer(self, state: object, flush: Callable[[], None]) -> None:
         """Become part of ``state``; ``flush`` finishes what is under way."""
 
-    def said(self) -> dict[str, object]:
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common when training begins or goes on."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,11 +210,10 @@ class DecoupledState(Checkpointed):
         if kfac is not None:
             _check_deferrable(kfac, process_group=process_group, mutex=mutex, codec=codec, owners=owners)
         self.codec = codec
-        self.agreement = Agreement()
+        self.agreement = Agreement(turns_disabled())
         self._settings = {"codec": codec, "defer": defer, "owners": owners, "kfac": kfac is not None}
         self._compression = None if codec is None else Compression(codec, loss_scale, self)
-        self._is_disabled = turns_disabled()
-        if self._is_disabled:
+        if self.agreement.disabled:
             kfac = owners = None
         self._kfac, self._turn, self._optimizers = kfac, cast(Turn | None, mutex), optimizers
         if kfac is not None:
@@ -250,10 +246,10 @@ class DecoupledState(Checkpointed):
             self._hooks.enter_context(self._owners.kept.hooks)
         self.take = uncompiled(self._take)  # backward may have been called by compiled code
 
-    def _said(self) -> dict[str, object]:
+    def said(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return what all ranks must have in common."""
         owned = {} if self._owners is None else self._owners.said()
-        return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said())}
+        return {**self._settings, **owned, **({} if self._kfac is None else self._kfac.said(bucket))}
 
     # --- for users -------------------------------------------------------------------------------------------
 
@@ -393,8 +389,8 @@ class DecoupledState(Checkpointed):
 
     def _why_not_deferred(self) -> str | None:
         """Return why the last step was not deferred; None if it was."""
-        if self._is_disabled or self._closed:
-            return "CROSSOVER_DISABLE=1 is set" if self._is_disabled else "close() was called"
+        if self.agreement.disabled or self._closed:
+            return "CROSSOVER_DISABLE=1 is set" if self.agreement.disabled else "close() was called"
         if self._trial is not None and not self._trial.defers:
             if self._trial.is_over:
                 return "the trial has found steps faster that are not deferred"
@@ -773,22 +769,15 @@ def decoupled_hook(state: DecoupledState, bucket: dist.GradBucket) -> torch.futu
         model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
     """
 
-    def answer() -> torch.futures.Future[torch.Tensor]:
-        check_state(
-            state, DecoupledState, "pass DecoupledState(optimizer), or register the hook of that state"
-        )
-        group = resolve_group(cast(dist.ProcessGroup, state.process_group))
-        state.agreement.make(group, state._said)
-        if state._is_disabled:
-            return allreduce_hook(group, bucket)
-        check_not_capturing(bucket)
+    def carry(group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
         return state.take(group, bucket)
 
     def refused() -> None:
         if isinstance(state, DecoupledState):
             state._pending.is_broken = True  # ``step()`` is refused until the next backward
 
-    return guarded(bucket, answer, refused=refused)
+    remedy = "pass DecoupledState(optimizer), or register the hook of that state"
+    return answered(state, bucket, DecoupledState, remedy, carry, refused=refused)
 
 
 def _check_deferrable(

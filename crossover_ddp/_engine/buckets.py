@@ -21,8 +21,9 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from crossover_ddp._ddp.checks import PYTHON_REDUCER
+from crossover_ddp._ddp.checks import PYTHON_REDUCER, check_not_capturing, resolve_group
 from crossover_ddp._ddp.module_buffers import BufferCopy
 from crossover_ddp._system import environment
 from crossover_ddp._timeline.record import Timeline
@@ -306,12 +307,43 @@ def guarded(
         return future
 
 
-def check_state(state: object, kind: type, remedy: str) -> None:
-    """Refuse a state that is not of ``kind``, such as another hook's; ``remedy`` says what to do instead."""
-    if not isinstance(state, kind):
-        raise UnsupportedConfigurationError(
-            f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
-        )
+def answered(
+    state: Any,
+    bucket: dist.GradBucket,
+    kind: type,
+    remedy: str,
+    carry: Callable[[dist.ProcessGroup], GradientFuture],
+    *,
+    plain: Callable[[dist.ProcessGroup, dist.GradBucket], GradientFuture] = allreduce_hook,
+    refused: Callable[[], None] | None = None,
+) -> GradientFuture:
+    """Answer DDP for a hook with a state: what all of them do before they carry ``bucket``.
+
+    Args:
+        state: has ``process_group``, ``agreement``, and ``said(bucket)``, what the ranks must have in common.
+        bucket: DDP's.
+        kind: of the hook's states; others, such as another hook's, are refused.
+        remedy: what to do with those instead.
+        carry: begins the exchange.
+        plain: answers instead with ``CROSSOVER_DISABLE=1``.
+        refused: see `guarded`.
+    """
+
+    def answer() -> GradientFuture:
+        if not isinstance(state, kind):
+            raise UnsupportedConfigurationError(
+                f"expected a {kind.__name__}, got state={type(state).__name__}; {remedy}"
+            )
+        group = resolve_group(state.process_group)  # type: ignore[attr-defined]
+        agreement: Agreement = state.agreement  # type: ignore[attr-defined]
+        if not agreement.made:
+            agreement.make(group, lambda: state.said(bucket))  # type: ignore[attr-defined]
+        if agreement.disabled:
+            return plain(group, bucket)
+        check_not_capturing(bucket)
+        return carry(group)
+
+    return guarded(bucket, answer, refused=refused)
 
 
 class Pausable:
@@ -355,8 +387,11 @@ class Agreement:
     torch's own collective carries it, so that a rank with ``CROSSOVER_DISABLE=1`` takes part, too.
     """
 
-    made = disabled = False
-    """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set, on all ranks, when it was made."""
+    made = False
+
+    def __init__(self, disabled: bool | None = None) -> None:
+        """``disabled``: whether ``CROSSOVER_DISABLE=1`` was set; None: looked up in each comparison."""
+        self.disabled, self._is_known = bool(disabled), disabled is not None
 
     def forget(self) -> None:
         """Compare again at the next bucket."""
@@ -376,7 +411,8 @@ class Agreement:
         **Collective**.
         """
         if not self.made:
-            self.disabled = environment.is_set(environment.DISABLE)
+            if not self._is_known:
+                self.disabled = environment.is_set(environment.DISABLE)
             if group.size() > 1:
                 compare(group, {environment.DISABLE: int(self.disabled), **({} if self.disabled else said())})
             self.made = True
