@@ -22,32 +22,35 @@ from crossover_ddp.kfac_hooks import KFACState, kfac_hook
 from crossover_ddp.muon_hooks import MuonState, muon_hook
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-MakeState = Callable[[nn.Module, Any, argparse.Namespace], tuple[object, Hook]]
+MakeState = Callable[[nn.Module, list[Any], argparse.Namespace], tuple[object, Hook]]
 
 CODECS: dict[str, Any] = {"int8": Int8(), "half": Half(), "sidco": SIDCo(0.01)}
 
 # Every hook with the state that it works on.
 HOOKS: dict[str, MakeState] = {
-    "allreduce": lambda model, optimizer, args: (None, allreduce_hook),
-    "fp16": lambda model, optimizer, args: (None, fp16_compress_hook),
+    "allreduce": lambda model, optimizers, args: (None, allreduce_hook),
+    "fp16": lambda model, optimizers, args: (None, fp16_compress_hook),
     # On gloo its collectives of several buckets mix: give it one, by --bucket-cap-mb.
-    "powersgd": lambda model, optimizer, args: (PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
-    "rsag": lambda model, optimizer, args: (None, reduce_scatter_all_gather_hook),
-    "crossover": lambda model, optimizer, args: (CrossoverState(), crossover_hook),
-    "compressed": lambda model, optimizer, args: (CompressedState(CODECS[args.codec]), compressed_hook),
-    "decoupled": lambda model, optimizer, args: (DecoupledState(optimizer), decoupled_hook),
-    "local_sgd": lambda model, optimizer, args: (
+    "powersgd": lambda model, optimizers, args: (
+        PowerSGDState(None, 2, start_powerSGD_iter=2),
+        powerSGD_hook,
+    ),
+    "rsag": lambda model, optimizers, args: (None, reduce_scatter_all_gather_hook),
+    "crossover": lambda model, optimizers, args: (CrossoverState(), crossover_hook),
+    "compressed": lambda model, optimizers, args: (CompressedState(CODECS[args.codec]), compressed_hook),
+    "decoupled": lambda model, optimizers, args: (DecoupledState(optimizers[0]), decoupled_hook),
+    "local_sgd": lambda model, optimizers, args: (
         LocalSGDState(args.sync_every, args.delay, args.fragments, args.local_after),
         local_sgd_hook,
     ),
-    "elastic": lambda model, optimizer, args: (
+    "elastic": lambda model, optimizers, args: (
         ElasticState(args.sync_every, args.elastic_mode),
         elastic_hook,
     ),
-    "kfac": lambda model, optimizer, args: (
+    "kfac": lambda model, optimizers, args: (
         KFACState(
             model,
-            optimizer,
+            optimizers,
             damping=args.damping,
             kl_clip=args.kl_clip or None,
             factor_update_steps=args.factor_update_steps,
@@ -56,5 +59,5 @@ HOOKS: dict[str, MakeState] = {
         ),
         kfac_hook,
     ),
-    "muon": lambda model, optimizer, args: (MuonState(optimizer.muon), muon_hook),
+    "muon": lambda model, optimizers, args: (MuonState(optimizers[0]), muon_hook),
 }

@@ -29,16 +29,12 @@ def join_the_job(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
         # NCCL refuses two ranks of one job on one GPU; gloo does not mind.
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
-    join_ranks(args.backend or backend)
+    # Without torchrun it is a job of one rank.
+    alone: dict[str, Any] = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group(args.backend or backend, **alone)
     return device
-
-
-def join_ranks(backend: str) -> None:
-    """Join the ranks that torchrun has started, or be a job of one rank."""
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def say(text: str) -> None:
@@ -69,40 +65,6 @@ def learning_rate(args: argparse.Namespace, step: int, total: int) -> float:
     return highest * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-class MuonAndAdamW:
-    """torch's Muon for the matrices of hidden linear layers, AdamW for all else; what the recipes need of an optimizer.
-
-    Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both.
-    """
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        matrices = hidden_matrices(model)
-        known = {id(matrix) for matrix in matrices}
-        others = [each for each in model.parameters() if id(each) not in known]
-        self.muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
-        self.adamw = torch.optim.AdamW(others, **options)
-        self.parts = {"muon": self.muon, "adamw": self.adamw}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts.values() for group in part.param_groups]
-
-    def step(self) -> None:
-        for part in self.parts.values():
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts.values():
-            part.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-
-
 def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of linear layers but the head's."""
     return [
@@ -112,14 +74,22 @@ def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def make_optimizer(args: argparse.Namespace, model: nn.Module) -> Any:
-    """Make what ``--optimizer`` says: a torch.optim.Optimizer, or two of them that look like one."""
+def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Make what ``--optimizer`` says, for all parameters together.
+
+    Muon takes the matrices of hidden linear layers, AdamW all else; Muon's steps are scaled to the size of AdamW's, so
+    that one learning rate serves both.
+    """
     options: dict[str, Any] = {"lr": learning_rate(args, 0, 1), "weight_decay": WEIGHT_DECAY}
     if args.optimizer == "muon":
-        return MuonAndAdamW(model, **options)
+        matrices = hidden_matrices(model)
+        known = {id(matrix) for matrix in matrices}
+        others = [each for each in model.parameters() if id(each) not in known]
+        muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+        return [muon, torch.optim.AdamW(others, **options)]
     if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=0.9, **options)
-    return torch.optim.AdamW(model.parameters(), **options)
+        return [torch.optim.SGD(model.parameters(), momentum=0.9, **options)]
+    return [torch.optim.AdamW(model.parameters(), **options)]
 
 
 def count_steps(args: argparse.Namespace, samples: int) -> int:

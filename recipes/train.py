@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import _data
 import _models
 from _hooks import HOOKS
-from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizer, say
+from _job import count_steps, join_the_job, learning_rate, leave_the_job, make_optimizers, say
 from _options import parse_arguments
 from crossover_ddp.averaging_hooks import ElasticState, LocalSGDState
 from crossover_ddp.comm_hooks import DecoupledState
@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.hook == "decoupled" and args.bucket_cap_mb is None:
         options = DecoupledState.ddp_options(network)
     model = DistributedDataParallel(network, **options)
-    optimizer = make_optimizer(args, model)
+    optimizers = make_optimizers(args, model)
     state = None
     if args.hook != "none":
-        state, hook = HOOKS[args.hook](model, optimizer, args)
+        state, hook = HOOKS[args.hook](model, optimizers, args)
         model.register_comm_hook(state, hook)  # the one line
 
     meter = StepMeter(log_path(args.log_json, dist.get_rank()))
     meter.start(**configuration(model, args))
     try:
-        train(TrainingJob(args, device, model, optimizer, data, state, meter))
+        train(TrainingJob(args, device, model, optimizers, data, state, meter))
     finally:
         meter.flush()
     leave_the_job()
@@ -61,7 +61,7 @@ class TrainingJob(NamedTuple):
     args: argparse.Namespace
     device: torch.device
     model: DistributedDataParallel
-    optimizer: Any
+    optimizers: list[torch.optim.Optimizer]
     data: _data.Data
     hook_state: Any
     meter: StepMeter
@@ -110,8 +110,9 @@ def train_step(job: TrainingJob, batches: Iterator[_data.Batch], step: int, tota
     # Seeded by step and rank, dropout needs no random state in the checkpoint to resume exactly.
     torch.manual_seed((args.seed * 1_000_003 + step) * dist.get_world_size() + dist.get_rank())
     lr = learning_rate(args, step, total)
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr
+    for optimizer in job.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
     mean_loss = torch.zeros((), device=device)
     for part in range(args.accumulate):
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
@@ -122,27 +123,22 @@ def train_step(job: TrainingJob, batches: Iterator[_data.Batch], step: int, tota
                 loss = _models.loss_of(job.model(inputs), targets) / args.accumulate
             loss.backward()
         mean_loss += loss.detach()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
+    for optimizer in job.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     job.meter.end_step(step, mean_loss, lr)
     return mean_loss
 
 
 @torch.no_grad()
 def evaluate(job: TrainingJob, epoch: int) -> None:
-    """Measure loss and accuracy on the test set; where ranks differ, of their mean."""
-    with averaged(job.hook_state):
-        measure_accuracy(job, epoch)
-
-
-def measure_accuracy(job: TrainingJob, epoch: int) -> None:
-    """Let every rank look at its share of the test set."""
-    network = job.model.module.eval()
-    # Each rank has batch statistics of its own; training goes on with those of rank 0.
-    for buffer in network.buffers():
-        dist.broadcast(buffer, 0)
+    """Measure loss and accuracy, each rank on its share of the test set; if ranks differ, of their mean."""
     totals = torch.zeros(3, dtype=torch.float64, device=job.device)
-    with turn_given_away(job.hook_state):
+    with within(job.hook_state, "averaged"), within(job.hook_state, "paused"):
+        network = job.model.module.eval()
+        # Each rank has batch statistics of its own; training goes on with those of rank 0.
+        for buffer in network.buffers():
+            dist.broadcast(buffer, 0)
         for batch in _data.test_batches(job.data.test, batch_size=job.args.batch_size):
             inputs, targets = (tensor.to(job.device) for tensor in batch)
             with torch.autocast(job.device.type, torch.bfloat16, enabled=job.args.amp):
@@ -152,7 +148,7 @@ def measure_accuracy(job: TrainingJob, epoch: int) -> None:
             totals[1] += (outputs.argmax(-1) == targets).sum()
             totals[2] += targets.numel()
         dist.all_reduce(totals)
-    network.train()
+        network.train()
     loss, accuracy = (totals[:2] / totals[2]).tolist()
     job.meter.event("eval", epoch=epoch, accuracy=accuracy, loss=loss)
     say(f"epoch {epoch}: accuracy {accuracy:.4f}, loss {loss:.4f}")
@@ -162,11 +158,12 @@ def save_checkpoint(job: TrainingJob, step: int) -> None:
     """Write the state after ``step`` steps, from rank 0; a crash leaves the previous file whole."""
     if job.args.checkpoint is None:
         return
-    with turn_given_away(job.hook_state):
+    with within(job.hook_state, "paused"):
         if hasattr(job.hook_state, "checkpoint"):
-            state = job.hook_state.checkpoint(job.optimizer, to=0)  # all must help
+            state = job.hook_state.checkpoint(job.optimizers, to=0)  # all must help
         else:
-            state = {"model": job.model.module.state_dict(), "optimizer": job.optimizer.state_dict()}
+            kept = [optimizer.state_dict() for optimizer in job.optimizers]
+            state = {"model": job.model.module.state_dict(), "optimizer": kept}
         if dist.get_rank() == 0:
             unfinished = job.args.checkpoint.with_suffix(".unfinished")
             torch.save({"step": step, **state}, unfinished)
@@ -187,23 +184,18 @@ def load_checkpoint(job: TrainingJob) -> int:
     if state is None:
         return 0
     if hasattr(job.hook_state, "restore"):
-        job.hook_state.restore(state, job.optimizer)
+        job.hook_state.restore(state, job.optimizers)
     else:
         job.model.module.load_state_dict(state["model"])
-        job.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(job.optimizers, state["optimizer"], strict=True):
+            optimizer.load_state_dict(saved)
     return int(state["step"])
 
 
-def averaged(hook_state: object) -> AbstractContextManager[object]:
-    """Let the model be the mean of all ranks' meanwhile, if each has its own."""
-    context: Callable[[], AbstractContextManager[object]] = getattr(hook_state, "averaged", nullcontext)
+def within(hook_state: object, name: str) -> AbstractContextManager[object]:
+    """Enter a context of the hook's state, if it has it: "averaged", one model; "paused", a sibling may compute."""
+    context: Callable[[], AbstractContextManager[object]] = getattr(hook_state, name, nullcontext)
     return context()
-
-
-def turn_given_away(hook_state: object) -> AbstractContextManager[object]:
-    """Let a sibling job compute meanwhile, if the hook shares the device with one."""
-    paused: Callable[[], AbstractContextManager[object]] = getattr(hook_state, "paused", nullcontext)
-    return paused()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ examples:
   crossover-ddp timeline DIR     who computed, who communicated when
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16   pipeline stages for a cluster
 
-exit codes: 0 fine; 1 something to mend, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
+exit codes: 0 fine; 1 something to fix, or nothing found; 2 wrong usage; run: see crossover-ddp run --help
 """
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -35,8 +34,9 @@ def preconditioner() -> Any:
         return importlib.import_module("kfac.preconditioner").KFACPreconditioner
 
 
-def theirs(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> tuple[None, Hook]:
+def theirs(model: Any, optimizers: list[Any], args: argparse.Namespace) -> tuple[None, Hook]:
     """Take the best ways of kfac-pytorch as measured: one owner where factors come in every step, else every rank."""
+    (optimizer,) = optimizers
     found = preconditioner()(
         model,
         lr=lambda _: optimizer.param_groups[0]["lr"],
@@ -52,11 +52,11 @@ def theirs(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespac
     return None, allreduce_hook
 
 
-def alike(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> KFACState:
+def alike(model: Any, optimizers: list[Any], args: argparse.Namespace) -> KFACState:
     """Make a state that steps as kfac-pytorch does: it adds the damping to each factor, we add the square root."""
     return KFACState(
         model,
-        optimizer,
+        optimizers,
         damping=args.damping**2,
         kl_clip=args.kl_clip,
         factor_update_steps=args.factor_update_steps,
@@ -67,9 +67,9 @@ def alike(model: Any, optimizer: torch.optim.Optimizer, args: argparse.Namespace
 
 
 HOOKS["kfac-pytorch"] = theirs
-HOOKS["kfac-alike"] = lambda model, optimizer, args: (alike(model, optimizer, args), kfac_hook)
-HOOKS["kfac-decoupled"] = lambda model, optimizer, args: (
-    DecoupledState(optimizer, kfac=alike(model, optimizer, args)),
+HOOKS["kfac-alike"] = lambda model, optimizers, args: (alike(model, optimizers, args), kfac_hook)
+HOOKS["kfac-decoupled"] = lambda model, optimizers, args: (
+    DecoupledState(optimizers[0], kfac=alike(model, optimizers, args)),
     decoupled_hook,
 )
 

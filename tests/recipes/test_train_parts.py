@@ -154,11 +154,11 @@ def test_turn_is_given_away_only_where_there_is_one() -> None:
         given_away.append("paused")
         yield
 
-    with train.turn_given_away(None), train.turn_given_away(object()):
+    with train.within(None, "paused"), train.within(object(), "averaged"):
         assert not given_away
-    with train.turn_given_away(SimpleNamespace(paused=paused)):
+    with train.within(SimpleNamespace(paused=paused), "paused"):
         assert given_away == ["paused"]
-    with train.turn_given_away(CrossoverState()):  # before the first exchange: no turn yet
+    with train.within(CrossoverState(), "paused"):  # before the first exchange: no turn yet
         pass
 
 

@@ -56,8 +56,8 @@ RECIPES: Final[tuple[Fault, ...]] = (
     Fault(
         why="AdamW's moments are not restored",
         path="recipes/train.py",
-        old='    job.optimizer.load_state_dict(state["optimizer"])\n',
-        new="",
+        old="            optimizer.load_state_dict(saved)\n",
+        new="            pass\n",
         tests=(f"{_TRAIN}::test_resume_across_epochs_with_adamw",),
     ),
     Fault(
