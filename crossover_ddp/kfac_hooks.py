@@ -297,6 +297,9 @@ class KFACState(Checkpointed):
     def stats(self) -> dict[str, Any]:
         """Return what all states tell, and what went wrong with this rank's layers: "strained" and "dropped".
 
+        "strained": factors that were damped further because they could not be inverted. "dropped": batches that changed
+        nothing, including those of a layer without a gradient.
+
         As part of a `DecoupledState` what travels is counted there. Not collective. The table is in docs/choosing.md.
         """
         own = self._preconditioner.curvatures.values()
