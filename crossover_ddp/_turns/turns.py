@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _FAILED_TIMEOUT_S = 1.0
 _LATENCIES_KEPT = 100
-_LOOK_S = 0.005
+_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.08
 _IDLE_LOOKS = 2
 _IDLE = 0.1  # part of the time in which a process that computes nothing may run
 
@@ -96,14 +96,20 @@ class Looks:
 
     def __init__(self, turn: _Turn | None) -> None:
         self.turn = turn
-        self._idle = 0
+        self._idle = self._ran = 0
         self._last_s, self._last_cpu_s = time.monotonic(), time.process_time()
+
+    @property
+    def interval_s(self) -> float:
+        """Time until the next look. Each takes Python's lock from training, so who computes is seldom looked at."""
+        return min(_LONGEST_LOOK_S, _LOOK_S * 2 ** max(0, self._ran - 1))
 
     def is_idle(self) -> bool:
         """Look once more."""
         now_s, cpu_s = time.monotonic(), time.process_time()
         ran = cpu_s - self._last_cpu_s > _IDLE * (now_s - self._last_s)
         self._idle = 0 if ran else self._idle + 1
+        self._ran = self._ran + 1 if ran else 0
         self._last_s, self._last_cpu_s = now_s, cpu_s
         return self._idle >= _IDLE_LOOKS
 
@@ -310,16 +316,16 @@ class Turns:
         while True:
             turn = self._current
             watched = self._lends and self.shared and turn is not None and turn.number and not turn.lent
+            if watched and self._looked.turn is not turn:
+                self._looked = Looks(turn)
             try:
-                return self._jobs.get(timeout=_LOOK_S if watched else None)
+                return self._jobs.get(timeout=self._looked.interval_s if watched else None)
             except queue.Empty:
                 if turn is not None:
                     self._lend_if_idle(turn)
 
     def _lend_if_idle(self, turn: _Turn) -> None:
         """See [Note: a turn is for computing]."""
-        if self._looked.turn is not turn:
-            self._looked = Looks(turn)
         if not self._looked.is_idle():
             return
         slots = self._segment.slots().values()

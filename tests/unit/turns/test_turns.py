@@ -129,3 +129,19 @@ def test_a_process_is_idle_when_it_has_computed_nothing_twice_in_a_row(
         *(True, True),
         *(False, False),
     ]
+
+
+def test_a_process_that_computes_is_looked_at_seldom_and_one_that_may_be_idle_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = {"monotonic": 100.0, "process_time": 7.0}
+    for clock in now:
+        monkeypatch.setattr(turns.time, clock, lambda clock=clock: now[clock])
+    looks, intervals = turns.Looks(None), []
+    for share in (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.0):
+        intervals.append(looks.interval_s)
+        now["monotonic"] += looks.interval_s
+        now["process_time"] += share * looks.interval_s
+        is_idle = looks.is_idle()
+    assert intervals == [0.005, 0.005, 0.01, 0.02, 0.04, 0.08, 0.08, 0.08, 0.005]
+    assert is_idle
