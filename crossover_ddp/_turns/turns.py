@@ -102,7 +102,7 @@ class Looks:
     @property
     def interval_s(self) -> float:
         """Time until the next look. Each takes Python's lock from training, so who computes is seldom looked at."""
-        return min(_LONGEST_LOOK_S, _LOOK_S * 2 ** max(0, self._ran - 1))
+        return min(_LONGEST_LOOK_S, _LOOK_S * 2.0 ** max(0, self._ran - 1))
 
     def is_idle(self) -> bool:
         """Look once more."""
