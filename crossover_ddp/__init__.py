@@ -68,16 +68,14 @@ __all__ = [
 ]
 
 _MODULES = (
-    *(
-        "averaging_hooks",
-        "codecs",
-        "comm_hooks",
-        "errors",
-        "gpu_mutex",
-        "kfac_hooks",
-        "metrics",
-        "muon_hooks",
-    ),
+    "averaging_hooks",
+    "codecs",
+    "comm_hooks",
+    "errors",
+    "gpu_mutex",
+    "kfac_hooks",
+    "metrics",
+    "muon_hooks",
 )
 
 if not TYPE_CHECKING:

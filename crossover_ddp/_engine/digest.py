@@ -38,9 +38,8 @@ class Digests:
     """
 
     steps, due = 0, 1
-    _ddp: Callable[[], DistributedDataParallel | None] | None = (
-        None  # one that `gc.freeze` hides is looked for once
-    )
+    # One that `gc.freeze` hides is looked for once.
+    _ddp: Callable[[], DistributedDataParallel | None] | None = None
     _look: Look | None = None  # at digests that nobody has looked at
 
     def step(
@@ -78,11 +77,8 @@ def _send(
     step: int, parameters: dict[str, Tensor], device: torch.device, group: dist.ProcessGroup, begin: Begin
 ) -> Look:
     """Begin to gather a table of all ranks' digests; return what looks at them, and keeps no parameter and no group."""
-    table, layout, names = (
-        torch.zeros(group.size(), dtype=torch.int64, device=device),
-        [1] * group.size(),
-        [*parameters],
-    )
+    table = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    layout, names = [1] * group.size(), [*parameters]
     sums = table[:0]
     if parameters:
         sums = torch.stack([fingerprint(each).to(device) for each in parameters.values()])

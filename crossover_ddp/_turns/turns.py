@@ -170,9 +170,8 @@ class Turns:
         self._looked = Looks(None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="crossover-turn", daemon=True)
-        self._told_by = (
-            None if membership.is_lead else membership.channel
-        )  # where the lead rank's grants come
+        # Where the lead rank's grants come.
+        self._told_by = None if membership.is_lead else membership.channel
         if self._told_by is not None:
             self._told_by.listen(self._grant_came)
         self._thread.start()
