@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.seeded.fault import ROOT, Fault
-from tests.seeded.faults import FAULTS
+from tests.seeded.fault import FAULTS, ROOT, Fault
 
 
 def test_faults_can_be_seeded_and_their_tests_are_there() -> None:
@@ -15,6 +14,6 @@ def test_faults_can_be_seeded_and_their_tests_are_there() -> None:
 
 
 def test_a_fault_of_other_days_is_refused() -> None:
-    fault = Fault("nothing", "tests/seeded/__init__.py", "a text that stands nowhere in it", "", ("-k", "x"))
-    with pytest.raises(ValueError, match="found it 0 times"):
+    fault = Fault("tests/seeded/__init__.py", "nothing", ["-k", "x"], ["-a line that stands nowhere in it"])
+    with pytest.raises(ValueError, match="found them 0 times"):
         fault.seeded(ROOT)

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.seeded.fault import Fault, copy_tree
-from tests.seeded.faults import FAULTS
+from tests.seeded.fault import FAULTS, Fault, copy_tree
 
 TIMEOUT_S = 900.0
 FAILED = 1  # pytest's code where tests ran and some failed

@@ -1,40 +1,47 @@
-"""One fault, and the copy of the tree that it is seeded into."""
+"""One fault, the tables that faults stand in, and the copy of the tree that they are seeded into.
 
+A table, ``faults/*.txt``, has after ``@`` a file, and of each mistake in it a reason after ``#``, what pytest is given
+after ``$``, and a diff whose lines are whole: those with a space or a minus stand once in the file.
+"""
+
+import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     """A mistake that somebody could make, or has made.
 
     Args:
-        why: what goes wrong with it, in a few words.
         path: of the file, from the root of the tree.
-        old, new: text that stands once in the file, and what takes its place.
+        why: what goes wrong with it, in a few words.
         tests: what pytest is given; some of these tests must fail.
+        diff: lines of the file, with their sign.
     """
 
-    why: str
     path: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
+    why: str
+    tests: list[str] = field(default_factory=list)
+    diff: list[str] = field(default_factory=list)
 
     def seeded(self, root: Path) -> str:
         """Return the file's text with the fault in it."""
-        text = (root / self.path).read_text()
-        found = text.count(self.old)
-        if found != 1 or self.new == self.old:
+        text = "\n" + (root / self.path).read_text()
+        old, new = (
+            "\n".join(["", *(line[1:] for line in self.diff if line[0] != sign), ""]) for sign in "+-"
+        )
+        found = text.count(old)
+        if found != 1 or new == old:
             raise ValueError(
-                f"expected the text of fault {self.why!r} once in {self.path}, found it {found} times; "
+                f"expected the lines of fault {self.why!r} once in {self.path}, found them {found} times; "
                 "seed the same mistake into what the code is now"
             )
-        return text.replace(self.old, self.new)
+        return text.replace(old, new)[1:]
 
     def missing(self, root: Path) -> list[str]:
         """Return the files and functions of tests that are not there."""
@@ -45,6 +52,26 @@ class Fault:
             if not path.exists() or (name and f"def {name}(" not in path.read_text()):
                 missing.append(test)
         return missing
+
+
+def read(table: str) -> list[Fault]:
+    """Return the faults of a table."""
+    path, faults = "", list[Fault]()
+    for line in filter(None, table.splitlines()):
+        if line[0] == "@":
+            path = line[2:]
+        elif line[0] == "#":
+            faults.append(Fault(path, line[2:]))
+        elif line[0] == "$":
+            faults[-1].tests = shlex.split(line[2:])
+        else:
+            faults[-1].diff.append(line)
+    return faults
+
+
+FAULTS = [
+    fault for table in sorted(Path(__file__).parent.glob("faults/*.txt")) for fault in read(table.read_text())
+]
 
 
 def copy_tree(target: Path) -> None:
