@@ -21,7 +21,7 @@ help: ## say what each target does
 
 # Torch's own annotations differ between its versions, so the code is checked against the newest only.
 test: $(if $(TORCH),$(INSTALLED),lint) ## lint, type check and all tests; benchmarks in their smoke form
-	@echo "test: all tests; benchmarks run once, untimed"
+	@echo "test: all tests; benchmarks are small and untimed"
 	@$(COMPILE_ONCE) CROSSOVER_BENCH=smoke $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 marked: $(INSTALLED) ## only the tests that depend on what torch itself does
@@ -34,7 +34,7 @@ demo: $(INSTALLED) ## two sibling jobs on an emulated two-node cluster: table, p
 
 bench: $(INSTALLED) ## the benchmarks in full; figures are ratios, printed as a table
 	@echo "bench: the benchmarks in full; keep the machine otherwise idle"
-	@CROSSOVER_BENCH=full $(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(PYTEST_ARGS)
+	@CROSSOVER_BENCH=full $(BIN)/python -m pytest tests/benchmarks $(PYTEST_ARGS)
 
 campaign: $(INSTALLED) ## hours: fault campaigns, the benchmarks in full, and the studies behind docs/measurements.md
 	@echo "campaign: three fault campaigns (about 45 minutes), seeded faults, the benchmarks in full, then the studies; keep the machine idle"

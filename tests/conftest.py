@@ -13,7 +13,6 @@ from tests.fake_cuda import session as fake_cuda
 from tests.harness import close_pools, single_process_group
 from tests.harness._preloaded import forked_if_script
 from tests.harness.leaks import Snapshot
-from tests.harness.net import is_inside
 from tests.harness.scripts import hear_ignored_signals
 from tests.harness.turnstile import Company, Turnstile
 
@@ -39,27 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what knows the engine; test the harness first, and last the files with tests that choose their company.
+    """Test the harness first, and last the files with tests that choose their company.
 
     Each such test waits for that of the other worker to end, which costs little while all are of one kind. So the
     other tests of such a file keep its company.
     """
-    for item in items:
-        if is_inside(item.path):
-            item.add_marker("inside")
     if not items:
         return
     kinds = items[0].config.stash.setdefault(_kinds, {})
     for item in items:
         kinds[item.path] = max(_marked(item), kinds.get(item.path, Company.CROWD))
     items.sort(key=lambda item: (kinds[item.path], not item.nodeid.startswith("tests/harness/")))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    ran = {each.nodeid: "inside" in each.keywords for each in reports if isinstance(each, pytest.TestReport)}
-    inside = sum(ran.values())
-    terminalreporter.write_line(f"tests of public names: {len(ran) - inside}; inside the engine: {inside}")
 
 
 def _marked(item: pytest.Item) -> Company:
@@ -130,18 +119,6 @@ def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what the ranks do, not of the lab or of times: half of such a test was imports.
     """
-    _fork_lab(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def forked_lab_of_module() -> Iterator[None]:
-    """The same for a fixture that measures for all tests of a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        _fork_lab(patch)
-        yield
-
-
-def _fork_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("CROSSOVER_BENCH", "smoke") == "smoke":
         monkeypatch.setattr("lab.nodes.Child", forked_if_script)
 

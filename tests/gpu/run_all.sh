@@ -18,10 +18,9 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-# The plugins that pyproject.toml asks for are for CPU tests and benchmarks; here they are used if they are there.
+# The plugin that pyproject.toml asks for is used here if it is there.
 options=(-o required_plugins= -o addopts= -ra --strict-markers --tb=short --durations=15 -p no:cacheprovider)
 "$PYTHON" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=150)
-"$PYTHON" -c 'import pytest_benchmark' 2>/dev/null && options+=(--benchmark-disable)
 DEATHS=killed_with_kernels_in_flight
 
 # First an interrupt: what is told that way reports what it has, and ends the processes it has started.

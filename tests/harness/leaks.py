@@ -1,5 +1,6 @@
 """Find threads, child processes, environment variables and shared memory that a test has left behind."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -10,7 +11,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
-from .waiting import state
+from .waiting import gone
 
 # What has been told to end may need a moment, on a busy machine more than one.
 GRACE_S = 20.0
@@ -83,39 +84,12 @@ def _threads() -> frozenset[threading.Thread]:
 
 def _children() -> frozenset[int]:
     """List the living children of this process, without the two servants of `multiprocessing`."""
-    servants = {_pid_of(resource_tracker._resource_tracker), _pid_of(forkserver._forkserver)}
-    listed = _listed_children()
-    found = {pid for pid, parent in _parents().items() if parent == os.getpid()} if listed is None else listed
-    return frozenset(found - servants)
-
-
-def _listed_children() -> set[int] | None:
-    """Read the kernel's own list, which is a hundred times faster to get; None where the kernel has none."""
+    servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        try:
-            found.update(int(pid) for pid in (task / "children").read_text().split())
-        except FileNotFoundError:
-            if task.exists():
-                return None
-    return {pid for pid in found if state(pid) not in "ZX"}
-
-
-def _pid_of(servant: object) -> int | None:
-    return getattr(servant, "_pid", None) or getattr(servant, "_forkserver_pid", None)
-
-
-def _parents() -> dict[int, int]:
-    """Map every living process to its parent; zombies are dead already."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue  # it has ended since the listing
-        if state not in "ZX":
-            parents[int(stat.parent.name)] = int(parent)
-    return parents
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return frozenset(pid for pid in found - servants if not gone(pid))
 
 
 def _describe_process(pid: int) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import Job, RankError, leaks, run_jobs, run_ranks
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, gone
 
 SHORT_GRACE_S = 0.5  # for what never ends; the rank that leaks it is ended with its test
 
@@ -21,6 +21,39 @@ class _Unpicklable(Exception):
     def __init__(self, needed: str, *, also: str) -> None:
         super().__init__(needed)
         self.lock = threading.Lock()
+
+
+def _raise_unpicklable() -> None:
+    raise _Unpicklable("words of the unpicklable", also="needed")
+
+
+def _leak_a_thread() -> None:
+    leaks.GRACE_S = SHORT_GRACE_S
+    threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+# What rank 1 does, how that is told, and where in its words.
+WRONGS: dict[str, tuple[Callable[[], object], str, str]] = {
+    "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", ""),
+    "exits": (lambda: os._exit(7), "exited with status 7 and without a result", ""),
+    "crashes": (_crash, "was killed by SIGSEGV", "in _crash"),
+    "raises": (_raise_unpicklable, "failed", "_Unpicklable: words of the unpicklable"),
+    "returns": (threading.Lock, "failed", "cannot pickle '_thread.lock'"),
+    "leaks a thread": (_leak_a_thread, "failed", "left behind: thread 'the-leaked-one'"),
+    "leaks a variable": (
+        lambda: os.environ.update(LEAKED="yes"),
+        "failed",
+        "variable LEAKED: None became 'yes'",
+    ),
+}
+
+
+def _go_wrong_on_rank_one(rank: int, world_size: int, what: str) -> object:
+    return WRONGS[what][0]() if rank == 1 else "alive"
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: float) -> torch.Tensor:
@@ -35,37 +68,11 @@ def _assert_on_rank_one(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _die_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def _die_alone(rank: int, world_size: int) -> str:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return "alive"
-
-
-def _exit_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os._exit(7)
-
-
 def _hang_in_a_collective(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.barrier()
     else:
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _raise_unpicklable_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise _Unpicklable("words of the unpicklable", also="needed")
-
-
-def _return_unpicklable_on_rank_one(rank: int, world_size: int) -> object:
-    return threading.Lock() if rank == 1 else None
 
 
 def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
@@ -75,33 +82,12 @@ def _leak_a_child_on_rank_one(rank: int, world_size: int, where: str) -> None:
         Path(where).write_text(str(child.pid))
 
 
-def _leak_a_thread_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        leaks.GRACE_S = SHORT_GRACE_S
-        threading.Thread(target=threading.Event().wait, name="the-leaked-one", daemon=True).start()
-
-
-def _leak_a_variable_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os.environ[f"LEAKED_BY_{rank}"] = "yes"
-
-
-def _crash_on_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-
 def _environment(rank: int, world_size: int) -> tuple[int, str | None, str | None]:
     return os.getpid(), os.environ.get("OF_THE_TEST"), os.environ.get("OF_THE_RANK")
 
 
 def _random_and_threads(rank: int, world_size: int) -> tuple[float, int, bool]:
     return torch.rand(()).item(), torch.get_num_threads(), dist.is_initialized()
-
-
-def _is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_returns_the_results_by_rank() -> None:
@@ -124,23 +110,11 @@ def test_assertion_arrives_with_traceback_and_output() -> None:
     assert message.index("rank 1 of 2") < message.index("rank 0 of 2"), "the cause comes first"
 
 
-@pytest.mark.parametrize(
-    ("function", "words", "where"),
-    [
-        (_die_on_rank_one, "was killed by SIGKILL", ""),
-        (_exit_on_rank_one, "exited with status 7 and without a result", ""),
-        (_crash_on_rank_one, "was killed by SIGSEGV", "in _crash_on_rank_one"),
-        (_raise_unpicklable_on_rank_one, "failed", "_Unpicklable: words of the unpicklable"),
-        (_return_unpicklable_on_rank_one, "failed", "cannot pickle '_thread.lock'"),
-        (_leak_a_thread_on_rank_one, "failed", "left behind: thread 'the-leaked-one'"),
-        (_leak_a_variable_on_rank_one, "failed", "LEAKED_BY_1: None became 'yes'"),
-    ],
-)
-def test_whatever_goes_wrong_in_a_rank_is_named(
-    function: Callable[[int, int], object], words: str, where: str
-) -> None:
+@pytest.mark.parametrize("what", WRONGS)
+def test_whatever_goes_wrong_in_a_rank_is_named(what: str) -> None:
+    _, words, where = WRONGS[what]
     with pytest.raises(RankError, match=f"rank 1 of 2 {words}") as caught:
-        run_ranks(function, 2)
+        run_ranks(_go_wrong_on_rank_one, 2, args=(what,))
     assert where in str(caught.value)
 
 
@@ -158,11 +132,11 @@ def test_leaked_child_is_a_failure_and_is_ended(tmp_path: Path) -> None:
         RankError, match=r"rank 1 of 2 failed(.|\n)*left behind: child process \d+ \(sleep 600\)"
     ):
         run_ranks(_leak_a_child_on_rank_one, 2, args=(str(where),))
-    assert eventually(lambda: not _is_running(int(where.read_text()))), "it is killed, not waited for"
+    assert eventually(lambda: gone(int(where.read_text()))), "it is killed, not waited for"
 
 
 def test_expected_death_must_come_and_is_no_failure() -> None:
-    assert run_ranks(_die_alone, 2, deaths={1: signal.SIGKILL}) == ["alive", None]
+    assert run_ranks(_go_wrong_on_rank_one, 2, args=("dies",), deaths={1: signal.SIGKILL}) == ["alive", None]
     with pytest.raises(RankError, match="rank 1 of 2 was expected to die by SIGKILL and returned"):
         run_ranks(_sum_of_ranks, 2, args=(0.0,), deaths={1: signal.SIGKILL})
 

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.harness import ScriptError, spawn_script
 from tests.harness.scripts import hear_ignored_signals
+from tests.harness.waiting import eventually, gone
 
 Writer = Callable[[str], Path]
 
@@ -90,11 +90,7 @@ def test_nothing_survives_the_block(script: Writer, forked: bool) -> None:
     with spawn_script(path, 1, forked=forked) as ranks:
         child = int(ranks.wait_for_output(0, "started", 60.0).split()[0])
     assert ranks.processes[0].returncode == -signal.SIGKILL
-    deadline_s = time.monotonic() + 60.0
-    while subprocess.run(["ps", "-p", str(child), "-o", "stat="], capture_output=True).stdout.strip()[
-        :1
-    ] not in (b"", b"Z"):
-        assert time.monotonic() < deadline_s, "the child of the script's rank lives on"
+    assert eventually(lambda: gone(child)), "the child of the script's rank lives on"
 
 
 @pytest.mark.defect("strangers-36")

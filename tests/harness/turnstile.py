@@ -12,7 +12,6 @@ import fcntl
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import TextIO
 
 
 class Company(IntEnum):
@@ -43,9 +42,13 @@ class Turnstile:
     @contextlib.contextmanager
     def passed(self, company: Company) -> Iterator[None]:
         """Hold the own slot of a kind, or all slots, for the time of the block; nobody holds one of the other kind."""
-        own = self._own(company)
+        if company is Company.ALONE:
+            own, others = [slot for slots in self._slots.values() for slot in slots], []
+        else:
+            (other,) = self._slots.keys() - {company}
+            own, others = [self._slots[company][self._worker]], self._slots[other]
         fcntl.flock(self._gate, fcntl.LOCK_EX)
-        for slot in self._others(company):
+        for slot in others:
             fcntl.flock(slot, fcntl.LOCK_EX)
             fcntl.flock(slot, fcntl.LOCK_UN)
         for slot in own:
@@ -56,16 +59,3 @@ class Turnstile:
         finally:
             for slot in own:
                 fcntl.flock(slot, fcntl.LOCK_UN)
-
-    def _own(self, company: Company) -> list[TextIO]:
-        if company is Company.ALONE:
-            return [slot for slots in self._slots.values() for slot in slots]
-        return [self._slots[company][self._worker]]
-
-    def _others(self, company: Company) -> list[TextIO]:
-        return [
-            slot
-            for kind, slots in self._slots.items()
-            if company not in (kind, Company.ALONE)
-            for slot in slots
-        ]

@@ -218,12 +218,13 @@ def bytes_of_a_step(rank: int, world_size: int, way: str) -> float:
 
 
 @COUNTED
-@pytest.mark.parametrize("way", SENT)
-def test_bytes_on_the_wire(way: str) -> None:
+@pytest.mark.parametrize(("way", "world_size"), [*((way, 2) for way in SENT), ("split", 4)])
+def test_bytes_on_the_wire(way: str, world_size: int) -> None:
     own = sum(p.numel() * 4 for p in mlp(WIDTH, WIDE, WIDE, WIDE, WIDE, seed=0).parameters())
-    low, high = SENT[way]
-    sent = sum(run_ranks(bytes_of_a_step, 2, args=(way,))) / 2
-    assert low * own <= sent <= high * own + 4000, sent / own
+    of_others = 2 * (world_size - 1) / world_size  # 1 for two ranks, of whose halves each sends one
+    low, high = (of_others * limit for limit in SENT[way])
+    sent = sum(run_ranks(bytes_of_a_step, world_size, args=(way,))) / world_size
+    assert low * own <= sent <= high * own + 4000 * (world_size - 1), sent / own
 
 
 # --- what is planned and averaged -------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ FAILED = 1  # pytest's code where tests ran and some failed
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.seeded", description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults with one of these in their file or reason")
-    parser.add_argument("--public", action="store_true", help="only by tests that do not know the engine")
     parser.add_argument(
         "--lanes", type=int, default=1, help="faults at a time, each in a copy of the tree (default 1)"
     )
@@ -38,9 +37,7 @@ def main() -> int:
         number, fault = numbered
         root = lanes.get()
         try:
-            return is_seen(
-                fault, root, f"{number} of {len(chosen)}", ("-m", "not inside") if args.public else ()
-            )
+            return is_seen(fault, root, f"{number} of {len(chosen)}")
         finally:
             lanes.put(root)
 
@@ -55,7 +52,7 @@ def main() -> int:
     return unseen
 
 
-def is_seen(fault: Fault, root: Path, number: str, options: tuple[str, ...]) -> bool:
+def is_seen(fault: Fault, root: Path, number: str) -> bool:
     """Seed a fault, run its tests, and take it out again."""
     path = root / fault.path
     sound, seeded = path.read_text(), fault.seeded(root)
@@ -63,7 +60,7 @@ def is_seen(fault: Fault, root: Path, number: str, options: tuple[str, ...]) -> 
     begin_s = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *fault.tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests],
             cwd=root,
             env=environment(root),
             stdin=subprocess.DEVNULL,
