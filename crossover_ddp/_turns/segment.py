@@ -1,36 +1,53 @@
-"""The home of turns in shared memory: one segment per group and machine, one slot per local process.
+"""The home of turns in shared memory: one segment per group and machine, one slot per local process. Our design.
 
-Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``):
+Files, all in one directory of mode 0700 that belongs to the user (``/dev/shm/crossover_ddp-<uid>``), so nobody else can
+put one there; it stays when the last file has gone:
 
 - ``<group>@.turns``: the slots. Every field has one writer, the slot's owner. Zeros are free slots.
 - ``<group>@.log``: the order of turns on all devices, one byte (the slot) per turn, see [Note: turn order] in `rules`.
-- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading, see [Note: bells] in `files`.
+- ``<group>@.<slot>.bell``: a FIFO that the slot's owner holds open for reading.
 
 A slot belongs to the process that holds the lock on its byte (an open-file-description lock, which the kernel drops
-when the owner ends, in whatever way); a forked child must not keep it, see [Note: forks] in `files`.
+when the owner ends, in whatever way).
 
 [Note: plain reads and writes]
 Slots are read with ``pread`` and written with ``pwrite``, not mapped: somebody who truncates the file under way costs
 an error that is caught (the job goes on without turns), where a mapping would cost a SIGBUS. Aligned eight-byte fields
-are copied by the kernel in one piece on the machines that run torch. Our design.
+are copied by the kernel in one piece on the machines that run torch.
+
+[Note: forks]
+A forked child inherits the open files, and with them the lock and the bell, so it would keep the slot of its dead
+parent alive. Therefore every child closes them first. It must know all of them: no thread may fork between the opening
+of a file and the moment when it is noted, so both happen under `no_fork`.
+
+[Note: bells]
+A bell does two things that a futex cannot do together: a byte written to it wakes the owner, and a process that holds
+it open for writing gets POLLERR from the kernel the moment its last reader is gone. So one ``poll`` waits for "given
+back", "died" and the end of the lease at once. No thread watches, nothing polls in a loop, no process id is
+interpreted: it works between containers that share /dev/shm.
 """
 
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import re
 import secrets
+import select
 import struct
+import threading
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from crossover_ddp._system.machine import machine
-from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl
+from crossover_ddp._system.shared_memory import SHARED_MEMORY, fcntl, open_directory, segment_directory
 from crossover_ddp.errors import SegmentError
 
-from .files import Bells, GroupFiles, OpenFile
 from .rules import Member, Vote
 
 SLOT_COUNT = 253  # larger numbers in the log are words, see `rules`
@@ -38,11 +55,20 @@ EVENT_HANDLE_BYTES = 64
 FREE, JOINED = 0, int.from_bytes(b"XDDPTU10", "little")
 """States of a slot; JOINED is another number in another layout."""
 GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SLOTS_SUFFIX = ".turns"
-_LOG_SUFFIX = ".log"
+_SLOTS, _LOG, _BELL = ".turns", ".log", ".{}.bell"
 _LOCK_BASE = 1 << 32  # locked bytes lie beyond the end of the file: nobody locks contents
 _RETRY_S = 1e-3
 _SLOT_PATIENCE_S = 5.0  # a process that removes the files holds all slots, on a busy machine for long
+_CLOSED: Final = -1  # a number that every system call refuses
+_LONGEST_WAIT_S = 3600.0
+_BELL_BYTES = 1 << 16  # all that a pipe holds: one read silences it
+
+no_fork: Final = threading.RLock()
+"""A fork waits for this lock. It is held only while files are opened, closed or rung, never over a wait."""
+_all: "weakref.WeakSet[OpenFile]" = weakref.WeakSet()
+
+Sibling = tuple[int, int]
+"""A process: its slot, and its incarnation in that slot."""
 
 
 class Slot(ctypes.Structure):
@@ -101,6 +127,26 @@ def read_slots(fd: int, path: str) -> dict[int, Slot]:
     return {index: Slot.from_buffer_copy(raw, index * SLOT_BYTES) for index in used}
 
 
+def members_of(slots: Mapping[int, Slot]) -> list[Member]:
+    """Return slots as the rules of turns see them."""
+    return [
+        Member(
+            slot=index,
+            job=slot.job,
+            incarnation=slot.incarnation,
+            joined_at=slot.joined_at,
+            started=slot.started,
+            returned=slot.returned,
+            lease_s=slot.lease_s,
+            device=slot.device,
+            trial=bool(slot.trial),
+            tried=slot.tried,
+            vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
+        )
+        for index, slot in slots.items()
+    ]
+
+
 # --- locks of slots, which belong to the open file and end with it ------------------------------------------------
 
 
@@ -125,27 +171,171 @@ def slots_are_locked(fd: int, start: int, length: int) -> bool:
     return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
 
 
-# --- a process among its siblings ---------------------------------------------------------------------------------
+# --- files, which a forked child closes ---------------------------------------------------------------------------
 
 
-def members_of(slots: Mapping[int, Slot]) -> list[Member]:
-    """Return slots as the rules of turns see them."""
-    return [
-        Member(
-            slot=index,
-            job=slot.job,
-            incarnation=slot.incarnation,
-            joined_at=slot.joined_at,
-            started=slot.started,
-            returned=slot.returned,
-            lease_s=slot.lease_s,
-            device=slot.device,
-            trial=bool(slot.trial),
-            tried=slot.tried,
-            vote=Vote(slot.pairs, slot.turns_s, slot.side_s),
+class OpenFile:
+    """An open file that a forked child closes before it does anything else. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.fd = _CLOSED
+        """Its descriptor; -1, which every system call refuses, while it is closed."""
+        with no_fork:
+            _guard_forks()
+            _all.add(self)
+
+    def open(self, opening: Callable[[], int]) -> None:
+        """Hold the descriptor that ``opening`` returns, instead of the one before."""
+        with no_fork:
+            self.close()
+            self.fd = opening()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        with no_fork:
+            fd, self.fd = self.fd, _CLOSED
+            if fd != _CLOSED:
+                os.close(fd)
+
+    def is_removed(self) -> bool:
+        """Return whether the file is open and has no name any more."""
+        return self.fd != _CLOSED and not os.fstat(self.fd).st_nlink
+
+
+@functools.cache
+def _guard_forks() -> None:
+    def close_all() -> None:
+        for each in list(_all):
+            each.close()
+        no_fork.release()
+
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=close_all)
+
+
+class GroupFiles(OpenFile):
+    """The directory of a group's files; ``suffix`` is what follows the group in a file's name.
+
+    On failure: `SegmentError` names the file and what to do; ``FileNotFoundError`` where a file is not there.
+    """
+
+    def __init__(self, group: str, base: str) -> None:
+        super().__init__()
+        self.stem = f"{group}@"  # no group's name holds the sign
+        self._path = segment_directory(base)
+        self.open(lambda: open_directory(base, make=True))
+
+    def path(self, suffix: str) -> str:
+        """Return the path of a file, for messages and for people."""
+        return os.path.join(self._path, f"{self.stem}{suffix}")
+
+    def open_file(self, suffix: str, flags: int) -> int:
+        """Return the descriptor of a file; a symbolic link is no file."""
+        try:
+            flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            return os.open(f"{self.stem}{suffix}", flags, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENXIO):  # no file; a bell without a reader
+                raise
+            found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            words = (
+                f"expected a file of turns at {self.path(suffix)}, got {found}; remove it while no job runs"
+            )
+            raise SegmentError(words) from error
+
+    def no_room(self, suffix: str, error: OSError) -> SegmentError:
+        """Return the error of a file that cannot be made."""
+        words = (
+            f"cannot make {self.path(suffix)}: {error.strerror}; free some of {os.path.dirname(self._path)}"
         )
-        for index, slot in slots.items()
-    ]
+        return SegmentError(words)
+
+    def remove(self, suffix: str) -> None:
+        """Remove a file, if it is still there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.stem}{suffix}", dir_fd=self.fd)
+
+
+class Bells:
+    """The bell of this process, and the bells of its siblings; see [Note: bells].
+
+    Thread-safe, except `make_own` and `wait`: a thread of its own may publish a turn, and rings then.
+    """
+
+    def __init__(self, files: GroupFiles) -> None:
+        self._files = files
+        self.own = OpenFile()
+        """The own bell; closed before `make_own`."""
+        self._others: defaultdict[int, OpenFile] = defaultdict(OpenFile)  # by slot
+        self._held: dict[int, Sibling] = {}  # by slot: whose bell is open
+
+    def make_own(self, slot: int) -> None:
+        """Make the bell of this process, which has that slot, in place of whatever has that name."""
+        files, suffix = self._files, _BELL.format(slot)
+        try:
+            files.remove(suffix)
+            os.mkfifo(f"{files.stem}{suffix}", 0o600, dir_fd=files.fd)
+        except OSError as error:
+            raise files.no_room(suffix, error) from error
+        # Open for writing too, or its poll would report a hang-up whenever no sibling holds it.
+        self.own.open(lambda: files.open_file(suffix, os.O_RDWR))
+
+    def close(self) -> None:
+        """Close all bells."""
+        with no_fork:
+            for each in (self.own, *self._others.values()):
+                each.close()
+
+    def is_alive(self, sibling: Sibling) -> bool:
+        """Return whether the sibling's bell has a reader."""
+        return self._reader(sibling) is not None
+
+    def ring(self, sibling: Sibling) -> None:
+        """Wake a sibling."""
+        with no_fork:  # nor may anybody close the bell, and have its number taken, before it has rung
+            fd = self._reader(sibling)
+            if fd is not None:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it is awake; broken: dead
+                    os.write(fd, b"\0")
+
+    def _reader(self, sibling: Sibling) -> int | None:
+        """Return the writing end of a sibling's bell, or None if nobody reads it: the sibling is dead."""
+        slot, _ = sibling
+        with no_fork:
+            bell = self._others[slot]
+            if self._held.get(slot) != sibling or bell.fd < 0:  # perhaps of the slot's earlier owner
+                self._held[slot] = sibling
+                with contextlib.suppress(OSError):  # no reader, or no bell: its owner has ended
+                    bell.open(lambda: self._files.open_file(_BELL.format(slot), os.O_WRONLY))
+            if bell.fd < 0:
+                return None
+            poll = select.poll()
+            poll.register(bell.fd, 0)
+            if poll.poll(0):
+                bell.close()
+                return None
+            return bell.fd
+
+    def ring_own(self) -> None:
+        """End the own `wait` from another thread."""
+        with no_fork, contextlib.suppress(OSError):  # as in `ring`
+            os.write(self.own.fd, b"\0")
+
+    def wait(self, watched: Iterable[Sibling], timeout_s: float) -> None:
+        """Block until somebody rings, one of ``watched`` dies, or the time is over."""
+        poll = select.poll()
+        poll.register(self.own.fd, select.POLLIN)
+        for sibling in watched:
+            fd = self._reader(sibling)
+            if fd is None:
+                return
+            poll.register(fd, 0)
+        # The kernel takes no more than 24 days; the caller looks again anyway.
+        poll.poll(min(max(0.0, timeout_s), _LONGEST_WAIT_S) * 1000 + 1)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.own.fd, _BELL_BYTES)
+
+
+# --- a process among its siblings ---------------------------------------------------------------------------------
 
 
 class TurnSegment:
@@ -165,17 +355,15 @@ class TurnSegment:
             raise ValueError(
                 f"expected a group name of 1-64 letters, digits, '.', '_', '-', got name={group!r}"
             )
-        self.device = device
+        self.group, self.device = group, device
         self.slot = -1
         self.incarnation = 0
         """Of this process in its slot, once it has joined."""
-        self.group = group
-        """Siblings name the same one."""
         self._base = base
         self._device = digest(device)
         self._lead = self._turns = self._last_drawn = 0
         self._files = GroupFiles(group, base)
-        self.path = self._files.path(SLOTS_SUFFIX)
+        self.path = self._files.path(_SLOTS)
         """The file that holds the slots."""
         self.slots_file, self.log_file = OpenFile(), OpenFile()
         self.bells = Bells(self._files)
@@ -195,15 +383,14 @@ class TurnSegment:
 
     def _open_slots(self) -> None:
         """Open the file that other jobs find now, made if there is none."""
-        self.slots_file.open(lambda: self._files.open(SLOTS_SUFFIX, os.O_RDWR | os.O_CREAT))
+        self.slots_file.open(lambda: self._files.open_file(_SLOTS, os.O_RDWR | os.O_CREAT))
         try:
             if not os.fstat(self.slots_file.fd).st_size:
                 os.posix_fallocate(self.slots_file.fd, 0, FILE_BYTES)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._remove_if_unused()
-            words = f"cannot make {self.path}: {error.strerror}; free some of {self._base}"
-            raise SegmentError(words) from error
+            raise self._files.no_room(_SLOTS, error) from error
         read_slots(self.slots_file.fd, self.path)
 
     def join(
@@ -232,6 +419,7 @@ class TurnSegment:
         self._lead = lead
         self.bells.make_own(self.slot)
         self.incarnation = secrets.randbits(62) | 1
+        self._last_drawn = self.drawn()
         slot = Slot(
             state=FREE,
             incarnation=self.incarnation,
@@ -239,7 +427,7 @@ class TurnSegment:
             device=self._device,
             lead=lead,
             device_name=self.device.encode()[: Slot.device_name.size - 1],
-            joined_at=self.drawn(),
+            joined_at=self._last_drawn,
             lease_s=lease_s,
             trial=trial,
             rank=rank,
@@ -248,7 +436,6 @@ class TurnSegment:
             event_count=len(event) // EVENT_HANDLE_BYTES,
         )
         ctypes.memmove(slot.event, event, len(event))
-        self._last_drawn = slot.joined_at
         os.pwrite(self.slots_file.fd, bytes(slot), self.slot * SLOT_BYTES)
         self.publish(state=JOINED)
         # A sibling that has just taken our new bell for that of the slot's dead owner would wait a whole lease.
@@ -289,7 +476,7 @@ class TurnSegment:
             if self.slot >= 0 and not stranded:  # or the bell of that name may be another process's
                 self.publish(state=FREE)
                 self.ring_others()
-                self.bells.remove_own(self.slot)
+                self._files.remove(_BELL.format(self.slot))
         with contextlib.suppress(OSError):
             # Before the files are removed: of two processes that leave at once neither must take the other for a user.
             lock_slots(self.slots_file.fd, 0, SLOT_COUNT, fcntl.F_UNLCK)
@@ -306,11 +493,11 @@ class TurnSegment:
         if not (lock_slots(self.slots_file.fd, 0, SLOT_COUNT) and self.is_current()):
             return
         ours = re.compile(rf"{re.escape(self._files.stem)}(\.log|\.[0-9]+\.bell)")
-        for name in os.listdir(self._files.directory_fd):
+        for name in os.listdir(self._files.fd):
             if ours.fullmatch(name):
                 self._files.remove(name.removeprefix(self._files.stem))
         # The slots last: while that file is there, all its slots locked, no process can join and make the others anew.
-        self._files.remove(SLOTS_SUFFIX)
+        self._files.remove(_SLOTS)
 
     def forget(self) -> None:
         """Close every file and wake no sibling."""
@@ -364,8 +551,6 @@ class TurnSegment:
         """Return the living processes that `slots` returns, as the rules of turns see them."""
         return members_of(self.slots(in_order=in_order))
 
-    # --- waking and waiting --------------------------------------------------------------------------------
-
     def ring_others(self) -> None:
         """Wake every sibling process on this device."""
         for index, slot in self.slots().items():
@@ -380,13 +565,16 @@ class TurnSegment:
 
     def drawn(self) -> int:
         """Return how many turns have been drawn on all devices."""
-        return self._files.size_bytes(_LOG_SUFFIX)
+        try:
+            return os.stat(self._files.path(_LOG), follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
 
     def draw_turn(self) -> int:
         """Append the own slot to the log; its place there is the turn's number, from 1."""
         if self.log_file.fd < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self.log_file.open(lambda: self._files.open(_LOG_SUFFIX, flags))
+            self.log_file.open(lambda: self._files.open_file(_LOG, flags))
         os.write(self.log_file.fd, bytes([self.slot]))
         turn = os.lseek(self.log_file.fd, 0, os.SEEK_CUR)
         if turn <= self._last_drawn:  # siblings would take it for a turn of long ago

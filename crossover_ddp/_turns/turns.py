@@ -80,12 +80,15 @@ class Counters:
 
 
 class _Turn:
-    """A turn that has begun. It is published as given back once it is over and its number is known."""
+    """A turn that is wanted, or has begun. It is published as given back once it is over and its number is known."""
 
-    def __init__(self, number: int | None, streams: Sequence[torch.cuda.Stream]) -> None:
-        self.number = number
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams = streams
-        self.began_s = time.monotonic()
+        self.number: int | None = None
+        self.began_s = 0.0
+        self.awaited = threading.Event()
+        """Set when it has begun, or never will."""
+        self.given_up = False
         self.over = False
         self.lent = False
         """Whether it was published as given back before it was over."""
@@ -112,16 +115,6 @@ class Looks:
         self._ran = self._ran + 1 if ran else 0
         self._last_s, self._last_cpu_s = now_s, cpu_s
         return self._idle >= _IDLE_LOOKS
-
-
-class _Wanted:
-    """An `acquire` that waits."""
-
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        self.streams = streams
-        self.done = threading.Event()
-        self.turn: _Turn | None = None
-        self.given_up = False
 
 
 class Turns:
@@ -156,7 +149,7 @@ class Turns:
         self._lends = lends and self._order is None
         self._current: _Turn | None = None
         self._lock = threading.Lock()  # held for moments only: the current turn, numbers and ends, who waits
-        self._wanted: set[_Wanted] = set()
+        self._wanted: set[_Turn] = set()
         self._ended = False
         self._closing = False
         self._pid = os.getpid()
@@ -215,35 +208,34 @@ class Turns:
         if inside is not None and self.has_peers:  # see [Note: one draw for each acquire]
             self.release(inside.streams)  # another thread's stream may take the next turn
         elif inside is not None:  # siblings wait for this rank: it must not wait for them
-            self._put(functools.partial(self._pass_request, inside))
-            return
+            return self._put(self._pass_request, inside)
         try:
             self.shared = self.counters.mode.waits and self.count_siblings() > 0
         except Exception as error:  # promise 3: giving up on turns costs speed, never the job
-            self._fail(error)
-            return
+            return self._fail(error)
+        turn = _Turn(streams)
+        if self.shared:
+            return self._wait(turn)
         # See [Note: alone on a device] in `rules`; side by side nobody is waited for, either.
-        if not self.shared:
-            self._put(functools.partial(self._number, self._begin(None, streams)))
-            return
-        self._wait(_Wanted(streams))
+        self._begin(turn)
+        self._put(self._number, turn)
 
-    def _wait(self, wanted: _Wanted) -> None:
+    def _wait(self, turn: _Turn) -> None:
         with self._lock:
             if self._ended:
                 return
-            self._wanted.add(wanted)
-        self._put(functools.partial(self._take, wanted))
+            self._wanted.add(turn)
+        self._put(self._take, turn)
         try:
-            wanted.done.wait()
+            turn.awaited.wait()
         except BaseException:  # Ctrl-C: siblings need not wait for a turn that nobody uses
-            wanted.given_up = True
+            turn.given_up = True
             self._segment.bells.ring_own()
-            self._put(functools.partial(self._give_up, wanted))
+            self._put(self._give_up, turn)
             raise
 
-    def _give_up(self, wanted: _Wanted) -> None:
-        if wanted.turn is self._current:
+    def _give_up(self, turn: _Turn) -> None:
+        if turn is self._current:
             self.release()
 
     def release(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
@@ -259,7 +251,7 @@ class Turns:
             if end is None:
                 self._end(turn)
             else:
-                self._put(functools.partial(self._end, turn, end))
+                self._put(self._end, turn, end)
         except Exception as error:
             self._fail(error)
 
@@ -281,9 +273,9 @@ class Turns:
     def _is_here(self) -> bool:
         return not self._ended and os.getpid() == self._pid
 
-    def _put(self, job: Callable[[], None]) -> None:
+    def _put(self, job: Callable[..., None], *arguments: Any) -> None:
         if self._is_here():
-            self._jobs.put(job)
+            self._jobs.put(functools.partial(job, *arguments))
 
     def _fail(self, error: Exception) -> None:
         """Let the thread leave the siblings because of what has failed on another one."""
@@ -341,24 +333,18 @@ class Turns:
             self._ended = True
             self._current = None
         leave(self.membership)
-        for wanted in self._wanted:
-            wanted.done.set()
+        for turn in self._wanted:
+            turn.awaited.set()
 
-    def _begin(self, number: int | None, streams: Sequence[torch.cuda.Stream]) -> _Turn:
-        turn = _Turn(number, streams)
+    def _begin(self, turn: _Turn) -> None:
+        turn.began_s = time.monotonic()
         with self._lock:
             before = self._current
             if not self._ended:
                 self._current = turn
         if before is not None:  # of another thread, which has acquired at the same moment
-            self._put(functools.partial(self._end, before, self._mark(before.streams)))
+            self._put(self._end, before, self._mark(before.streams))
         self.counters.count += 1
-        return turn
-
-    def _end_current(self) -> None:
-        """Give back what another thread has acquired meanwhile; see [Note: one draw for each acquire]."""
-        if (turn := self._take_current()) is not None:
-            self._end(turn, self._mark(turn.streams))
 
     def _take_current(self) -> _Turn | None:
         with self._lock:
@@ -468,35 +454,37 @@ class Turns:
 
     # --- waiting -------------------------------------------------------------------------------------------
 
-    def _take(self, wanted: _Wanted) -> None:
+    def _take(self, turn: _Turn) -> None:
         """Begin the next turn when siblings' earlier ones are over."""
-        self._end_current()
+        # What another thread has acquired meanwhile; see [Note: one draw for each acquire].
+        if (before := self._take_current()) is not None:
+            self._end(before, self._mark(before.streams))
         since_s = time.monotonic()
         self._claim()
         self._number_begun(wait=True)
         grant = self._grant()
-        waited, seen = self._until_free(grant, wanted)
+        waited, seen = self._until_free(grant, turn)
         given_back_ns = self._until_over(grant, seen)
         if waited:
             self.counters.hand_over(since_s, given_back_ns)
         self.counters.waited_s += time.monotonic() - since_s
-        self.counters.turn = grant.turn
+        self.counters.turn = turn.number = grant.turn
         self._patience.started()
         if self._closing:
             return
         self._segment.publish(started=grant.turn)
-        wanted.turn = self._begin(grant.turn, wanted.streams)
+        self._begin(turn)
         with self._lock:
-            self._wanted.discard(wanted)
-        wanted.done.set()
+            self._wanted.discard(turn)
+        turn.awaited.set()
 
-    def _until_free(self, grant: Grant, wanted: _Wanted) -> tuple[bool, Mapping[int, Slot]]:
+    def _until_free(self, grant: Grant, turn: _Turn) -> tuple[bool, Mapping[int, Slot]]:
         """Block until no sibling's turn comes before ``grant`` on this device.
 
         Returns whether that took any waiting, and the slots as they are then.
         """
         segment, waited, slots = self._segment, False, dict[int, Slot]()
-        while not (self._closing or wanted.given_up):
+        while not (self._closing or turn.given_up):
             slots = segment.slots()
             members = members_of(slots)
             waiting = blockers(grant, self.membership.job, members)

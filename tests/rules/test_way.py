@@ -18,7 +18,7 @@ ROOM_FOR_MENDS = 2  # of today's engine
 # averaging, 9 for Int8, 10 for crossover, decoupled and Muon, 12 for owners and 16 for K-FAC.
 WAYS = {
     "split": 6,
-    "crossover": 15,
+    "crossover": 14,
     "decoupled": 12,
     "int8": 10,
     "averaged": 10,

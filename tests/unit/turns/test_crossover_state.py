@@ -2,7 +2,6 @@
 
 import contextlib
 import pickle
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,14 +18,9 @@ def group_name(monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@contextlib.contextmanager
-def training() -> Iterator[Training]:
-    """A job whose state has no arguments."""
-    found = Training("crossover")
-    try:
-        yield found
-    finally:
-        found.close()
+def training() -> "contextlib.closing[Training]":
+    """Return a job whose state has no arguments."""
+    return contextlib.closing(Training("crossover"))
 
 
 @pytest.mark.usefixtures("process_group")

@@ -23,12 +23,6 @@ from tests.unit.turns.mutexes import SOON_S, Make, held_up, membership_of, warni
 GPU = torch.device("cuda", 0)
 
 
-def _over() -> threading.Event:
-    over = threading.Event()
-    over.set()
-    return over
-
-
 def raising(error: Exception) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
         raise error
@@ -44,7 +38,9 @@ class Order(DeviceOrder):
         self.handle = bytes(EVENT_HANDLE_BYTES)
         self.usable = True
         self.reached: threading.Event | None = None  # None: published at once
-        self.end: Callable[[], threading.Event] = _over
+        self.over = threading.Event()
+        self.over.set()
+        self.end: Callable[[], threading.Event] = lambda: self.over
         self.left_behind = 0
         self.on_close: Callable[[], None] = lambda: None
 

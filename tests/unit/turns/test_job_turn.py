@@ -40,18 +40,6 @@ def test_models_whose_first_exchanges_end_together_join_once(monkeypatch: pytest
     made[0].close()
 
 
-@pytest.mark.usefixtures("process_group")
-def test_a_turn_knows_its_device_from_the_first_bucket() -> None:
-    turn = JobTurn(None)
-    turn.device = torch.device("cpu")
-    assert turn.shared, "nobody knows yet"
-    turn.acquire()
-    assert turn.mutex is not None
-    assert turn.mutex.holding
-    assert not turn.shared
-    turn.mutex.close()
-
-
 @pytest.mark.parametrize(
     ("backend", "device", "enabled", "warns"),
     [

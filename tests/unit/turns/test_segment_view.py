@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +23,6 @@ from tests.unit.turns.joined_segments import DEVICE, Join, home, join_at
 def only(seen: Look) -> Segment:
     (segment,) = seen.segments
     return segment
-
-
-def problems(base: Path) -> list[str]:
-    return [problem.what for problem in look(str(base)).problems]
-
-
-# --- what is seen --------------------------------------------------------------------------------------------------
 
 
 def test_slots_are_seen_as_they_were_published(join: Join, tmp_path: Path) -> None:
@@ -54,12 +46,7 @@ def test_a_slot_left_while_it_is_looked_at_is_no_dead_one(
     join(job=1)
     leaving = join(job=2)
     tested = segment_view.slots_are_locked
-
-    def leave_first(*what: int) -> bool:
-        leaving.leave()
-        return tested(*what)
-
-    monkeypatch.setattr(segment_view, "slots_are_locked", leave_first)
+    monkeypatch.setattr(segment_view, "slots_are_locked", lambda *what: (leaving.leave(), tested(*what))[1])
     assert [place.slot.job for place in only(look(str(tmp_path))).places] == [1]
 
 
@@ -117,7 +104,7 @@ def test_looking_never_makes_a_slot_seem_taken_or_keeps_files(tmp_path: Path) ->
         thread.join()
 
 
-# --- what others have put there ------------------------------------------------------------------------------------
+# --- what others have put there; see also test_turn_segment_meddling.py ---------------------------------------------
 
 
 def _fifo(path: Path) -> None:
@@ -127,12 +114,7 @@ def _fifo(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("meddle", "message"),
-    [
-        (_fifo, "seek"),
-        (lambda path: os.truncate(path, FILE_BYTES - 1), "expected slots of .* bytes"),
-        (lambda path: os.truncate(path, 1 << 40), "expected slots of .* bytes"),
-        (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns"),
-    ],
+    [(_fifo, "seek"), (lambda path: path.rename(path.with_name("foreign.turns")), "not a file of turns")],
 )
 def test_what_is_no_segment_is_told_as_a_problem(
     meddle: Callable[[Path], object], message: str, tmp_path: Path
@@ -142,12 +124,7 @@ def test_what_is_no_segment_is_told_as_a_problem(
     meddle(Path(segment.path))
     seen = look(str(tmp_path))
     assert seen.segments == ()
-    assert any(re.search(message, problem.what) for problem in seen.problems)
-
-
-def test_a_directory_that_is_not_ours_is_told(tmp_path: Path) -> None:
-    home(tmp_path).symlink_to("/tmp")
-    assert len(problems(tmp_path)) == 1
+    assert any(message in problem.what for problem in seen.problems)
 
 
 def test_any_number_of_problems_is_bounded(tmp_path: Path) -> None:

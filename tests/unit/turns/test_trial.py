@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from crossover_ddp._turns.rules import (
     BLOCK,
-    LAST_PAIR,
     REPEAT,
     REST,
     WARM_UP,
@@ -111,18 +110,6 @@ def test_a_turn_side_by_side_waits_for_nobody() -> None:
     assert lead.log.grant(len(siblings.log) + 1, 0, others).after == ()
     lead.trial.word(len(siblings.log) + 1, Word.TAKE_TURNS, 1)
     assert lead.log.grant(len(siblings.log) + 1, 0, others).after != ()
-
-
-def test_a_plain_difference_decides_early_and_no_difference_keeps_turns() -> None:
-    def tried(side_s: float) -> int:
-        siblings = Siblings(*(Lead(job, taking(1.0, side_s)) for job in range(2)))
-        siblings.go_on(WARM_UP + 40 * BLOCK)
-        modes = siblings.leads[0].modes
-        assert not modes[0].value
-        return modes.count(Mode.TRYING_SIDE_BY_SIDE)
-
-    assert tried(0.5) <= 3 * BLOCK
-    assert tried(0.5) < tried(0.87) < tried(1.0) <= (LAST_PAIR + 1) * BLOCK
 
 
 def test_nobody_is_needed_to_conduct() -> None:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,21 +30,6 @@ SOON_S = 60.0
 Make = Callable[..., list[TurnChannel]]
 
 
-class Rank:
-    """What a channel wants to know of a process group."""
-
-    _device_types = ()
-
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self._rank, self._size, self.store = rank, size, store
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.fixture(params=["TCPStore", "HashStore", "FileStore"])
 def store(request: pytest.FixtureRequest, tmp_path: object) -> dist.Store:
     if request.param == "TCPStore":
@@ -61,9 +46,12 @@ def make(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[TurnChannel] = []
 
     def make_channels(size: int = 2, timeout_s: float = SOON_S) -> list[TurnChannel]:
-        groups = [Rank(rank, size, shared) for rank in range(size)]
+        groups: list[Any] = [
+            SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size, store=shared)
+            for rank in range(size)
+        ]
         with ThreadPoolExecutor(size) as threads:
-            made.extend(threads.map(lambda group: TurnChannel(group, timeout_s), groups))  # type: ignore[arg-type]
+            made.extend(threads.map(lambda group: TurnChannel(group, timeout_s), groups))
         return made[-size:]
 
     yield make_channels
@@ -76,27 +64,20 @@ def receive(channel: TurnChannel) -> Grant:
     return channel.receive()
 
 
-def grant(turn: int) -> Grant:
-    return Grant(turn, ((1 << 61, turn - 1),))
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_all_ranks_gather_the_same_answers(size: int, make: Make) -> None:
-    channels = make(size)
-    with ThreadPoolExecutor(size) as threads:
-        for number in range(3):
+def test_all_ranks_gather_the_same_answers_and_hear_of_grants_in_order(make: Make) -> None:
+    lead, *others = channels = make(3)
+    with ThreadPoolExecutor(3) as threads:
+        for number in range(2):
             answers = [*threads.map(lambda channel: channel.gather([channel.rank, number]), channels)]  # noqa: B023
-            assert answers == [[[rank, number] for rank in range(size)]] * size
-
-
-def test_grants_arrive_in_order_whether_or_not_somebody_listens_yet(make: Make) -> None:
-    lead, other = make()
-    for turn in range(1, 4):
-        lead.send(grant(turn))
-    other.listen(lambda: None)
-    for turn in range(4, 7):
-        lead.send(grant(turn))
-    assert [receive(other) for _ in range(6)] == [grant(turn) for turn in range(1, 7)]
+            assert answers == [[[rank, number] for rank in range(3)]] * 3
+    grants = [Grant(turn, ((1 << 61, turn - 1),)) for turn in range(1, 7)]
+    for grant in grants[:3]:  # whether or not somebody listens yet
+        lead.send(grant)
+    for other in others:
+        other.listen(lambda: None)
+    for grant in grants[3:]:
+        lead.send(grant)
+    assert [[receive(other) for _ in grants] for other in others] == [grants] * 2
 
 
 def test_nobody_waits_longer_than_half_the_groups_timeout(
@@ -130,27 +111,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+    assert job_group(None) is None, "one process is the job"
     dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-class Group:
-    """Answers as a group of two ranks does; one backend a device type."""
-
-    def __init__(self, **backends: Any) -> None:
-        self._device_types = [*backends]
-        self._backends = backends
-
-    def _get_backend(self, device: str) -> Any:
-        if self._backends[device] is None:
-            raise RuntimeError(f"Could not find the default device type {device}")
-        return self._backends[device]
-
-    def size(self) -> int:
-        return 2
-
-
-def backend(seconds: float) -> SimpleNamespace:
-    return SimpleNamespace(options=SimpleNamespace(_timeout=datetime.timedelta(seconds=seconds)))
 
 
 def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone(
@@ -162,21 +124,35 @@ def test_a_real_group_tells_its_timeout_and_one_process_is_bound_by_leases_alone
     assert patience_limit_s(world) == patience_limit_s(None) == math.inf
 
 
+def two_ranks(**backends: Any) -> Any:
+    """Return what answers as a group of two ranks does; one backend a device type."""
+
+    def get_backend(device: str) -> Any:
+        if backends[device] is None:
+            raise RuntimeError(f"Could not find the default device type {device}")
+        return backends[device]
+
+    return SimpleNamespace(_device_types=[*backends], _get_backend=get_backend, size=lambda: 2)
+
+
+def backend(timeout: object) -> SimpleNamespace:
+    return SimpleNamespace(options=SimpleNamespace(_timeout=timeout))
+
+
+LONG, SHORT = (backend(datetime.timedelta(seconds=seconds)) for seconds in (1800, 400))
+
+
 @pytest.mark.parametrize(
     ("group", "expected_s"),
     [
-        (Group(cpu=backend(1800), cuda=backend(600)), 600.0),
-        (Group(cpu=backend(1800), cuda=None), 1800.0),
-        (Group(cpu=SimpleNamespace()), UNKNOWN_TIMEOUT_S),
-        (Group(cpu=SimpleNamespace(options=SimpleNamespace(_timeout=30))), UNKNOWN_TIMEOUT_S),
-        (Group(), UNKNOWN_TIMEOUT_S),
-        (SimpleNamespace(), UNKNOWN_TIMEOUT_S),
+        (two_ranks(cpu=LONG, cuda=SHORT), 400.0),
+        (two_ranks(cpu=LONG, cuda=None), 1800.0),
+        (two_ranks(cpu=SimpleNamespace()), UNKNOWN_TIMEOUT_S),
+        (two_ranks(cpu=backend(30)), UNKNOWN_TIMEOUT_S),
+        (two_ranks(), UNKNOWN_TIMEOUT_S),
+        (SimpleNamespace(size=lambda: 2), UNKNOWN_TIMEOUT_S),
     ],
 )
-def test_the_shortest_timeout_counts_and_an_unknown_one_is_short(group: Any, expected_s: float) -> None:
+def test_the_shortest_timeout_counts_and_patience_is_a_quarter_of_it(group: Any, expected_s: float) -> None:
     assert group_timeout_s(group) == expected_s
-
-
-def test_patience_is_a_quarter_of_the_timeout() -> None:
-    assert job_group(None) is None, "one process is the job"
-    assert patience_limit_s(cast(dist.ProcessGroup, Group(cpu=backend(400)))) == 100.0
+    assert patience_limit_s(group) == expected_s / 4

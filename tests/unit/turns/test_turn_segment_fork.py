@@ -1,5 +1,6 @@
 """A child that is forked at the worst moment holds no lock and no bell of its parent."""
 
+import contextlib
 import json
 import os
 import threading
@@ -10,16 +11,35 @@ from typing import Any
 
 import pytest
 
-from crossover_ddp._turns.files import GroupFiles, OpenFile, no_fork
-from crossover_ddp._turns.segment import TurnSegment
+from crossover_ddp._turns.segment import GroupFiles, TurnSegment, no_fork
 from tests.unit.turns.joined_segments import Join, files, jobs, join_at
 
 # How long the gap is held open: far longer than a fork takes, also on a busy machine.
 GAP_S = 1.0
 
 
+def _held_by_fork(below: Path) -> list[str]:
+    """Fork, and return which files of a directory the child has open."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        links = []
+        try:
+            for fd in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # of the listing itself
+                    links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.write(writable, json.dumps([link for link in links if link.startswith(str(below))]).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        found: list[str] = json.load(pipe)
+    os.waitpid(child, 0)
+    return found
+
+
 class Gap:
-    """A moment of another thread's work, made long; whoever forks in it can be sure to be there."""
+    """The moment around a call of another thread, made long; whoever forks in it can be sure to be there."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -41,52 +61,20 @@ class Gap:
             self._thread.join()
 
 
-def _held_by_fork(below: Path) -> list[str]:
-    readable, writable = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            links = [_target(fd) for fd in os.listdir("/proc/self/fd")]
-            os.write(writable, json.dumps([link for link in links if link.startswith(str(below))]).encode())
-        finally:
-            os._exit(0)
-    os.close(writable)
-    with open(readable) as pipe:
-        found: list[str] = json.load(pipe)
-    os.waitpid(child, 0)
-    return found
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:  # of the listing itself
-        return ""
-
-
-@pytest.fixture
-def gap_after_opening(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gap]:
-    def install(suffix: str) -> Gap:
-        gap, original = Gap(), GroupFiles.open
-
-        def slow(self: GroupFiles, name: str, flags: int, **options: Any) -> int:
-            fd = original(self, name, flags, **options)
-            if name.endswith(suffix):
-                gap.hold()
-            return fd
-
-        monkeypatch.setattr(GroupFiles, "open", slow)
-        return gap
-
-    return install
-
-
 @pytest.mark.parametrize("suffix", [".turns", ".bell"])
 def test_a_fork_while_a_segment_is_joined_holds_nothing(
-    suffix: str, gap_after_opening: Callable[[str], Gap], tmp_path: Path
+    suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    gap, original = Gap(), GroupFiles.open_file
+
+    def slow(self: GroupFiles, name: str, flags: int) -> int:
+        fd = original(self, name, flags)
+        if name.endswith(suffix):
+            gap.hold()
+        return fd
+
+    monkeypatch.setattr(GroupFiles, "open_file", slow)
     joined: list[TurnSegment] = []
-    gap = gap_after_opening(suffix)
     assert gap.held_by_fork_of(lambda: joined.append(join_at(tmp_path)), tmp_path) == []
     assert jobs(joined[0]) == [1]
     joined[0].leave()
@@ -99,12 +87,7 @@ def test_a_fork_while_a_segment_is_closed_holds_nothing(
 ) -> None:
     segment = join_at(tmp_path)
     gap, original = Gap(), os.close
-
-    def slow(fd: int) -> None:
-        gap.hold()
-        original(fd)
-
-    monkeypatch.setattr(os, "close", slow)
+    monkeypatch.setattr(os, "close", lambda fd: (gap.hold(), original(fd)))
     assert gap.held_by_fork_of(getattr(segment, way), tmp_path) == []
 
 
@@ -113,29 +96,22 @@ def test_a_thread_that_forks_in_its_own_gap_does_not_wait_for_itself(join: Join,
     segment = join(job=1)
     with no_fork:
         assert _held_by_fork(tmp_path) == []
-    assert not no_fork._is_owned()  # type: ignore[attr-defined]
+    owned: Any = no_fork
+    assert not owned._is_owned()
     assert jobs(segment) == [1]
 
 
-def test_a_child_may_join_in_its_own_right(join: Join, tmp_path: Path) -> None:
+def test_a_child_may_join_in_its_own_right_and_leaves_the_slot_of_its_parent_alone(
+    join: Join, tmp_path: Path
+) -> None:
     segment = join(job=1)
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            segment.leave()
             code = int(jobs(join_at(tmp_path, job=2)) != [1, 2])
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert jobs(segment) == [1]
-
-
-def test_a_closed_file_is_a_number_that_system_calls_refuse(tmp_path: Path) -> None:
-    file = OpenFile()
-    file.open(lambda: os.open(tmp_path, os.O_RDONLY))
-    file.close()
-    file.close()
-    with pytest.raises(FileNotFoundError):
-        file.open(lambda: os.open(tmp_path / "none", os.O_RDONLY))
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file.fd)
